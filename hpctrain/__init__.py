@@ -1,0 +1,27 @@
+"""hpctrain: train on a data × pipeline × tensor grid of MPI ranks, equal to training on one.
+
+Importing this package starts neither MPI nor torch; names load what they need when first used.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Grid": "hpctrain.grid",
+    "Shard": "hpctrain.shard",
+    "Key": "hpctrain.randomness",
+    "Trainer": "hpctrain.train",
+    "load_config": "hpctrain.config",
+}
+_MODULES = ("comm", "data", "layers", "models", "pipeline", "replicas", "train")
+
+__all__ = [*_HOME, *_MODULES]
+
+
+def __getattr__(name):
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"hpctrain.{name}")
+    raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")

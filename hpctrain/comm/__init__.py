@@ -1,0 +1,50 @@
+"""Tensors over MPI: the only place that moves tensor data.
+
+`collectives` changes tensors in place or returns new ones; `functional` holds the same operations for autograd.
+"""
+
+from hpctrain.comm import functional
+from hpctrain.comm.agree import agree, together
+from hpctrain.comm.buffers import Work
+from hpctrain.comm.collectives import (
+    all_gather,
+    all_gather_start,
+    all_reduce,
+    all_reduce_start,
+    all_to_all,
+    broadcast,
+    gather,
+    recv,
+    recv_start,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_start,
+    scatter,
+    send,
+    send_start,
+)
+from hpctrain.comm.device import decide_cuda_aware, local_device
+
+__all__ = [
+    "Work",
+    "agree",
+    "all_gather",
+    "all_gather_start",
+    "all_reduce",
+    "all_reduce_start",
+    "all_to_all",
+    "broadcast",
+    "decide_cuda_aware",
+    "functional",
+    "gather",
+    "local_device",
+    "recv",
+    "recv_start",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_start",
+    "scatter",
+    "send",
+    "send_start",
+    "together",
+]

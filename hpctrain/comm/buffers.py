@@ -1,0 +1,171 @@
+"""What MPI is given for a tensor: its address, an MPI datatype it may be trusted with, and memory it can reach.
+
+Passing the address costs 2 µs a call where DLPack costs 15, but then nothing else checks layout, type or lifetime:
+it is done here, once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+MAX_COUNT = 2**31 - 1  # elements of one message: MPI-3 counts are C ints
+
+
+@functools.cache
+def datatypes() -> dict:
+    """MPI datatype of each torch dtype. 16-bit floats travel as 2-byte integers and are never reduced by MPI:
+    a sum of bfloat16 as MPI.SHORT is silently garbage, and MPI has no portable float16."""
+    from mpi4py import MPI
+
+    return {
+        torch.float32: MPI.FLOAT,
+        torch.float64: MPI.DOUBLE,
+        torch.float16: MPI.UINT16_T,
+        torch.bfloat16: MPI.UINT16_T,
+        torch.int8: MPI.INT8_T,
+        torch.int16: MPI.INT16_T,
+        torch.int32: MPI.INT32_T,
+        torch.int64: MPI.INT64_T,
+        torch.uint8: MPI.UINT8_T,
+        torch.bool: MPI.UINT8_T,
+    }
+
+
+REDUCED_BY_MPI = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
+REDUCED_HERE = frozenset({torch.float16, torch.bfloat16})  # summed in float32
+
+
+@functools.cache
+def _fromaddress():
+    from mpi4py import MPI
+
+    return MPI.buffer.fromaddress
+
+
+def message(tensor: torch.Tensor, start: int = 0, count: int | None = None) -> list:
+    """[memory, datatype] for `count` elements, all by default, of a contiguous tensor that MPI can reach.
+
+    Elements are named by their row-major index, since making a view of a tensor costs more than sending a small one.
+    """
+    datatype = datatypes().get(tensor.dtype)
+    if datatype is None:
+        raise ValueError(f"tensors of {tensor.dtype} cannot be sent; convert it to one of {_names(datatypes())}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous; pass tensor.contiguous()")
+    if count is None:
+        count = tensor.numel()
+    size = tensor.itemsize
+    memory = _fromaddress()(tensor.data_ptr() + start * size, count * size)
+    if count <= MAX_COUNT:
+        return [memory, datatype]
+    return [memory, 1, large_datatype(tensor.dtype, count, MAX_COUNT)]
+
+
+@functools.lru_cache(maxsize=256)
+def large_datatype(dtype: torch.dtype, elements: int, limit: int):
+    """One datatype that spans more elements than an MPI count can say."""
+    from mpi4py import MPI
+
+    base = datatypes()[dtype]
+    whole, rest = divmod(elements, limit)
+    if whole > limit:
+        raise ValueError(f"a message of {elements} elements is too large; the limit is {limit * limit}")
+    many = base.Create_contiguous(limit).Create_contiguous(whole)
+    tail = base.Create_contiguous(rest)
+    return MPI.Datatype.Create_struct([1, 1], [0, whole * limit * dtype.itemsize], [many, tail]).Commit()
+
+
+def check_reducible(dtype: torch.dtype, op: str) -> None:
+    if dtype in REDUCED_BY_MPI or (dtype in REDUCED_HERE and op == "sum"):
+        return
+    raise ValueError(
+        f"cannot take the {op} of {dtype} tensors across ranks; "
+        f"use one of {_names(REDUCED_BY_MPI)}, or {_names(REDUCED_HERE)} for a sum"
+    )
+
+
+@functools.cache
+def operation(op: str):
+    from mpi4py import MPI
+
+    return {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}[op]
+
+
+@functools.cache
+def in_place():
+    from mpi4py import MPI
+
+    return MPI.IN_PLACE
+
+
+def _names(dtypes) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+# Staging ---------------------------------------------------------------------------------------------------------
+
+
+def reachable(tensor: torch.Tensor, direct: bool, copy: bool = True) -> torch.Tensor:
+    """Memory that MPI can use in place of `tensor`, which is contiguous: the tensor itself where MPI can reach it.
+
+    A CUDA tensor that MPI cannot be given directly is replaced by pinned host memory, filled when `copy`. Either way
+    the work queued on the current stream is done on return, since MPI knows nothing of streams.
+    """
+    if tensor.is_cpu:
+        return tensor
+    if direct:
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return tensor
+    host = pinned_like(tensor)
+    if copy:
+        host.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return host
+
+
+def deliver(host: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Bring what arrived in `host` to `tensor`, for which `reachable` gave it."""
+    if host is not tensor:
+        tensor.copy_(host)  # blocking: the pinned memory goes back to its pool after this
+    return tensor
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Pinned host memory of the tensor's shape, from CuPy's pool (to which it returns when the result is dropped)."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise RuntimeError("CUDA tensors are staged through CuPy's pinned memory: install hpctrain[cuda12]") from error
+    pool_memory = cupy.cuda.alloc_pinned_memory(max(1, tensor.nbytes))
+    flat = torch.frombuffer(pool_memory, dtype=torch.uint8, count=max(1, tensor.nbytes))
+    return flat[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+class Work:
+    """A transfer under way. It keeps the buffers alive; `wait()` completes it and returns the received tensor.
+
+    `finish` is called once all messages are done; what it returns is the result.
+    """
+
+    __slots__ = ("_finish", "_keep", "_requests", "_result")
+
+    def __init__(self, requests: list, result: torch.Tensor | None, finish=None, keep=()):
+        self._requests, self._result, self._finish, self._keep = requests, result, finish, keep
+
+    def test(self) -> bool:
+        """Let MPI progress; True once all messages are done (`wait` must still be called)."""
+        return all([request.Test() for request in self._requests])
+
+    def wait(self) -> torch.Tensor | None:
+        for request in self._requests:
+            request.Wait()
+        if self._finish is not None:
+            self._result = self._finish()
+        self._requests, self._finish, self._keep = [], None, ()
+        return self._result
+
+
+def done(result: torch.Tensor | None) -> Work:
+    return Work([], result)

@@ -1,0 +1,133 @@
+"""The operations of `collectives` as differentiable functions, each with its adjoint beside it.
+
+An operation F takes the tensors x_r of all ranks to tensors y_r. Its backward applies the adjoint F*, defined by
+sum_r <(F x)_r, y_r> = sum_r <x_r, (F* y)_r> over all ranks (Hewett and Grady, "A linear algebraic approach to model
+parallelism in deep learning", 2020). A loss is understood as the sum of what the ranks compute from their outputs.
+Backward is collective as well: the result must be used on every rank, or on none.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.comm import collectives
+
+
+class _Op(torch.autograd.Function):
+    """`forward(x, *arguments)` and its adjoint, both taking (tensor, *arguments)."""
+
+    @staticmethod
+    def forward(ctx, x, forward, adjoint, *arguments):
+        ctx.adjoint, ctx.arguments = adjoint, arguments
+        return forward(x.detach(), *arguments)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (ctx.adjoint(grad, *ctx.arguments), None, None, *[None] * len(ctx.arguments))
+
+
+def all_reduce(x: torch.Tensor, axis) -> torch.Tensor:
+    """Sum over all ranks, on every rank. Adjoint: the same."""
+    return _Op.apply(x, _sum, _sum, axis)
+
+
+def all_gather(x: torch.Tensor, axis, counts=None) -> torch.Tensor:
+    """All ranks' rows on every rank. Adjoint: reduce-scatter."""
+    counts = counts or (len(x),) * axis.size
+    return _Op.apply(x, _new(collectives.all_gather), _new(collectives.reduce_scatter), axis, counts)
+
+
+def reduce_scatter(x: torch.Tensor, axis, counts=None) -> torch.Tensor:
+    """This rank's rows of the sum over all ranks. Adjoint: all-gather."""
+    counts = counts or collectives.even_rows(len(x), axis.size)
+    return _Op.apply(x, _new(collectives.reduce_scatter), _new(collectives.all_gather), axis, counts)
+
+
+def broadcast(x: torch.Tensor, axis, root: int = 0) -> torch.Tensor:
+    """The root's tensor on every rank. Adjoint: the sum over all ranks on the root, zeros elsewhere."""
+    return _Op.apply(x, _copied(collectives.broadcast), _new(collectives.reduce), axis, root)
+
+
+def reduce(x: torch.Tensor, axis, root: int = 0) -> torch.Tensor:
+    """The sum over all ranks on the root, zeros elsewhere. Adjoint: broadcast."""
+    return _Op.apply(x, _new(collectives.reduce), _copied(collectives.broadcast), axis, root)
+
+
+def gather(x: torch.Tensor, axis, counts=None, root: int = 0) -> torch.Tensor:
+    """All ranks' rows on the root, no rows elsewhere. Adjoint: scatter."""
+    counts = counts or (len(x),) * axis.size
+    return _Op.apply(x, _new(collectives.gather), _new(collectives.scatter), axis, counts, root)
+
+
+def scatter(x: torch.Tensor, axis, counts, root: int = 0) -> torch.Tensor:
+    """This rank's rows of the root's tensor; elsewhere x has no rows. Adjoint: gather."""
+    return _Op.apply(x, _new(collectives.scatter), _new(collectives.gather), axis, counts, root)
+
+
+def all_to_all(x: torch.Tensor, axis, send_counts=None, recv_counts=None) -> torch.Tensor:
+    """Rows `send_counts[r]` go to rank r. Adjoint: the rows go back, counts exchanged."""
+    send_counts = send_counts or collectives.even_rows(len(x), axis.size)
+    return _Op.apply(x, _new(collectives.all_to_all), _send_back, axis, send_counts, recv_counts or send_counts)
+
+
+def send(x: torch.Tensor, axis, dest: int, tag: int = 0) -> torch.Tensor:
+    """Send x to rank `dest`, which must call `recv`. Adjoint: the gradient is received from there.
+
+    Returns a zero that depends on x: backward through it (`zero.backward()`, or adding it to a loss) receives.
+    """
+    return _Op.apply(x, _send, _recv_like(x), axis, dest, tag)
+
+
+def recv(like: torch.Tensor, axis, source: int, tag: int = 0) -> torch.Tensor:
+    """The tensor sent by `send` on rank `source`, of the shape and dtype of `like`. Adjoint: the gradient is sent.
+
+    `like` must require gradients if the gradient is to be sent back; its values do not matter.
+    """
+    return _Op.apply(like, _recv, _send_gradient, axis, source, tag)
+
+
+def _new(operation):
+    """The collectives return their input on an axis of size 1; autograd wants a tensor of its own."""
+
+    def call(x, axis, *arguments):
+        y = operation(x, axis, *arguments)
+        return y.view_as(y) if axis.size == 1 else y
+
+    return call
+
+
+def _copied(operation):
+    def call(x, axis, *arguments):
+        return operation(x.clone(memory_format=torch.contiguous_format), axis, *arguments)
+
+    return call
+
+
+_sum = _copied(collectives.all_reduce)
+
+
+def _send_back(grad, axis, send_counts, recv_counts):
+    return collectives.all_to_all(grad, axis, recv_counts, send_counts)
+
+
+def _send(x, axis, dest, tag):
+    collectives.send(x, axis, dest, tag)
+    return x.new_zeros(())
+
+
+def _recv_like(x):
+    shape, dtype, device = x.shape, x.dtype, x.device
+
+    def receive(_, axis, dest, tag):
+        return collectives.recv(torch.empty(shape, dtype=dtype, device=device), axis, dest, tag)
+
+    return receive
+
+
+def _recv(like, axis, source, tag):
+    return collectives.recv(torch.empty_like(like, memory_format=torch.contiguous_format), axis, source, tag)
+
+
+def _send_gradient(grad, axis, source, tag):
+    collectives.send(grad, axis, source, tag)
+    return torch.zeros_like(grad)  # `like` gave only its shape

@@ -1,0 +1,227 @@
+"""The configuration: TOML and `section.key=value` overrides into dataclasses. Unknown keys are errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpctrain.grid import check_ranks, grid_shape
+
+
+@dataclass
+class Run:
+    name: str = "run"  # the run folder is out/name
+    out: str = "runs"
+    seed: int = 0  # of weights, sample order and dropout
+    steps: int = 100
+    eval_every: int = 0  # steps between validations; 0: only at the end
+    eval_batches: int = 4  # validation batches, each of train.batch sequences
+    device: str = "auto"  # "auto", "cpu" or "cuda"
+    sample: int = 0  # tokens to generate at the end
+
+
+@dataclass
+class Model:
+    kind: str = "gpt2"
+    layers: int = 4
+    width: int = 128  # a multiple of heads
+    heads: int = 4
+    context: int = 128
+    vocabulary: int = 257  # at least that of the data
+    dropout: float = 0.0
+    tied: bool = True  # input and output embeddings share one table
+
+
+@dataclass
+class Data:
+    path: str = ""  # the index that `hpctrain pack` wrote; with `text`, where to pack to
+    text: list[str] = field(default_factory=list)  # files, directories or "python-stdlib", packed on first use
+    tokenizer: str = "bytes"  # or a Hugging Face tokenizers JSON file; only for packing
+    validation: float = 0.05  # part of the samples that is held out
+
+
+@dataclass
+class GridSizes:
+    data: int = 1
+    pipeline: int = 1
+    tensor: int | list[int] = field(default_factory=lambda: [1, 1, 1])  # t for [t, 1, 1], or [x, y, z]
+
+
+@dataclass
+class Train:
+    batch: int = 8  # sequences a step, over all replicas
+    microbatches: int = 1  # of a replica's part of the batch
+    lr: float = 1e-3
+    warmup: int = 10  # steps
+    weight_decay: float = 0.1
+    clip: float = 1.0  # largest norm of the gradient; 0: no clipping
+
+
+@dataclass
+class Precision:
+    compute: str = "fp32"  # "fp32" or "fp64"
+
+
+@dataclass
+class Config:
+    run: Run = field(default_factory=Run)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    grid: GridSizes = field(default_factory=GridSizes)
+    train: Train = field(default_factory=Train)
+    precision: Precision = field(default_factory=Precision)
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.grid_shape.values())
+
+    @property
+    def grid_shape(self) -> dict[str, int]:
+        tensor = self.grid.tensor
+        return grid_shape(self.grid.data, self.grid.pipeline, tensor if isinstance(tensor, int) else tuple(tensor))
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.out) / self.run.name
+
+
+def load_config(path: str | os.PathLike | None = None, overrides: typing.Sequence[str] = ()) -> Config:
+    """Read a TOML file, if one is given, apply `section.key=value` overrides, and check the result.
+
+    Raises:
+        ValueError: naming the key, what it got and what would do.
+
+    >>> load_config(overrides=["run.steps=7", "grid.tensor=[2, 1, 1]", "run.name=small"]).run
+    Run(name='small', out='runs', seed=0, steps=7, eval_every=0, eval_batches=4, device='auto', sample=0)
+    >>> load_config(overrides=["run.stesp=7"])
+    Traceback (most recent call last):
+    ValueError: unknown key run.stesp; did you mean run.steps?
+    """
+    config = Config()
+    if path is not None:
+        try:
+            tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"the configuration cannot be read: {error}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not valid TOML: {error}") from error
+        for section, table in tables.items():
+            if not isinstance(table, dict):
+                raise ValueError(f"{section} stands outside a section in {path}; sections are {_names(config)}")
+            for key, value in table.items():
+                _set(config, section, key, value)
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not (equals and dot and key):
+            raise ValueError(f"an override must read section.key=value, got {override!r}")
+        _set(config, section, key, _parsed(text.strip()), text.strip())
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """Raise ValueError for values that no run can use."""
+    shape, run, model = config.grid_shape, config.run, config.model
+    for name, low in {
+        "run.steps": 1, "run.eval_every": 0, "run.eval_batches": 1, "run.sample": 0, "run.seed": 0, "model.layers": 1,
+        "model.width": 1, "model.heads": 1, "model.context": 1, "model.vocabulary": 1, "train.batch": 1,
+        "train.microbatches": 1, "train.lr": 0, "train.warmup": 0, "train.weight_decay": 0, "train.clip": 0,
+    }.items():  # fmt: skip
+        section, key = name.split(".")
+        if not (value := getattr(getattr(config, section), key)) >= low or value == math.inf:
+            raise ValueError(f"{name} must be at least {low} and finite, got {value}")
+    _one_of("run.device", run.device, ("auto", "cpu", "cuda"))
+    _one_of("model.kind", model.kind, ("gpt2",))
+    _one_of("precision.compute", config.precision.compute, ("fp32", "fp64"))
+    if not run.name or "/" in run.name or run.name in (".", ".."):
+        raise ValueError(f"run.name must be a plain folder name, got {run.name!r}")
+    if model.width % model.heads:
+        raise ValueError(f"model.width must be a multiple of model.heads = {model.heads}, got {model.width}")
+    if not 0 <= model.dropout < 1:
+        raise ValueError(f"model.dropout must be at least 0 and below 1, got {model.dropout}")
+    if not 0 < config.data.validation < 1:
+        raise ValueError(f"data.validation must lie between 0 and 1, got {config.data.validation}")
+    if model.layers < shape["pipeline"]:
+        raise ValueError(
+            f"grid.pipeline = {shape['pipeline']} stages need at least as many layers, got model.layers = "
+            f"{model.layers}; use grid.pipeline={model.layers} or fewer, or more layers"
+        )
+    if not (config.data.path or config.data.text):
+        config.data.text = ["python-stdlib"]
+
+
+def check_grid(config: Config, ranks: int) -> None:
+    """Raise ValueError unless the grid has exactly `ranks` places."""
+    check_ranks(config.grid_shape, ranks)
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration, as `load_config` reads it."""
+    lines = []
+    for section in dataclasses.fields(config):
+        lines.append(f"[{section.name}]")
+        table = dataclasses.asdict(getattr(config, section.name))
+        lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _set(config: Config, section: str, key: str, value, text: str | None = None) -> None:
+    if section not in _names(config):
+        raise ValueError(f"unknown section {section}{_hint(section, _names(config))}")
+    table = getattr(config, section)
+    if key not in _names(table):
+        raise ValueError(f"unknown key {section}.{key}{_hint(key, _names(table), f'{section}.')}")
+    wanted = typing.get_type_hints(type(table))[key]
+    if wanted is str and text is not None and not isinstance(value, str):
+        value = text  # run.name=2024 means the text
+    setattr(table, key, _typed(f"{section}.{key}", value, wanted))
+
+
+def _typed(name: str, value, wanted):
+    """The value as the wanted type; whole numbers will do for reals, and one string for a list of them."""
+    plain = {int: int, float: float, bool: bool, str: str}
+    options = wanted.__args__ if isinstance(wanted, types.UnionType) else (wanted,)
+    for option in options:
+        if option in plain and type(value) is option:
+            return value
+        if option is float and type(value) is int:
+            return float(value)
+        if typing.get_origin(option) is list:
+            item = option.__args__[0]
+            if type(value) is item and item is str:
+                return [value]
+            if isinstance(value, list) and all(type(each) is item for each in value):
+                return value
+    described = " or ".join(str(option).removeprefix("<class '").removesuffix("'>") for option in options)
+    raise ValueError(f"{name} must be {described}, got {value!r}")
+
+
+def _parsed(text: str):
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _names(thing) -> list[str]:
+    return [f.name for f in dataclasses.fields(thing)]
+
+
+def _hint(word: str, known: list[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {prefix}{close[0]}?" if close else f"; known are {', '.join(prefix + k for k in known)}"
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be {' or '.join(json.dumps(k) for k in known)}, got {value!r}")

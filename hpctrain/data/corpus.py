@@ -1,0 +1,76 @@
+"""Which text files make up a corpus, and reading them piece by piece."""
+
+from __future__ import annotations
+
+import codecs
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+PYTHON_SOURCE = "python-stdlib"  # the running interpreter's standard library: real text that every machine has
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+TEXT_SUFFIXES = frozenset(
+    ".txt .md .rst .tex .html .xml .csv .json .jsonl .toml .yaml .yml .cfg .ini .py .c .h .cc .cpp .hpp .cu .f .f90 .jl"
+    " .rs .go .java .js .ts .sh .lua .tcl .pl .rb .r .m .sql".split()
+)
+
+
+def text_files(sources: list[str]) -> list[Path]:
+    """The files of a list of files, directories (searched for text suffixes, in sorted order) and `python-stdlib`.
+
+    Raises:
+        ValueError: for a path that does not exist, or a directory without text files.
+    """
+    if not sources:
+        raise ValueError("no text given; name files, directories or python-stdlib")
+    files = []
+    for source in sources:
+        path = Path(source)
+        if path.is_dir():
+            found = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in TEXT_SUFFIXES and p.is_file()]
+            if not found:
+                raise ValueError(f"{source} holds no text files (known suffixes: {' '.join(sorted(TEXT_SUFFIXES))})")
+            files += found
+        elif path.is_file():
+            files.append(path)
+        elif source == PYTHON_SOURCE:
+            files += _standard_library()
+        else:
+            raise ValueError(f"{source} does not exist; name files, directories or {PYTHON_SOURCE}")
+    return files
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return [path for path in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(path.relative_to(root).parts)]
+
+
+def read_text(path: Path, piece: int = 1 << 20) -> Iterator[str]:
+    """The text of a UTF-8 file in pieces of about `piece` bytes, cut after a line end where there is one.
+
+    Raises:
+        ValueError: where the file is not UTF-8, naming it and the position of the first bad byte.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    kept, offset = "", 0
+    with path.open("rb") as file:
+        while True:
+            block = file.read(piece)
+            pending = len(decoder.getstate()[0])
+            try:
+                text = kept + decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                where = offset - pending + error.start
+                raise ValueError(
+                    f"{path} is not UTF-8 text: byte {where} cannot be decoded ({error.reason}). "
+                    f"Convert it (iconv -t UTF-8) or leave it out"
+                ) from error
+            offset += len(block)
+            if not block:
+                if text:
+                    yield text
+                return
+            cut = text.rfind("\n") + 1 or len(text)
+            kept = text[cut:]
+            if cut:
+                yield text[:cut]

@@ -1,0 +1,119 @@
+"""Read tokens from HDF5 shards: just the ranges asked for, each checked."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from hpctrain.data import format
+from hpctrain.data.tokenizers import tokenizer_from_description
+
+
+class ShardedTokens:
+    """The tokens of a packed corpus, as one long sequence.
+
+    Args:
+        path: the index written by `pack`.
+        comm: an mpi4py communicator. Where h5py is built with MPI, the shards are opened on it with the `mpio` driver,
+            which makes the construction collective; otherwise each process reads by itself.
+
+    Attributes: `tokens` (how many), `vocabulary`, `end_of_document`, `tokenizer`, and `driver` ("mpio" or "sec2").
+
+    Raises:
+        ValueError: when the index or a shard is missing, truncated, from another packing or fails its checksum; the
+            message names the file.
+    """
+
+    def __init__(self, path: str | os.PathLike, comm=None):
+        self.path = Path(path)
+        self.driver = "mpio" if comm is not None and h5py.get_config().mpi else "sec2"
+        self._open = {"driver": "mpio", "comm": comm} if self.driver == "mpio" else {}
+        with self._file(self.path) as index, _reading(self.path):
+            if index.attrs.get("format") != format.FORMAT:
+                raise ValueError(f"{path} is not an index of packed tokens; make one with `hpctrain pack`")
+            if (version := index.attrs["version"]) != format.VERSION:
+                raise ValueError(f"{path} has format version {version}, not {format.VERSION}; pack again")
+            self._packing = index.attrs["packing"]
+            self.vocabulary = int(index.attrs["vocabulary"])
+            self.end_of_document = int(index.attrs["end_of_document"])
+            self.tokens = int(index.attrs["tokens"])
+            rows = index["shards"][:]
+            self.tokenizer = tokenizer_from_description(index["tokenizer"][:].tobytes().decode())
+        self._paths = [self.path.parent / row["name"].decode() for row in rows]
+        self._ends = list(itertools.accumulate(int(row["tokens"]) for row in rows))
+        for shard, row in zip(self._paths, rows):
+            self._check_size(shard, int(row["bytes"]))
+        self._files: dict[int, h5py.File] = {}
+        if self.driver == "mpio":  # opening is collective: all ranks open all, now
+            for number in range(len(self._paths)):
+                self._shard(number)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens `start` to `start + count`, int64."""
+        if not 0 <= start <= start + count <= self.tokens:
+            raise IndexError(f"tokens {start} to {start + count} of {self.tokens}")
+        out = np.empty(count, np.int64)
+        filled = 0
+        while filled < count:
+            number = bisect.bisect_right(self._ends, start + filled)
+            begin = self._ends[number - 1] if number else 0
+            part = min(count - filled, self._ends[number] - (start + filled))
+            at = start + filled - begin
+            with _reading(self._paths[number]):
+                out[filled : filled + part] = self._shard(number)["tokens"][at : at + part]
+            filled += part
+        return out
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _shard(self, number: int) -> h5py.File:
+        file = self._files.get(number)
+        if file is None:
+            path = self._paths[number]
+            file = self._files[number] = self._file(path)
+            with _reading(path):
+                if (file.attrs["packing"], file.attrs["number"]) != (self._packing, number):
+                    raise ValueError(f"{path} belongs to another packing than its index {self.path}; pack again")
+                held = len(file["tokens"])
+            expected = self._ends[number] - (self._ends[number - 1] if number else 0)
+            if held != expected:
+                raise ValueError(f"{path} holds {held} tokens, its index {self.path} says {expected}; pack again")
+        return file
+
+    def _file(self, path: Path) -> h5py.File:
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist; restore it, or pack the text again with `hpctrain pack`")
+        try:
+            # Chunks are read whole for their checksum; a cache of a few MiB keeps those of sequential reads.
+            return h5py.File(path, "r", rdcc_nbytes=4 << 20, **self._open)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be opened as HDF5, it may be truncated or corrupt: {error}") from error
+
+    def _check_size(self, path: Path, expected: int) -> None:
+        if not path.is_file():
+            raise ValueError(f"shard {path} of {self.path} is missing; restore it, or pack the text again")
+        size = path.stat().st_size
+        if size != expected:
+            raise ValueError(f"shard {path} has {size} bytes instead of {expected}: it is truncated or was changed")
+
+
+class _reading:
+    """Turns h5py's errors into one that names the file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, _):
+        if isinstance(error, (OSError, KeyError, RuntimeError)):
+            raise ValueError(f"{self.path} is corrupt: {error}") from error

@@ -1,0 +1,73 @@
+"""Text to token ids and back: bytes by default, or a Hugging Face `tokenizers` file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+
+class ByteTokenizer:
+    """A token a byte of UTF-8; id 256 ends a document.
+
+    >>> ByteTokenizer().encode("né").tolist(), ByteTokenizer().decode([110, 195, 169, 256])
+    ([110, 195, 169], 'né')
+    """
+
+    description = "bytes"
+    vocabulary = 257
+    end_of_document = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def decode(self, ids) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json of Hugging Face's `tokenizers`. It must have one of END's tokens to end documents.
+
+    Raises:
+        ValueError: when the file is no tokenizer or lacks such a token.
+    """
+
+    END = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+    def __init__(self, description: str, name: str = "tokenizer"):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ValueError("tokenizer files need the tokenizers package: install hpctrain[tokenizers]") from error
+        try:
+            self._tokenizer = Tokenizer.from_str(description)
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{name} is not a tokenizers JSON file: {error}") from error
+        self.description = description
+        self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        ends = [self._tokenizer.token_to_id(token) for token in self.END]
+        found = [end for end in ends if end is not None]
+        if not found:
+            raise ValueError(f"{name} has no token to end a document; add one of {', '.join(self.END)}")
+        self.end_of_document = found[0]
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def decode(self, ids) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def tokenizer_from_description(description: str):
+    return ByteTokenizer() if description == "bytes" else FileTokenizer(description)
+
+
+def tokenizer_from_option(option: str | os.PathLike):
+    """ "bytes", or the path of a tokenizer file."""
+    if option == "bytes":
+        return ByteTokenizer()
+    try:
+        return FileTokenizer(Path(option).read_text(encoding="utf-8"), name=str(option))
+    except OSError as error:
+        raise ValueError(f'data.tokenizer must be "bytes" or a tokenizers JSON file: {error}') from error

@@ -1,0 +1,188 @@
+"""The process grid: MPI ranks arranged as data × pipeline × tensor, tensor being itself x × y × z.
+
+Knows nothing of tensors. Importing this file does not start MPI; building a `Grid` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hpctrain.traffic import Traffic
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+AXES = ("data", "pipeline", "x", "y", "z")  # row-major: z is fastest, so that tensor neighbours share a node
+TENSOR = ("x", "y", "z")
+
+
+@dataclass
+class Wire:
+    """How the messages of one grid travel; all its axes share it, and `comm/` reads it at every call.
+
+    Attributes:
+        traffic: the ledger of bytes.
+        cuda_aware: MPI may be given device memory; otherwise CUDA tensors are staged through pinned host memory.
+            Set by `comm.decide_cuda_aware`.
+        synchronous: every send is an MPI_Ssend, which waits for its receiver, so that no buffering hides a deadlock.
+    """
+
+    traffic: Traffic = field(default_factory=Traffic)
+    cuda_aware: bool = False
+    synchronous: bool = False
+
+
+class Axis:
+    """The ranks of a grid that differ only along some of its axes, and this rank's place among them.
+
+    Attributes: `name` (of one axis its own, of several joined by "+"), `comm` (an mpi4py `Cartcomm`), `rank` and
+    `size` along it, and `wire`, shared by the whole grid.
+    """
+
+    __slots__ = ("name", "comm", "rank", "size", "wire", "x", "y", "z")
+
+    def __init__(self, name: str, comm: MPI.Cartcomm, wire: Wire):
+        self.name = name
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self.wire = wire
+
+    def __repr__(self):
+        return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"
+
+
+class Grid:
+    """MPI ranks as a Cartesian grid of data × pipeline × tensor.
+
+    Args:
+        data: replicas of the model; each trains on its own part of the batch.
+        pipeline: stages that the layers are cut into.
+        tensor: ranks that share each layer: `t` for (t, 1, 1), or (x, y, z).
+        comm: the communicator to arrange, `MPI.COMM_WORLD` by default.
+
+    `grid.data`, `grid.pipeline`, `grid.tensor` and `grid.tensor.x`, `.y`, `.z` are `Axis` objects;
+    `grid.plane("x", "z")` gives the ranks that differ along several tensor axes; `grid.coords` is this rank's place.
+
+    Raises:
+        ValueError: on every rank, when a size is not a positive integer or the product is not the number of ranks.
+    """
+
+    def __init__(
+        self,
+        data: int = 1,
+        pipeline: int = 1,
+        tensor: int | tuple[int, int, int] = (1, 1, 1),
+        comm: MPI.Intracomm | None = None,
+    ):
+        self.shape = grid_shape(data, pipeline, tensor)
+        from mpi4py import MPI  # starts MPI, so not at import
+
+        comm = MPI.COMM_WORLD if comm is None else comm
+        check_ranks(self.shape, comm.size)
+
+        self.wire = Wire()
+        self.comm = comm.Create_cart(tuple(self.shape.values()), periods=[True] * len(AXES), reorder=False)
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self.coords = dict(zip(AXES, self.comm.coords))
+        self._planes = {}
+        # Sub is collective, so that every plane is made here, in one order, rather than when first asked for.
+        for names in (("data",), ("pipeline",), *_subsets(TENSOR)):
+            sub = self.comm.Sub([axis in names for axis in AXES])
+            self._planes[names] = Axis("+".join(names), sub, self.wire)
+        self.data, self.pipeline = self._planes["data",], self._planes["pipeline",]
+        self.tensor = self._planes[TENSOR]
+        self.world = Axis("world", self.comm, self.wire)
+        for name in TENSOR:
+            setattr(self.tensor, name, self._planes[name,])
+
+    def plane(self, *names: str) -> Axis:
+        """The ranks that differ from this one only along these tensor axes, in row-major order."""
+        return self._planes[tuple(name for name in AXES if name in names)]
+
+    def describe(self) -> str:
+        """The rank table: one line a rank with its coordinates, this rank marked by an arrow."""
+        x, y, z = (self.shape[name] for name in TENSOR)
+        lines = [
+            f"grid of {self.size} ranks: data {self.shape['data']} × pipeline {self.shape['pipeline']}"
+            f" × tensor ({x}, {y}, {z})",
+            "  rank  data  pipeline  x  y  z",
+        ]
+        for rank, place in enumerate(itertools.product(*(range(size) for size in self.shape.values()))):
+            d, p, *t = place
+            arrow = "→" if rank == self.rank else " "
+            lines.append(f"{arrow} {rank:4d}  {d:4d}  {p:8d}  {t[0]}  {t[1]}  {t[2]}")
+        return "\n".join(lines)
+
+
+def grid_shape(data, pipeline, tensor) -> dict[str, int]:
+    """Sizes of the five axes by name.
+
+    >>> grid_shape(2, 1, 4)
+    {'data': 2, 'pipeline': 1, 'x': 4, 'y': 1, 'z': 1}
+    >>> grid_shape(0, 1, (1, 1, 1))
+    Traceback (most recent call last):
+    ValueError: grid.data must be an integer of at least 1, got 0
+    """
+    if isinstance(tensor, int):
+        tensor = (tensor, 1, 1)
+    if not isinstance(tensor, (tuple, list)) or len(tensor) != 3:
+        raise ValueError(f"grid.tensor must be one integer or three (x, y, z), got {tensor!r}")
+    shape = dict(zip(AXES, (data, pipeline, *tensor)))
+    for axis, size in shape.items():
+        option = f"grid.tensor ({axis})" if axis in TENSOR else f"grid.{axis}"
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{option} must be an integer of at least 1, got {size!r}")
+    return shape
+
+
+def check_ranks(shape: dict[str, int], ranks: int) -> None:
+    """Raise ValueError with the nearest valid grids unless `shape` has exactly `ranks` places."""
+    product = math.prod(shape.values())
+    if product == ranks:
+        return
+    near = "; ".join(f"data={d} pipeline={p} tensor=({x}, {y}, {z})" for d, p, x, y, z in nearest_grids(shape, ranks))
+    raise ValueError(
+        f"the grid data={shape['data']} pipeline={shape['pipeline']} "
+        f"tensor=({shape['x']}, {shape['y']}, {shape['z']}) has {product} places, but there are {ranks} ranks. "
+        f"Start {product} ranks, or use one of the nearest grids of {ranks}: {near}"
+    )
+
+
+def nearest_grids(shape: dict[str, int], ranks: int, count: int = 3) -> list[tuple[int, ...]]:
+    """The grids of exactly `ranks` places that change the sizes of `shape` by the smallest total ratio.
+
+    >>> nearest_grids(grid_shape(2, 2, 2), 4)
+    [(1, 2, 2, 1, 1), (2, 1, 2, 1, 1), (2, 2, 1, 1, 1)]
+    """
+
+    def distance(sizes):
+        return sum(abs(math.log(new / old)) for new, old in zip(sizes, shape.values()))
+
+    return sorted(_factorisations(ranks, len(AXES)), key=lambda sizes: (round(distance(sizes), 9), sizes))[:count]
+
+
+def all_grids(ranks: int) -> list[tuple[int, int, tuple[int, int, int]]]:
+    """Every (data, pipeline, (x, y, z)) of exactly `ranks` places.
+
+    >>> len(all_grids(1)), len(all_grids(2)), len(all_grids(4)), len(all_grids(8))
+    (1, 5, 15, 35)
+    """
+    return [(d, p, (x, y, z)) for d, p, x, y, z in _factorisations(ranks, len(AXES))]
+
+
+def _factorisations(number: int, parts: int):
+    if parts == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorisations(number // first, parts - 1):
+                yield (first, *rest)
+
+
+def _subsets(names):
+    return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(1, len(names) + 1))

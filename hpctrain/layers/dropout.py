@@ -1,0 +1,44 @@
+"""Dropout whose masks depend on (seed, name, step, position in the global batch) and not on the grid."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.layers.tokens import Tokens
+from hpctrain.randomness import Key, drop_threshold
+from hpctrain.shard import split
+
+
+class Dropout(torch.nn.Module):
+    """Zero elements with probability `p` while training, and scale the others by 1 / (1 - p).
+
+    `p` is rounded to a multiple of 2^-16. Works on (rows, width) in the residual layout.
+
+    Args:
+        width: features of the whole activation, of which this rank holds its part over y.
+        key: names the masks.
+    """
+
+    def __init__(self, grid, p: float, width: int, *, key: Key):
+        super().__init__()
+        self.p, self.width, self.key = check_probability(p), width, key
+        self.columns = split(width, grid.tensor.y.size, grid.tensor.y.rank)
+
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        if not self.training or self.p == 0:
+            return x
+        rows = tokens.residual_rows
+        mask = self.key.mask(rows.start * self.width, len(rows) * self.width, self.p, tokens.step)
+        mask = mask.view(len(rows), self.width)[:, self.columns]
+        return drop(x, mask, self.p)
+
+
+def check_probability(p: float) -> float:
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, got {p}")
+    return p
+
+
+def drop(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+    """x where `keep`, scaled by the reciprocal of the true probability of being kept."""
+    return x * (keep.to(x.device, x.dtype) / (1 - drop_threshold(p) / 2**16))

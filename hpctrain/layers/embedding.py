@@ -1,0 +1,56 @@
+"""Embedding: vocabulary spread over x and z, features over y, the result in the residual layout."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hpctrain.comm import functional
+from hpctrain.layers.parameter import drawn_key, parameter
+from hpctrain.layers.tokens import Tokens
+from hpctrain.randomness import Key
+from hpctrain.shard import Shard, split, split_sizes, subsplit
+
+
+class Embedding(torch.nn.Module):
+    """A table of `vocabulary` rows of `width` features.
+
+    The table is split as the weight of a `Linear(width, vocabulary, to="inner")` is, so that the two can be tied.
+
+    Shapes: `forward(ids, tokens)` takes all ids of the z block, (sequences × length,) int64, and returns (rows, width)
+    in the residual layout. Ids must be below `vocabulary`.
+    """
+
+    def __init__(self, grid, vocabulary: int, width: int, *, std: float = 1.0, key: Key | None = None,
+                 stages: tuple[int, ...] = (), dtype=None, device=None):  # fmt: skip
+        super().__init__()
+        self.tensor = grid.tensor
+        x, y, z = grid.tensor.x, grid.tensor.y, grid.tensor.z
+        self.range = split(vocabulary, x.size, x.rank)
+        self.rows_over_z = split_sizes(self.range.stop - self.range.start, z.size)
+        shard = Shard(
+            (vocabulary, width),
+            (subsplit(self.range, z.size, z.rank), split(width, y.size, y.rank)),
+            stages=stages,
+        )
+        self.weight = parameter(shard, drawn_key(grid, key) / "weight", std, dtype=dtype, device=device)
+
+    def forward(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        return scatter_rows(self.lookup(ids), tokens)
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows for `ids`, zero for those that lie on other ranks of x: a partial sum over x, (ids, width)."""
+        table = functional.all_gather(self.weight, self.tensor.z, self.rows_over_z)
+        if self.tensor.x.size == 1:
+            return F.embedding(ids, table)
+        if len(table) == 0:
+            return table.new_zeros(*ids.shape, table.shape[1]) + table.sum()  # keeps the graph the same on all ranks
+        local = ids - self.range.start
+        elsewhere = (local < 0) | (local >= len(table))
+        found = F.embedding(local.masked_fill(elsewhere, 0), table)
+        return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def scatter_rows(partial: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """Sum partial lookups over x, each rank keeping its rows of the residual layout."""
+    return functional.reduce_scatter(partial, tokens.rows.axis, tokens.rows.counts)

@@ -1,0 +1,54 @@
+"""Cross entropy of logits whose vocabulary is spread over (x, y); no rank sees a whole row of logits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hpctrain import comm
+from hpctrain.shard import split, subsplit
+
+
+class CrossEntropy(torch.nn.Module):
+    """Sum over the rows of -log softmax(logits)[target], times `scale`; any vocabulary size.
+
+    Shapes: logits (rows, vocabulary) in the inner layout, targets (rows,) int64. Each rank returns its share of the
+    loss: the sum over all ranks of the tensor axis is the loss. Backward must start from the same gradient on all.
+    """
+
+    def __init__(self, grid, vocabulary: int):
+        super().__init__()
+        x, y = grid.tensor.x, grid.tensor.y
+        self.plane = grid.plane("x", "y")
+        self.first = subsplit(split(vocabulary, x.size, x.rank), y.size, y.rank).start
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
+        return _CrossEntropy.apply(logits, targets, self.plane, self.first, scale)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, plane, first, scale):
+        rows, held = logits.shape
+        local = targets - first
+        found = ((local >= 0) & (local < held)).nonzero().squeeze(1)
+        place = found, local[found]
+        # One exchange: each rank's log-sum-exp, and the logit of the target where it lies here.
+        partial = logits.new_zeros(2, rows)
+        partial[0] = logits.logsumexp(1) if held else -math.inf
+        partial[1, found] = logits[place]
+        parts = comm.all_gather(partial, plane).view(plane.size, 2, rows)
+        normaliser = parts[:, 0].logsumexp(0)
+        ctx.save_for_backward(logits, normaliser, *place)
+        ctx.scale = scale
+        loss = (normaliser - parts[:, 1].sum(0)).sum() * scale
+        return loss if plane.rank == 0 else torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, normaliser, *place = ctx.saved_tensors
+        factor = grad * ctx.scale
+        grad_logits = (logits - normaliser[:, None]).exp_()
+        grad_logits[tuple(place)] -= 1
+        return grad_logits.mul_(factor), None, None, None, None

@@ -1,0 +1,1 @@
+"""Models built from grid-parallel layers."""

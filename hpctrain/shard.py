@@ -1,0 +1,69 @@
+"""Which slice of a global tensor a rank holds, and on which axes other ranks hold the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a global tensor, written once, on the parameter, by the layer that makes it.
+
+    Attributes:
+        global_shape: shape of the whole tensor.
+        slices: for each dim, the range of it that this rank holds.
+        replicated: tensor axes along which other ranks hold this same slice. Each of them sees other tokens, so
+            that its gradient is a partial sum, completed over these axes.
+        stages: pipeline stages that hold the slice when more than one does (tied embeddings); the first one counts.
+
+    Every rank of the data axis holds the same slices; that goes without saying.
+    """
+
+    global_shape: tuple[int, ...]
+    slices: tuple[slice, ...]
+    replicated: tuple[str, ...] = ()
+    stages: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(part.stop - part.start for part in self.slices)
+
+    def owned(self, coords: dict[str, int]) -> bool:
+        """Whether the rank at `coords` is the one that counts this slice, among those that hold it."""
+        first = all(coords[axis] == 0 for axis in self.replicated)
+        return first and (not self.stages or coords["pipeline"] == self.stages[0])
+
+
+def split(length: int, parts: int, index: int, unit: int = 1) -> slice:
+    """Range `index` of `parts` balanced ranges of `length`, cut only at multiples of `unit`.
+
+    The first ranges are the longer ones, by one unit; with more parts than units, the last are empty.
+
+    >>> [split(7, 3, i) for i in range(3)]
+    [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
+    >>> [split(12, 2, i, unit=4) for i in range(2)]
+    [slice(0, 8, None), slice(8, 12, None)]
+    """
+    assert length % unit == 0, f"{length} is not a multiple of {unit}"
+    small, longer = divmod(length // unit, parts)
+    start = (small * index + min(index, longer)) * unit
+    return slice(start, start + (small + (index < longer)) * unit)
+
+
+def subsplit(part: slice, parts: int, index: int, unit: int = 1) -> slice:
+    """Range `index` of `parts` balanced ranges of an already cut range.
+
+    >>> [subsplit(slice(4, 9), 2, i) for i in range(2)]
+    [slice(4, 7, None), slice(7, 9, None)]
+    """
+    inner = split(part.stop - part.start, parts, index, unit)
+    return slice(part.start + inner.start, part.start + inner.stop)
+
+
+def split_sizes(length: int, parts: int, unit: int = 1) -> tuple[int, ...]:
+    """Lengths of the ranges that `split` gives.
+
+    >>> split_sizes(7, 3), split_sizes(2, 4), split_sizes(12, 2, unit=4)
+    ((3, 2, 2), (1, 1, 0, 0), (8, 4))
+    """
+    return tuple(part.stop - part.start for part in (split(length, parts, i, unit) for i in range(parts)))

@@ -1,0 +1,1 @@
+"""Training: batches, steps, clipping, schedules, the run folder."""

@@ -1,0 +1,85 @@
+"""The microbatches that this rank works on, read from packed tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hpctrain.data import SampleOrder, ShardedTokens
+from hpctrain.layers import Tokens
+from hpctrain.randomness import Key
+from hpctrain.shard import split, subsplit
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Tokens of one microbatch in this rank's z block; ids and targets are (sequences × length,) int64.
+
+    `ids` are there on the first pipeline stage, `targets` on the last. `scale` is one over the number of targets in
+    the global batch of the step.
+    """
+
+    tokens: Tokens
+    ids: torch.Tensor | None
+    targets: torch.Tensor | None
+    scale: float
+
+
+class Samples:
+    """A corpus cut into samples of `context` + 1 tokens, the last of each being the first of the next.
+
+    The last `validation` part of the samples is held out.
+
+    Raises:
+        ValueError: when there are too few tokens for one training and one validation sample.
+    """
+
+    def __init__(self, tokens: ShardedTokens, context: int, validation: float, key: Key):
+        self.tokens, self.context = tokens, context
+        total = (tokens.tokens - 1) // context
+        held_out = max(1, round(total * validation))
+        if total - held_out < 1:
+            raise ValueError(
+                f"{tokens.path} has {tokens.tokens} tokens, too few for a training and a validation sample of "
+                f"model.context = {context}; use more text or a smaller context"
+            )
+        self.training = SampleOrder(total - held_out, key / "training")
+        self.validation = SampleOrder(held_out, key / "validation")
+        self.held_out = held_out
+
+    def read(self, numbers: np.ndarray) -> torch.Tensor:
+        """(len(numbers), context + 1) tokens."""
+        rows = [self.tokens.read(int(number) * self.context, self.context + 1) for number in numbers]
+        return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, self.context + 1, dtype=torch.int64)
+
+    def training_step(self, grid, step: int, batch: int, microbatches: int, device) -> list[Microbatch]:
+        """This rank's microbatches of training step `step` (from 0), whose global batch has `batch` sequences."""
+        order = self.training[step * batch : (step + 1) * batch]
+        return self._microbatches(grid, order, microbatches, step, device)
+
+    def validation_batches(self, grid, batch: int, batches: int, microbatches: int, device) -> list[list[Microbatch]]:
+        """This rank's microbatches of up to `batches` validation batches; the same ones at every call."""
+        total = min(batches * batch, self.held_out)
+        orders = [self.validation[start : min(start + batch, total)] for start in range(0, total, batch)]
+        return [self._microbatches(grid, order, microbatches, 0, device, total) for order in orders]
+
+    def _microbatches(self, grid, order, microbatches, step, device, total=None):
+        length = self.context
+        numbers = self.training.samples + order if total is not None else order
+        scale = 1 / ((total or len(order)) * length)
+        first = grid.pipeline.rank == 0
+        last = grid.pipeline.rank == grid.pipeline.size - 1
+        mine = split(len(order), grid.data.size, grid.data.rank)
+        made = []
+        for m in range(microbatches):
+            part = subsplit(mine, microbatches, m)
+            tokens = Tokens.of(grid, part.stop - part.start, length, part.start, step)
+            ids = targets = None
+            if first or last:
+                rows = self.read(numbers[tokens.first : tokens.first + tokens.sequences])
+                ids = rows[:, :-1].reshape(-1).to(device) if first else None
+                targets = rows[:, 1:].reshape(-1).to(device) if last else None
+            made.append(Microbatch(tokens, ids, targets, scale))
+        return made

@@ -1,0 +1,58 @@
+"""Generate text with the whole grid."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain import comm
+from hpctrain.layers import Tokens
+from hpctrain.pipeline import Executor, forward_only
+from hpctrain.randomness import Key
+from hpctrain.shard import split, subsplit
+
+
+def generate(model, grid, prompt: list[int], count: int, vocabulary: int, key: Key, temperature: float = 0.8):
+    """`count` tokens that follow `prompt`, drawn below `vocabulary`; the same on every rank, and on every grid.
+
+    The replicas all do the same work. The last `context` tokens are seen.
+    """
+    executor = Executor(grid.pipeline, forward_only(grid.pipeline.size, 1))
+    ids = list(prompt)
+    draws = key.uniform(0, count).tolist()
+    model.eval()
+    with torch.no_grad():
+        for draw in draws:
+            stage = _LastLogits(model, grid, torch.tensor(ids[-model.shape.context :]))
+            logits = executor.run(stage)
+            chosen = torch.zeros(1, dtype=torch.int64)
+            if logits:
+                probabilities = (logits[0][:vocabulary].double() / temperature).softmax(0)
+                chosen[0] = min(int(torch.searchsorted(probabilities.cumsum(0), draw)), vocabulary - 1)
+            comm.broadcast(chosen, grid.pipeline, root=grid.pipeline.size - 1)
+            ids.append(int(chosen))
+    return ids[len(prompt) :]
+
+
+class _LastLogits:
+    """A stage over one sequence whose last pipeline stage returns the logits of the last position, (vocabulary,)."""
+
+    def __init__(self, model, grid, ids):
+        self.model, self.grid = model, grid
+        self.tokens = Tokens.of(grid, 1, len(ids))
+        self.ids = ids.repeat(self.tokens.sequences).to(model.device)
+
+    def empty_input(self, m):
+        return self.model.empty_activation(self.tokens)
+
+    def forward(self, m, x):
+        y = self.model(self.ids if x is None else x, self.tokens)
+        if not self.model.last_stage:
+            return y
+        # z: the sequence lies on the first rank. (x, y): every rank has its part of the vocabulary.
+        tensor = self.grid.tensor
+        x_blocks = [split(self.model.shape.vocabulary, tensor.x.size, i) for i in range(tensor.x.size)]
+        widths = [subsplit(b, tensor.y.size, j) for b in x_blocks for j in range(tensor.y.size)]
+        counts = tuple(part.stop - part.start for part in widths)
+        here = y[-1:].flatten() if self.tokens.sequences else y.new_empty(counts[self.grid.plane("x", "y").rank])
+        comm.broadcast(here.contiguous(), tensor.z)
+        return comm.all_gather(here, self.grid.plane("x", "y"), counts).cpu()

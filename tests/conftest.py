@@ -1,0 +1,51 @@
+"""MPI tests run as `mpirun -n N python -m mpi4py -m pytest --only-mpi`; the others start no MPI, or jobs of their own.
+
+A failure on one rank ends the whole job at once: its report is printed with the rank, then MPI is aborted. Waiting
+would hang, since the other ranks stand in a collective that the failed one never enters.
+"""
+
+import os
+import sys
+
+import pytest
+import torch
+
+RANKS = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
+if int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0):
+    sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all; failures go to stderr
+
+
+def pytest_configure(config):
+    torch.set_num_threads(1)
+    if RANKS > 1:
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.size != RANKS:
+            pytest.exit(
+                f"started as one of {RANKS} ranks, but MPI sees {MPI.COMM_WORLD.size}: launcher and MPI differ", 3
+            )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report):
+    if report.failed and RANKS > 1:
+        from mpi4py import MPI
+
+        text = f"\n=== rank {MPI.COMM_WORLD.rank} of {RANKS}: {report.nodeid} ({report.when})\n{report.longreprtext}\n"
+        print(text, file=sys.__stderr__, flush=True)
+        MPI.COMM_WORLD.Abort(1)
+
+
+@pytest.fixture(scope="session")
+def world():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def line(world):
+    """All ranks along one axis."""
+    from hpctrain import Grid
+
+    return Grid(tensor=world.size).tensor.x
