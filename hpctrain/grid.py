@@ -39,17 +39,19 @@ class Axis:
     """The ranks of a grid that differ only along some of its axes, and this rank's place among them.
 
     Attributes: `name` (of one axis its own, of several joined by "+"), `comm` (an mpi4py `Cartcomm`), `rank` and
-    `size` along it, and `wire`, shared by the whole grid.
+    `size` along it, `one_node` (whether its ranks share memory), and `wire`, shared by the whole grid.
     """
 
-    __slots__ = ("name", "comm", "rank", "size", "wire", "x", "y", "z")
+    __slots__ = ("name", "comm", "rank", "size", "one_node", "wire", "workspace", "x", "y", "z")
 
-    def __init__(self, name: str, comm: MPI.Cartcomm, wire: Wire):
+    def __init__(self, name: str, comm: MPI.Cartcomm, node: int, wire: Wire):
         self.name = name
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
+        self.one_node = len(set(comm.allgather(node))) == 1
         self.wire = wire
+        self.workspace = None  # of comm/
 
     def __repr__(self):
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"
@@ -89,13 +91,16 @@ class Grid:
         self.rank, self.size = self.comm.rank, self.comm.size
         self.coords = dict(zip(AXES, self.comm.coords))
         self._planes = {}
+        shared = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        node = shared.bcast(self.rank)  # a node is named by its first rank
+        shared.Free()
         # Sub is collective, so that every plane is made here, in one order, rather than when first asked for.
         for names in (("data",), ("pipeline",), *_subsets(TENSOR)):
             sub = self.comm.Sub([axis in names for axis in AXES])
-            self._planes[names] = Axis("+".join(names), sub, self.wire)
+            self._planes[names] = Axis("+".join(names), sub, node, self.wire)
         self.data, self.pipeline = self._planes["data",], self._planes["pipeline",]
         self.tensor = self._planes[TENSOR]
-        self.world = Axis("world", self.comm, self.wire)
+        self.world = Axis("world", self.comm, node, self.wire)
         for name in TENSOR:
             setattr(self.tensor, name, self._planes[name,])
 

@@ -5,7 +5,7 @@
 
 from hpctrain.comm import functional
 from hpctrain.comm.agree import agree, together
-from hpctrain.comm.buffers import Work
+from hpctrain.comm.buffers import Work, done
 from hpctrain.comm.collectives import (
     all_gather,
     all_gather_start,
@@ -24,8 +24,10 @@ from hpctrain.comm.collectives import (
     send_start,
 )
 from hpctrain.comm.device import decide_cuda_aware, local_device
+from hpctrain.comm.windows import Shared, workspace
 
 __all__ = [
+    "Shared",
     "Work",
     "agree",
     "all_gather",
@@ -35,6 +37,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "decide_cuda_aware",
+    "done",
     "functional",
     "gather",
     "local_device",
@@ -47,4 +50,5 @@ __all__ = [
     "send",
     "send_start",
     "together",
+    "workspace",
 ]

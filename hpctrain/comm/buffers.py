@@ -167,5 +167,5 @@ class Work:
         return self._result
 
 
-def done(result: torch.Tensor | None) -> Work:
+def done(result: torch.Tensor | None = None) -> Work:
     return Work([], result)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from hpctrain import comm
 from hpctrain.comm import functional
 from hpctrain.layers.parameter import drawn_key, parameter
 from hpctrain.layers.tokens import Tokens
@@ -40,15 +40,29 @@ class Embedding(torch.nn.Module):
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows for `ids`, zero for those that lie on other ranks of x: a partial sum over x, (ids, width)."""
-        table = functional.all_gather(self.weight, self.tensor.z, self.rows_over_z)
-        if self.tensor.x.size == 1:
-            return F.embedding(ids, table)
-        if len(table) == 0:
-            return table.new_zeros(*ids.shape, table.shape[1]) + table.sum()  # keeps the graph the same on all ranks
-        local = ids - self.range.start
-        elsewhere = (local < 0) | (local >= len(table))
-        found = F.embedding(local.masked_fill(elsewhere, 0), table)
-        return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return _Lookup.apply(self.weight, ids, self.tensor.z, self.rows_over_z, self.range)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, ids, z, rows_over_z, held):
+        table = comm.all_gather(weight, z, rows_over_z)
+        local = ids - held.start
+        mine = (local >= 0) & (local < len(table))
+        ctx.save_for_backward(weight, local[mine])
+        ctx.mine, ctx.z, ctx.rows_over_z = mine, z, rows_over_z
+        out = table.new_zeros(*ids.shape, table.shape[1])
+        out[mine] = table[local[mine]]
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight, local = ctx.saved_tensors
+        z = ctx.z
+        out = weight.place.take() if z.size == 1 and hasattr(weight, "place") else None
+        table = weight.new_empty(sum(ctx.rows_over_z), weight.shape[1]) if out is None else out
+        table.zero_().index_add_(0, local, grad[ctx.mine])
+        return comm.reduce_scatter(table, z, ctx.rows_over_z), None, None, None, None
 
 
 def scatter_rows(partial: torch.Tensor, tokens: Tokens) -> torch.Tensor:

@@ -8,11 +8,9 @@ scale parallel training to thousands of GPUs" (2023), with every operand and res
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from hpctrain import comm
 from hpctrain.layers.parameter import drawn_key, parameter
-from hpctrain.layers.spread import Columns
+from hpctrain.layers.spread import Columns, Rows
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import Key
 from hpctrain.shard import Shard, split, split_sizes, subsplit
@@ -55,7 +53,7 @@ class Linear(torch.nn.Module):
         rows = split(out_features, over_out.size, over_out.rank, out_unit)
         columns = split(in_features, over_in.size, over_in.rank, in_unit)
         block = rows.stop - rows.start
-        self.rows_over_z = split_sizes(block, z.size)
+        self.over_z = Rows(z, split_sizes(block, z.size))
         held = subsplit(rows, z.size, z.rank)
         shard = Shard((out_features, in_features), (held, columns))
         self.weight = parameter(shard, key / "weight", std, dtype=dtype, device=device)
@@ -70,10 +68,8 @@ class Linear(torch.nn.Module):
         self.bias = parameter(bias_shard, key / "bias", None, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        if self.tensor.size == 1:
-            return F.linear(x, self.weight, self.bias)
         source, target = (tokens.rows, self.inner) if self.to_inner else (self.inner, tokens.rows)
-        return _Product.apply(x, self.weight, self.bias, source, target, self.tensor.z, self.rows_over_z)
+        return _Product.apply(x, self.weight, self.bias, source, target, self.over_z)
 
     def extra_repr(self):
         return f"{self.in_features}, {self.out_features}, to={'inner' if self.to_inner else 'residual'}"
@@ -83,12 +79,10 @@ class _Product(torch.autograd.Function):
     """Gathers both operands, multiplies, reduce-scatters the result. Keeps only what each rank was given."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, source, target, z, rows_over_z):
+    def forward(ctx, x, weight, bias, source, target, over_z):
         ctx.save_for_backward(x, weight)
-        ctx.source, ctx.target, ctx.z, ctx.rows_over_z = source, target, z, rows_over_z
-        whole = comm.all_gather(weight, z, rows_over_z)
-        y = target.multiply(source.gather(x), whole.t())
-        return y if bias is None else y.add_(bias)
+        ctx.source, ctx.target, ctx.over_z = source, target, over_z
+        return target.multiply(source.gather(x), over_z.gather(weight).t(), bias)
 
     @staticmethod
     def backward(ctx, grad):
@@ -97,6 +91,8 @@ class _Product(torch.autograd.Function):
         grad = ctx.target.gather(grad)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = ctx.source.multiply(grad, comm.all_gather(weight, ctx.z, ctx.rows_over_z))
-        grad_weight = comm.reduce_scatter(grad.t() @ ctx.source.gather(x), ctx.z, ctx.rows_over_z)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+            grad_x = ctx.source.multiply(grad, ctx.over_z.gather(weight))
+        place = getattr(weight, "place", None)
+        out = place.take() if place and ctx.over_z.axis.size == 1 else None
+        grad_weight = ctx.over_z.multiply(grad.t(), ctx.source.gather(x), out=out)
+        return grad_x, grad_weight, grad_bias, None, None, None

@@ -36,19 +36,23 @@ class _CrossEntropy(torch.autograd.Function):
         place = found, local[found]
         # One exchange: each rank's log-sum-exp, and the logit of the target where it lies here.
         partial = logits.new_zeros(2, rows)
-        partial[0] = logits.logsumexp(1) if held else -math.inf
+        softmax = logits.softmax(1)
+        if held:
+            partial[0] = logits.amax(1) - softmax.amax(1).log_()
+        else:
+            partial[0] = -math.inf
         partial[1, found] = logits[place]
         parts = comm.all_gather(partial, plane).view(plane.size, 2, rows)
         normaliser = parts[:, 0].logsumexp(0)
-        ctx.save_for_backward(logits, normaliser, *place)
-        ctx.scale = scale
+        ctx.softmax, ctx.place, ctx.scale = softmax, place, scale
+        ctx.share = (partial[0] - normaliser).exp_()  # of the whole row's softmax that lies here
         loss = (normaliser - parts[:, 1].sum(0)).sum() * scale
         return loss if plane.rank == 0 else torch.zeros_like(loss)
 
     @staticmethod
     def backward(ctx, grad):
-        logits, normaliser, *place = ctx.saved_tensors
         factor = grad * ctx.scale
-        grad_logits = (logits - normaliser[:, None]).exp_()
-        grad_logits[tuple(place)] -= 1
-        return grad_logits.mul_(factor), None, None, None, None
+        grad_logits, ctx.softmax = ctx.softmax, None  # one backward may change it in place; a second one fails
+        grad_logits *= (ctx.share * factor)[:, None]
+        grad_logits[ctx.place] -= factor
+        return grad_logits, None, None, None, None

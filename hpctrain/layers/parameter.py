@@ -20,6 +20,25 @@ def parameter(shard: Shard, key: Key, std: float | None, value: float = 0.0, *, 
     return made
 
 
+class GradientPlace:
+    """Where a parameter's gradient is to lie: `view`, a part of a bucket of gradients, kept as `parameter.place`.
+
+    The first product of a step may be written there directly, so that nothing need be copied.
+    """
+
+    __slots__ = ("free", "view")
+
+    def __init__(self, view: torch.Tensor):
+        self.view, self.free = view, True
+
+    def take(self) -> torch.Tensor | None:
+        """A tensor on the place, once a step; autograd takes over only what nobody else holds, so always a new one."""
+        if not self.free:
+            return None
+        self.free = False
+        return self.view.view(self.view.shape)
+
+
 def drawn_key(grid, key: Key | None) -> Key:
     """`key`, or one drawn from torch's default generator on the first rank of the data and tensor axes.
 

@@ -1,4 +1,7 @@
-"""How one dim of a matrix is spread over an axis: gather it, or multiply and reduce-scatter the product."""
+"""How one dim of a matrix is spread over an axis: gather it, or multiply and reduce-scatter the product.
+
+Gathered matrices are for passing use; see `comm.windows.Workspace`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,19 @@ class Rows:
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """All rows, from every rank's."""
-        return comm.all_gather(part, self.axis, self.counts)
+        return comm.workspace(self.axis).gather(part, self.counts)
 
-    def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the sum over the axis of a @ b."""
-        return comm.reduce_scatter(a @ b, self.axis, self.counts)
+    def multiply(self, a: torch.Tensor, b: torch.Tensor, bias=None, out=None) -> torch.Tensor:
+        """This rank's rows of the sum over the axis of a @ b, plus `bias`. On an axis of size 1, into `out`."""
+        if self.axis.size == 1:
+            return _product(a, b, bias, out)
+        width = b.shape[1]
+        workspace = comm.workspace(self.axis)
+        room = workspace.room(len(a) * width, a)
+        torch.mm(a, b, out=room.view(len(a), width))
+        y = workspace.reduce(room, [count * width for count in self.counts])
+        y = y.view(self.counts[self.axis.rank], width)
+        return y if bias is None else y.add_(bias)
 
 
 class Columns:
@@ -38,17 +49,23 @@ class Columns:
             return part
         rows = len(part)
         sizes = [rows * width for width in self.widths]
-        flat = comm.all_gather(part.reshape(-1), self.axis, sizes)
+        flat = comm.workspace(self.axis).gather(part.reshape(-1), sizes)
         return torch.cat([block.view(rows, width) for block, width in zip(flat.split(sizes), self.widths)], 1)
 
-    def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of the sum over the axis of a @ b."""
+    def multiply(self, a: torch.Tensor, b: torch.Tensor, bias=None, out=None) -> torch.Tensor:
+        """This rank's columns of the sum over the axis of a @ b, plus `bias`. On an axis of size 1, into `out`."""
         if self.axis.size == 1:
-            return a @ b
+            return _product(a, b, bias, out)
         rows = len(a)
         sizes = [rows * width for width in self.widths]
-        flat = a.new_empty(sum(sizes))
+        workspace = comm.workspace(self.axis)
+        room = workspace.room(sum(sizes), a)
         # Product by product, so that each rank's columns lie together and nothing is packed.
-        for block, columns in zip(flat.split(sizes), b.split(self.widths, 1)):
+        for block, columns in zip(room.split(sizes), b.split(self.widths, 1)):
             torch.mm(a, columns, out=block.view(rows, columns.shape[1]))
-        return comm.reduce_scatter(flat, self.axis, sizes).view(rows, self.widths[self.axis.rank])
+        y = workspace.reduce(room, sizes).view(rows, self.widths[self.axis.rank])
+        return y if bias is None else y.add_(bias)
+
+
+def _product(a, b, bias, out):
+    return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from hpctrain import comm
+from hpctrain.layers.parameter import GradientPlace
 
-BUCKET_BYTES = 8 << 20
+BUCKET_BYTES = 4 << 20
 
 
 class DataParallel:
@@ -14,14 +15,14 @@ class DataParallel:
 
     A gradient is a partial sum over the data axis, over the tensor axes on which its parameter is replicated and, for
     tied embeddings, over two pipeline stages. Buckets are filled in the reverse order of the parameters, which is about
-    the order of backward, and reduced in that same order on every rank.
+    the order of backward, and reduced in that same order on every rank. On one node they lie in shared memory.
 
-    Use: `zero()` before a step; `overlap()` before the last backward of the step (earlier ones only accumulate);
+    Use: `clear()` before a step; `overlap()` before the last backward of the step (earlier ones only accumulate);
     `finish()` after it.
 
     Args:
-        parameters: of this rank's stage, in the same order on all ranks of the data axis. Their `.grad` become views of
-            the buckets.
+        parameters: of this rank's stage, in the same order on all ranks of the data axis. Their gradients come to lie
+            in the buckets; layers may write them there directly (see `GradientPlace`).
         grid: the process grid.
         bucket_bytes: size at which a bucket is closed.
     """
@@ -29,9 +30,7 @@ class DataParallel:
     def __init__(self, parameters, grid, bucket_bytes: int = BUCKET_BYTES):
         self.grid = grid
         self.parameters = list(parameters)
-        self.buckets: list[_Bucket] = []
-        for group in _grouped(reversed(self.parameters), bucket_bytes):
-            self.buckets.append(_Bucket(group, grid))
+        self.buckets = [_Bucket(group, grid) for group in _grouped(reversed(self.parameters), bucket_bytes)]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._tied = [p for p in self.parameters if p.shard.stages]
         self._launched = len(self.buckets)
@@ -39,10 +38,11 @@ class DataParallel:
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
-    def zero(self) -> None:
-        """Set all gradients to zero."""
-        for bucket in self.buckets:
-            bucket.flat.zero_()
+    def clear(self) -> None:
+        """Forget the gradients of the last step."""
+        for parameter in self.parameters:
+            parameter.grad = None
+            parameter.place.free = True
 
     def overlap(self) -> None:
         """The next backward completes this rank's gradients: start each bucket as soon as it is full."""
@@ -56,6 +56,9 @@ class DataParallel:
         if not self._overlapping:
             self.overlap()
         self._overlapping = False
+        for parameter in self.parameters:
+            if parameter.grad is None:  # nothing was computed from it
+                parameter.grad = parameter.place.view.zero_()
         for bucket in self.buckets[self._launched :]:
             bucket.launch()
         for bucket in self.buckets:
@@ -64,6 +67,9 @@ class DataParallel:
             self._sum_over_stages(parameter)
 
     def _arrived(self, parameter) -> None:
+        place = parameter.place.view
+        if parameter.grad.data_ptr() != place.data_ptr():
+            parameter.grad = place.copy_(parameter.grad)
         if not self._overlapping:
             return
         self._bucket_of[parameter].missing -= 1
@@ -76,10 +82,10 @@ class DataParallel:
 
     def _sum_over_stages(self, parameter) -> None:
         pipeline = self.grid.pipeline
-        here, there = sorted(parameter.shard.stages, key=lambda stage: stage != pipeline.rank)
-        # 2 s and 2 s + 1 are the tags of the pipeline's messages
-        sent = comm.send_start(parameter.grad, pipeline, there, tag=2 * pipeline.size)
-        other = comm.recv(torch.empty_like(parameter.grad), pipeline, there, tag=2 * pipeline.size)
+        there = next(stage for stage in parameter.shard.stages if stage != pipeline.rank)
+        tag = 2 * pipeline.size  # above those of the pipeline's own messages
+        sent = comm.send_start(parameter.grad, pipeline, there, tag)
+        other = comm.recv(torch.empty_like(parameter.grad), pipeline, there, tag)
         sent.wait()
         parameter.grad.add_(other)
 
@@ -92,16 +98,22 @@ class _Bucket:
         self.data = grid.data
         axes = parameters[0].shard.replicated
         self.plane = grid.plane(*axes) if axes else None
-        self.flat = parameters[0].new_zeros(sum(p.numel() for p in parameters))
-        for parameter, view in zip(parameters, self.flat.split([p.numel() for p in parameters])):
-            parameter.grad = view.view_as(parameter)
+        sizes = [p.numel() for p in parameters]
+        on_one_node = grid.data.size > 1 and grid.data.one_node and parameters[0].is_cpu
+        self.shared = comm.Shared(grid.data, sum(sizes), parameters[0].dtype) if on_one_node else None
+        self.flat = self.shared.mine if on_one_node else parameters[0].new_zeros(sum(sizes))
+        for parameter, part in zip(parameters, self.flat.split(sizes)):
+            parameter.place = GradientPlace(part.view_as(parameter))
         self.missing = 0
-        self.work = None
+        self.work = comm.done()
 
     def launch(self) -> None:
         if self.plane is not None:
             comm.all_reduce(self.flat, self.plane)
-        self.work = comm.all_reduce_start(self.flat, self.data)
+        if self.shared:
+            self.shared.all_reduce()
+        else:
+            self.work = comm.all_reduce_start(self.flat, self.data)
 
 
 def _grouped(parameters, limit):

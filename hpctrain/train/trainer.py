@@ -35,7 +35,7 @@ class Trainer:
             FloatingPointError: on every rank, when either is not finite; nothing is updated.
         """
         self.model.train()
-        self.replicas.zero()
+        self.replicas.clear()
         losses = self._train.run(_Stage(self.model, microbatches), on_last_backward=self.replicas.overlap)
         self.replicas.finish()
         square = local_square(self.replicas.parameters, self.grid.coords)

@@ -1,0 +1,153 @@
+"""Memory that all ranks of a node can reach: MPI-3 shared-memory windows.
+
+A sum over ranks of one node needs no messages. Each rank adds up its slice of everybody's tensor, reading and writing
+the others' memory in place: every byte is read once and written once, where a message is copied at both ends.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hpctrain.comm.buffers import REDUCED_HERE
+from hpctrain.comm.collectives import all_gather, reduce_scatter
+from hpctrain.shard import split
+
+CHUNK = 1 << 16  # elements summed at a time, so that a sum is still in the cache when it is written to all
+
+
+class Window:
+    """`nbytes` of memory on every rank of an axis, all of it within every rank's reach. Its creation is collective.
+
+    The memory is MPI's; it is given back when MPI ends.
+    """
+
+    def __init__(self, axis, nbytes: int):
+        from mpi4py import MPI
+
+        self._barrier = axis.comm.Barrier
+        self._window = MPI.Win.Allocate_shared(max(1, nbytes), 1, comm=axis.comm)
+        self._window.Lock_all()  # the epoch in which loads, stores and Sync are defined
+        memories = (self._window.Shared_query(rank)[0] for rank in range(axis.size))
+        self.parts = [torch.frombuffer(memory, dtype=torch.uint8) for memory in memories]
+
+    def barrier(self) -> None:
+        """What any rank wrote before, every rank sees after."""
+        self._window.Sync()
+        self._barrier()
+        self._window.Sync()
+
+
+class Shared:
+    """A flat tensor on every rank of an axis, each within every rank's reach.
+
+    Attributes: `mine`, this rank's tensor, initially zero, and `all`, everybody's in rank order.
+    """
+
+    def __init__(self, axis, numel: int, dtype: torch.dtype):
+        self.axis = axis
+        self._window = Window(axis, numel * dtype.itemsize)
+        self.all = [part.view(dtype)[:numel] for part in self._window.parts]
+        self.mine = self.all[axis.rank]
+        self.mine.zero_()
+
+    def all_reduce(self) -> None:
+        """Replace every rank's tensor by the sum over all, taken in rank order; 16-bit floats are summed in float32."""
+        axis, numel = self.axis, self.mine.numel()
+        part = split(numel, axis.size, axis.rank)
+        self._window.barrier()
+        for start in range(part.start, part.stop, CHUNK):
+            places = [tensor[start : min(start + CHUNK, part.stop)] for tensor in self.all]
+            total = _sum(places, places[0])
+            for place in places[1:]:
+                place.copy_(total)
+        self._window.barrier()
+        moved = 2 * (axis.size - 1) * self.mine.nbytes // axis.size
+        axis.wire.traffic.add(axis.name, "all_reduce", moved, moved)
+
+
+class Workspace:
+    """All-gather and reduce-scatter along an axis for passing use, through shared memory where the axis is on one node.
+
+    A gathered tensor is written once, in place, and read there by all; a partial product is written where the others
+    will read it. What `gather` and `room` return is valid until the second next call of either on the same axis: there
+    are two windows in turn, and the barrier of the call between says that everybody is done with the older one.
+    """
+
+    def __init__(self, axis):
+        self.axis = axis
+        self._windows: list[Window | None] = [None, None]
+        self._turn = 0
+
+    def gather(self, part: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        """All ranks' rows, in rank order; rank r has counts[r]."""
+        axis = self.axis
+        if axis.size == 1:
+            return part
+        if not (axis.one_node and part.is_cpu):
+            return all_gather(part, axis, counts)
+        rows, row = sum(counts), math.prod(part.shape[1:])
+        first, held = sum(counts[: axis.rank]), counts[axis.rank]
+        whole = self._next(rows * row * part.itemsize).parts[0].view(part.dtype)[: rows * row]
+        whole[first * row : (first + held) * row].view(part.shape).copy_(part)
+        self._windows[self._turn].barrier()
+        item = row * part.itemsize
+        axis.wire.traffic.add(axis.name, "all_gather", (axis.size - 1) * held * item, (rows - held) * item)
+        return whole.view(rows, *part.shape[1:])
+
+    def room(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """A flat tensor to fill with this rank's summands, for `reduce`."""
+        if self.axis.size == 1 or not (self.axis.one_node and like.is_cpu):
+            return like.new_empty(numel)
+        return self._next(numel * like.itemsize).parts[self.axis.rank].view(like.dtype)[:numel]
+
+    def reduce(self, room: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        """This rank's counts[rank] elements of the sum of all ranks' rooms."""
+        axis = self.axis
+        if axis.size == 1 or not (axis.one_node and room.is_cpu):
+            return reduce_scatter(room, axis, counts)
+        window = self._windows[self._turn]
+        window.barrier()
+        first, held = sum(counts[: axis.rank]), counts[axis.rank]
+        out = room.new_empty(held)
+        size = room.itemsize
+        parts = [part[first * size : (first + held) * size].view(room.dtype) for part in window.parts]
+        if axis.size == 2 and room.dtype not in REDUCED_HERE:
+            torch.add(*parts, out=out)
+        else:
+            for start in range(0, held, CHUNK):
+                _sum([part[start : start + CHUNK] for part in parts], out[start : start + CHUNK])
+        moved = (room.numel() - held) * size, (axis.size - 1) * held * size
+        axis.wire.traffic.add(axis.name, "reduce_scatter", *moved)
+        return out
+
+    def _next(self, nbytes: int) -> Window:
+        """The window whose turn it is, made larger where need be: all ranks ask for the same size, so all agree."""
+        self._turn = 1 - self._turn
+        window = self._windows[self._turn]
+        if window is None or len(window.parts[0]) < nbytes:
+            # page-sized, and at least doubled: the old one is left to its last readers
+            grown = max(4096, 1 << (nbytes - 1).bit_length())
+            window = self._windows[self._turn] = Window(self.axis, grown)
+        return window
+
+
+def workspace(axis) -> Workspace:
+    """The axis's workspace."""
+    if axis.workspace is None:
+        axis.workspace = Workspace(axis)
+    return axis.workspace
+
+
+def _sum(parts: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """The sum of parts, in order, written to `out`, which may be parts[0]."""
+    if out.dtype in REDUCED_HERE:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return out.copy_(total)
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out += part
+    return out
