@@ -39,7 +39,7 @@ def train(options) -> int:
             with together(world):
                 config = load_config(options.config, options.overrides)
             job = Job(config, world)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             return complain(error, world.rank)
         job.run()
     except BaseException as error:

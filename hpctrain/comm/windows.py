@@ -47,14 +47,17 @@ class Shared:
 
     def __init__(self, axis, numel: int, dtype: torch.dtype):
         self.axis = axis
-        self._window = Window(axis, numel * dtype.itemsize)
-        self.all = [part.view(dtype)[:numel] for part in self._window.parts]
+        nbytes = numel * dtype.itemsize
+        self._window = Window(axis, nbytes)
+        self.all = [part[:nbytes].view(dtype) for part in self._window.parts]
         self.mine = self.all[axis.rank]
         self.mine.zero_()
 
     def all_reduce(self) -> None:
         """Replace every rank's tensor by the sum over all, taken in rank order; 16-bit floats are summed in float32."""
         axis, numel = self.axis, self.mine.numel()
+        if axis.size == 1:
+            return
         part = split(numel, axis.size, axis.rank)
         self._window.barrier()
         for start in range(part.start, part.stop, CHUNK):

@@ -51,8 +51,10 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if ctx.softmax is None:
+            raise RuntimeError("CrossEntropy cannot run backward a second time: the first one used up its softmax")
         factor = grad * ctx.scale
-        grad_logits, ctx.softmax = ctx.softmax, None  # one backward may change it in place; a second one fails
+        grad_logits, ctx.softmax = ctx.softmax, None
         grad_logits *= (ctx.share * factor)[:, None]
         grad_logits[ctx.place] -= factor
         return grad_logits, None, None, None, None

@@ -111,12 +111,13 @@ def whole_parameters(model: torch.nn.Module, grid):
 
 
 class _SafetensorsWriter:
-    """Collects tensors and writes them in files of limited size, with Hugging Face's index when there are several."""
+    """Collects tensors and writes them in files of limited size, with Hugging Face's index when there are several.
+
+    An older export in the folder stays until this one is whole.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self.held, self.files = folder, {}, []
-        for old in folder.glob("model*.safetensors*"):
-            old.unlink()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if self.held and sum(t.nbytes for t in self.held.values()) + tensor.nbytes > FILE_BYTES:
@@ -125,6 +126,8 @@ class _SafetensorsWriter:
 
     def close(self) -> None:
         self._write()
+        for old in self.folder.glob("model*.safetensors*"):
+            old.unlink()
         if len(self.files) == 1:
             (self.folder / "part-0.safetensors").rename(self.folder / "model.safetensors")
             return

@@ -30,7 +30,8 @@ class DataParallel:
     def __init__(self, parameters, grid, bucket_bytes: int = BUCKET_BYTES):
         self.grid = grid
         self.parameters = list(parameters)
-        self.buckets = [_Bucket(group, grid) for group in _grouped(reversed(self.parameters), bucket_bytes)]
+        groups = _grouped(reversed(self.parameters), grid, bucket_bytes)
+        self.buckets = [_Bucket(group, _repeated(group[0], grid), grid.data) for group in groups]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._tied = [p for p in self.parameters if p.shard.stages]
         self._launched = len(self.buckets)
@@ -93,14 +94,11 @@ class DataParallel:
 class _Bucket:
     """Parameters whose gradients lie side by side and are summed together."""
 
-    def __init__(self, parameters, grid):
-        self.parameters = parameters
-        self.data = grid.data
-        axes = parameters[0].shard.replicated
-        self.plane = grid.plane(*axes) if axes else None
+    def __init__(self, parameters, plane, data):
+        self.parameters, self.plane, self.data = parameters, plane, data
         sizes = [p.numel() for p in parameters]
-        on_one_node = grid.data.size > 1 and grid.data.one_node and parameters[0].is_cpu
-        self.shared = comm.Shared(grid.data, sum(sizes), parameters[0].dtype) if on_one_node else None
+        on_one_node = data.size > 1 and data.one_node and parameters[0].is_cpu
+        self.shared = comm.Shared(data, sum(sizes), parameters[0].dtype) if on_one_node else None
         self.flat = self.shared.mine if on_one_node else parameters[0].new_zeros(sum(sizes))
         for parameter, part in zip(parameters, self.flat.split(sizes)):
             parameter.place = GradientPlace(part.view_as(parameter))
@@ -116,12 +114,18 @@ class _Bucket:
             self.work = comm.all_reduce_start(self.flat, self.data)
 
 
-def _grouped(parameters, limit):
-    """Groups of parameters with the same dtype and replication, closed when they exceed `limit` bytes; in the order
-    in which they are closed."""
+def _repeated(parameter, grid):
+    """The other ranks of the tensor axis that hold the same slice, as an axis; None where there are none."""
+    axes = [axis for axis in parameter.shard.replicated if grid.shape[axis] > 1]
+    return grid.plane(*axes) if axes else None
+
+
+def _grouped(parameters, grid, limit):
+    """Groups of parameters with the same dtype and replication, closed when they reach `limit` bytes; in the order in
+    which they are closed."""
     open_groups: dict[tuple, list] = {}
     for parameter in parameters:
-        key = parameter.dtype, parameter.shard.replicated
+        key = parameter.dtype, _repeated(parameter, grid)
         group = open_groups.setdefault(key, [])
         group.append(parameter)
         if sum(p.nbytes for p in group) >= limit:

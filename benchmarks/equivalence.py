@@ -1,0 +1,72 @@
+"""Train on every grid of 1, 2, 4 and 8 ranks and compare all losses and gradient norms with one rank's.
+
+    python benchmarks/equivalence.py                     all 56 grids; about 12 minutes on 2 cores
+    python benchmarks/equivalence.py --ranks 4           the 15 grids of four ranks
+    python benchmarks/equivalence.py train.clip=0.1      any setting of the configuration
+
+Runs the command line, `hpctrain train`, in float64 for ten steps of a model of which nothing divides: 9 layers, width 15,
+3 heads, vocabulary 261, batch 5 in 2 microbatches. Prints one JSON object a grid with the largest relative difference
+of its metrics.jsonl from the serial one; exits with 1 when any exceeds 1e-10.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from hpctrain.grid import all_grids
+
+ROOT = Path(__file__).parents[1]
+GOAL = 1e-10
+SETTINGS = [
+    "model.layers=9", "model.width=15", "model.heads=3", "model.context=16", "model.vocabulary=261", "train.batch=5",
+    "train.microbatches=2", "train.lr=1e-2", "precision.compute=fp64", "run.steps=10", "run.eval_batches=1",
+]  # fmt: skip
+
+
+def train(folder, name, data, pipeline, tensor, overrides):
+    """Losses and gradient norms of a run, in order."""
+    config = folder / "config.toml"
+    config.write_text(f'[run]\nout = "{folder}"\n[data]\ntext = ["{ROOT / "hpctrain"}"]\n')
+    ranks = data * pipeline * tensor[0] * tensor[1] * tensor[2]
+    grid = [f"grid.data={data}", f"grid.pipeline={pipeline}", f"grid.tensor={list(tensor)}", f"run.name={name}"]
+    launcher = os.environ.get("MPIRUN", str(ROOT / "jobs/mpirun.sh"))
+    command = [launcher, "-n", str(ranks), "hpctrain", "train", str(config), *SETTINGS, *overrides, *grid]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if ended.returncode:
+        sys.exit(f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}")
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [record[key] for record in records for key in ("loss", "grad_norm", "val_loss") if key in record]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="1,2,4,8")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_args()
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        serial = train(folder, "serial", 1, 1, (1, 1, 1), options.overrides)
+        for ranks in map(int, options.ranks.split(",")):
+            for number, (data, pipeline, tensor) in enumerate(all_grids(ranks)):
+                name = f"grid-{ranks}-{number}"
+                values = train(folder, name, data, pipeline, tensor, options.overrides)
+                difference = max(abs(a - b) / abs(b) for a, b in zip(values, serial))
+                worst = max(worst, difference)
+                result = {
+                    "benchmark": "equivalence",
+                    "case": f"data {data}, pipeline {pipeline}, tensor {tensor}",
+                    "values": len(values),
+                    "largest_relative_difference": difference,
+                    "goal": GOAL,
+                }
+                print(json.dumps(result), flush=True)
+    return int(worst > GOAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

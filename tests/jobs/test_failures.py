@@ -1,0 +1,118 @@
+"""Jobs that must fail: non-zero, in seconds, with a message that helps."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.job
+
+SECONDS = 30  # start-up of a few ranks on two cores included
+
+
+def fails(job, *texts, status=None):
+    ended = job.wait(SECONDS)
+    assert ended.status != 0
+    for text in texts:
+        assert text in ended.output, ended.output
+    if status is not None:
+        assert ended.status == status, ended.output
+    assert ended.output.count("hpctrain: error:") <= 1, ended.output  # said once, not by every rank
+    return ended
+
+
+def test_a_killed_rank(train):
+    job = train(4, "grid.data=4", "run.steps=100000")
+    job.wait_for("  loss ")
+    os.kill(job.pid_of_rank(2), signal.SIGKILL)
+    killed = time.monotonic()
+    ended = fails(job, "rank 2")
+    assert time.monotonic() - killed < 10
+    assert "signal 9" in ended.output or "Killed" in ended.output
+
+
+def test_an_exception_on_one_rank(train, python):
+    script = str(Path(__file__).with_name("raise_in_step.py"))
+    job = train(3, "grid.data=3", "run.steps=100000", program=(python, script))
+    fails(job, "hpctrain: rank 1 of 3 failed:", "ArithmeticError: one rank alone")
+
+
+def test_a_wrong_grid(train):
+    fails(
+        train(3, "grid.data=2"),
+        "hpctrain: error: the grid data=2 pipeline=1 tensor=(1, 1, 1) has 2 places, but there are 3 ranks. "
+        "Start 2 ranks, or use one of the nearest grids of 3: data=3 pipeline=1 tensor=(1, 1, 1)",
+        status=2,
+    )
+
+
+def test_a_wrong_key(train):
+    fails(train(2, "train.lrr=1"), "hpctrain: error: unknown key train.lrr; did you mean train.lr?", status=2)
+
+
+def test_a_vocabulary_too_small(train):
+    fails(train(2, "grid.data=2", "model.vocabulary=100"), "use model.vocabulary=257 or more", status=2)
+
+
+def test_text_that_is_not_utf8(train, text):
+    text.write_bytes("Größe\n".encode("latin-1"))
+    fails(train(2, "grid.data=2"), f"{text} is not UTF-8 text: byte 2 cannot be decoded", status=2)
+
+
+def test_missing_text(train, text):
+    text.unlink()
+    fails(train(2, "grid.data=2"), f"{text} does not exist; name files, directories or python-stdlib", status=2)
+
+
+@pytest.mark.parametrize("which", ["index", "shard"])
+def test_a_truncated_data_file(train, text, tmp_path, which):
+    from hpctrain.data import pack
+
+    pack([str(text)], tmp_path / "data.h5")
+    (shard,) = tmp_path.glob("data-*.h5")
+    broken = tmp_path / "data.h5" if which == "index" else shard
+    os.truncate(broken, broken.stat().st_size // 2)
+    fails(train(2, "grid.data=2", f"data.path={tmp_path}/data.h5"), str(broken), "truncated", status=2)
+
+
+def test_a_corrupt_chunk_ends_the_job(train, text, tmp_path):
+    """A checksum fails on the rank that reads it, in the middle of training."""
+    from hpctrain.data import pack
+
+    pack([str(text)], tmp_path / "data.h5")
+    (shard,) = tmp_path.glob("data-*.h5")
+    content = bytearray(shard.read_bytes())
+    place = content.find(b"1\x005\x00 \x00t\x00i\x00m\x00e\x00s\x00")
+    content[place + 8] ^= 1
+    shard.write_bytes(content)
+    fails(train(2, "grid.data=2", f"data.path={tmp_path}/data.h5"), f"{shard} is corrupt", "failed:")
+
+
+def test_a_folder_that_cannot_be_made(train, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    fails(train(2, "grid.data=2", f"run.out={tmp_path}/file"), f"{tmp_path}/file", "hpctrain: error:", status=2)
+
+
+def test_a_loss_that_is_not_finite(train):
+    fails(
+        train(2, "grid.data=2", "train.lr=1e30", "train.warmup=0", "train.clip=0.0", "run.steps=50"),
+        "hpctrain: error: loss",
+        "are not both finite",
+        status=1,
+    )
+
+
+def test_launcher_and_library_of_different_makes(python, tmp_path):
+    """Each process would train alone and believe itself rank 0."""
+    import subprocess
+
+    environment = {**os.environ, "PMI_SIZE": "4"}
+    config = tmp_path / "config.toml"
+    config.write_text("")
+    ended = subprocess.run(
+        ["hpctrain", "train", str(config)], env=environment, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert ended.returncode != 0
+    assert "the launcher started 4 ranks, but MPI sees one" in ended.stderr

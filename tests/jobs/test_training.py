@@ -1,0 +1,132 @@
+"""Jobs that must succeed: the command line, the run folder, the job scripts."""
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.job
+
+FIELDS = {
+    "step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second", "bytes_sent", "bytes_received",
+}  # fmt: skip
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def succeeds(job, limit=90):
+    ended = job.wait(limit)
+    assert ended.status == 0, ended.output
+    return ended
+
+
+def test_the_run_folder(train, tmp_path):
+    overrides = ["grid.data=2", "run.steps=5", "run.eval_every=2", "run.sample=20", "model.dropout=0.1"]
+    ended = succeeds(train(2, *overrides))
+    folder = tmp_path / "runs/run"
+    records = metrics(folder)
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5]
+    assert [r["step"] for r in records if "val_loss" in r] == [2, 4, 5]
+    assert set(records[0]) == FIELDS
+    assert [r["tokens"] for r in records] == [96, 192, 288, 384, 480]
+    assert set(records[0]["bytes_sent"]) == set(records[0]["bytes_received"]) == {"data", "pipeline", "tensor"}
+    assert records[0]["bytes_sent"]["data"] > 0 == records[0]["bytes_sent"]["tensor"]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (folder / "model").iterdir()} == {"config.json", "model.safetensors"}
+    for text in ("grid of 2 ranks", "final training loss", "sample:", f"results: {folder}/"):
+        assert text in ended.output
+
+    # the resolved configuration gives the same run again; the older one is kept
+    again = succeeds(train(2, config=folder / "config.toml"))
+    assert f"an older run was moved to {folder}.1/" in again.output
+    assert [r["loss"] for r in metrics(folder)] == [r["loss"] for r in records]
+    assert (tmp_path / "runs/run.1/metrics.jsonl").exists()
+
+    out = tmp_path / "exported"
+    done = subprocess.run(["hpctrain", "export", str(folder), "-o", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    again = subprocess.run(["hpctrain", "export", str(folder), "-o", str(out)], capture_output=True, text=True)
+    assert again.returncode == 2
+    assert "exists and is not empty" in again.stderr
+
+
+def test_grids_agree_on_the_command_line(train, tmp_path):
+    """Losses, norms and validation losses of ten steps in float64; the benchmark `equivalence.py` does all grids."""
+    common = ["run.steps=10", "precision.compute=fp64", "model.layers=3", "model.dropout=0.2", "train.batch=5"]
+    results = {}
+    for name, ranks, grid in [
+        ("serial", 1, []),
+        ("data-pipeline", 4, ["grid.data=2", "grid.pipeline=2"]),
+        ("box", 8, ["grid.tensor=[2,2,2]"]),
+        ("all", 8, ["grid.data=2", "grid.pipeline=2", "grid.tensor=2"]),
+    ]:
+        succeeds(train(ranks, *common, *grid, f"run.name={name}"))
+        records = metrics(tmp_path / "runs" / name)
+        results[name] = [r[key] for r in records for key in ("loss", "grad_norm", "val_loss") if key in r]
+    assert len(results["serial"]) == 21
+    for values in results.values():
+        assert values == pytest.approx(results["serial"], rel=1e-10)
+
+
+def test_the_main_job_s_script(tmp_path):
+    """`bash jobs/train.sbatch` with settings; the number of ranks follows the grid."""
+    command = ["bash", "jobs/train.sbatch", "run.steps=2", "run.sample=3", f"run.out={tmp_path}/runs"]
+    for grid, ranks in (([], 8), (["grid.data=1"], 4)):
+        ended = subprocess.run([*command, *grid], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert f"grid of {ranks} ranks" in ended.stdout
+    assert len(metrics(tmp_path / "runs/gpt2")) == 2
+
+
+def test_the_script_fails_as_the_job_does(tmp_path):
+    command = ["bash", "jobs/train.sbatch", "run.stesp=2", f"run.out={tmp_path}/runs"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "unknown key run.stesp; did you mean run.steps?" in ended.stderr
+
+
+def test_the_environment_is_quick_and_clean():
+    """Sourcing env.sh again costs under 2 s and leaves just what it says."""
+    script = """
+        set -eu
+        source jobs/env.sh
+        compgen -v | sort >"$1/first"
+        before=$PATH
+        source jobs/env.sh
+        [ "$PATH" = "$before" ]
+        compgen -v | sort >"$1/second"
+        diff "$1/first" "$1/second"
+        $MPIRUN -n 4 python -c 'from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))'
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        subprocess.run(["bash", "-c", "source jobs/env.sh"], cwd=ROOT, check=True)
+        assert time.monotonic() - start < 2
+        ended = subprocess.run(["bash", "-c", script, "bash", folder], cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert ended.stdout.split() == ["4"] * 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"HPCTRAIN_MPI": "mpich"}, "HPCTRAIN_MPI must be auto, wheel or site, got mpich"),
+        ({"HPCTRAIN_MPI": "site"}, "there is no mpirun on the PATH; load an MPI module"),
+    ],
+)
+def test_a_bad_environment_is_refused(setting, message):
+    if setting["HPCTRAIN_MPI"] == "site" and os.environ.get("HPCTRAIN_MPI_FOUND") == "site":
+        pytest.skip("this machine has an MPI of its own")
+    environment = {**os.environ, **setting}
+    ended = subprocess.run(
+        ["bash", "-c", "source jobs/env.sh"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode != 0
+    assert message in ended.stderr

@@ -1,0 +1,115 @@
+"""The configuration: what is accepted, what is refused, and in which words."""
+
+import pytest
+
+from hpctrain.config import load_config, to_toml
+
+GOOD = """
+[run]
+name = "mine"
+[grid]
+data = 2
+tensor = [2, 1, 1]
+[train]
+lr = 1
+"""
+
+
+def written(tmp_path, text):
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_file_then_overrides(tmp_path):
+    config = load_config(written(tmp_path, GOOD), ["grid.data=4", "run.name = other", "model.tied=false"])
+    assert (config.run.name, config.grid.data, config.grid.tensor) == ("other", 4, [2, 1, 1])
+    assert config.train.lr == 1.0
+    assert isinstance(config.train.lr, float)
+    assert config.model.tied is False
+    assert config.ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "attribute", "value"),
+    [
+        ("grid.tensor=4", "tensor", 4),
+        ("grid.tensor=[1,2,2]", "tensor", [1, 2, 2]),
+        ("run.name=2024", "name", "2024"),
+        ('run.name="a b"', "name", "a b"),
+        ("data.text=a.txt", "text", ["a.txt"]),
+        ('data.text=["a", "b"]', "text", ["a", "b"]),
+        ("train.lr=3e-4", "lr", 3e-4),
+    ],
+)
+def test_values(override, attribute, value):
+    config = load_config(overrides=[override])
+    assert getattr(getattr(config, override.split(".")[0]), attribute) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.stesp=3", "unknown key run.stesp; did you mean run.steps?"),
+        ("runn.steps=3", "unknown section runn; did you mean run?"),
+        ("nonsense", "an override must read section.key=value, got 'nonsense'"),
+        ("run=3", "an override must read section.key=value, got 'run=3'"),
+        ("run.steps=many", "run.steps must be int, got 'many'"),
+        ("run.steps=1.5", "run.steps must be int, got 1.5"),
+        ("run.steps=true", "run.steps must be int, got True"),
+        ("run.steps=0", "run.steps must be at least 1 and finite, got 0"),
+        ("train.lr=nan", "train.lr must be at least 0 and finite, got nan"),
+        ("train.lr=inf", "train.lr must be at least 0 and finite, got inf"),
+        ("train.batch=-1", "train.batch must be at least 1 and finite, got -1"),
+        ("model.tied=yes", "model.tied must be bool, got 'yes'"),
+        ("grid.tensor=[2, 1]", "grid.tensor must be one integer or three (x, y, z), got (2, 1)"),
+        ("grid.tensor=2,1,1", "grid.tensor must be int or list[int], got '2,1,1'"),
+        ("grid.data=0", "grid.data must be an integer of at least 1, got 0"),
+        ("model.kind=bert", "model.kind must be \"gpt2\", got 'bert'"),
+        ("precision.compute=fp8", 'precision.compute must be "fp32" or "fp64", got \'fp8\''),
+        ("run.device=tpu", 'run.device must be "auto" or "cpu" or "cuda", got \'tpu\''),
+        ("model.heads=5", "model.width must be a multiple of model.heads = 5, got 128"),
+        ("model.dropout=1.0", "model.dropout must be at least 0 and below 1, got 1.0"),
+        ("data.validation=0.0", "data.validation must lie between 0 and 1, got 0.0"),
+        ("run.name=a/b", "run.name must be a plain folder name, got 'a/b'"),
+        (
+            "grid.pipeline=5",
+            "grid.pipeline = 5 stages need at least as many layers, got model.layers = 4; "
+            "use grid.pipeline=4 or fewer, or more layers",
+        ),
+    ],
+)
+def test_mistakes_are_named(override, message):
+    with pytest.raises(ValueError) as refused:
+        load_config(overrides=[override])
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[run\n", "is not valid TOML"),
+        ("steps = 3\n", "steps stands outside a section"),
+        ("[run]\nsteps = '3'\n", "run.steps must be int, got '3'"),
+        ("[quantum]\na = 1\n", "unknown section quantum; known are run, model, data, grid, train, precision"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, text, message):
+    with pytest.raises(ValueError) as refused:
+        load_config(written(tmp_path, text))
+    assert message in str(refused.value)
+
+
+def test_a_missing_file():
+    with pytest.raises(ValueError, match="the configuration cannot be read: .*nowhere.toml"):
+        load_config("nowhere.toml")
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    config = load_config(written(tmp_path, GOOD), ['data.text=["ä \\"b\\"", "c\\\\d"]', "train.lr=1e-05"])
+    assert load_config(written(tmp_path, to_toml(config))) == config
+
+
+def test_the_main_job_s_configuration():
+    config = load_config("jobs/train.toml")
+    assert config.ranks == 8

@@ -1,0 +1,127 @@
+"""Buckets: sums are complete, whatever the bucket size, the order of arrival and the number of uses."""
+
+import pytest
+import torch
+
+from hpctrain import Grid, Key
+from hpctrain.layers import Linear, Tokens
+from hpctrain.replicas import DataParallel
+from hpctrain.shard import Shard
+
+pytestmark = pytest.mark.mpi
+
+
+def model(grid, sizes=(6, 50, 6, 6)):
+    layers = [
+        Linear(grid, a, b, to="inner", key=Key(1, f"layer{i}"), dtype=torch.float64)
+        for i, (a, b) in enumerate(zip(sizes, sizes[1:]))
+    ]
+    return torch.nn.ModuleList(layers)
+
+
+def step(layers, grid, replicas, backwards=1):
+    """A loss of this rank's own rows; the gradients by name, after the sum."""
+    tokens = Tokens.of(grid, 1, 4)
+    replicas.clear()
+    for turn in range(backwards):
+        if turn == backwards - 1:
+            replicas.overlap()
+        x = torch.arange(24, dtype=torch.float64).reshape(4, 6) / 24 + grid.data.rank + turn
+        for layer in layers:
+            x = layer(x, tokens).tanh()
+        x.sum().backward()
+    replicas.finish()
+    return {name: p.grad.clone() for name, p in layers.named_parameters()}
+
+
+def serial(ranks, backwards=1):
+    """The same on whole batches."""
+    grid = Grid(comm=alone())
+    layers = model(grid)
+    total = {name: torch.zeros_like(p) for name, p in layers.named_parameters()}
+    for rank in range(ranks):
+        for turn in range(backwards):
+            x = torch.arange(24, dtype=torch.float64).reshape(4, 6) / 24 + rank + turn
+            for layer in layers:
+                x = torch.nn.functional.linear(x, layer.weight, layer.bias).tanh()
+            grads = torch.autograd.grad(x.sum(), list(layers.parameters()))
+            for name, grad in zip(total, grads):
+                total[name] += grad
+    return total
+
+
+def alone():
+    from mpi4py import MPI
+
+    return MPI.COMM_SELF
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("bucket_bytes", [1, 500, 1 << 20])
+def test_sums_do_not_depend_on_the_buckets(world, bucket_bytes, backwards, shared):
+    """With shared memory and with messages."""
+    grid = Grid(data=world.size)
+    grid.data.one_node &= shared
+    layers = model(grid)
+    replicas = DataParallel(layers.parameters(), grid, bucket_bytes)
+    assert len(replicas.buckets) == {1: 6, 500: 2, 1 << 20: 1}[bucket_bytes]
+    for _ in range(2):  # a second step starts afresh
+        got = step(layers, grid, replicas, backwards)
+    for name, expected in serial(world.size, backwards).items():
+        torch.testing.assert_close(got[name], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_buckets_start_in_one_order(world):
+    """Gradients that arrive in another order on each rank are still summed with their like."""
+    grid = Grid(data=world.size)
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.shard = Shard((3,), (slice(0, 3),))
+    replicas = DataParallel(parameters, grid, bucket_bytes=1)
+    replicas.clear()
+    replicas.overlap()
+    for i in sorted(range(4), key=lambda i: (i + world.rank) % 4):
+        (parameters[i].sum() * (10.0**i)).backward()
+    replicas.finish()
+    for i, parameter in enumerate(parameters):
+        assert torch.equal(parameter.grad, torch.full((3,), world.size * 10.0**i))
+
+
+def test_a_parameter_used_nowhere_has_a_zero_gradient(world):
+    grid = Grid(data=world.size)
+    layers = model(grid)
+    replicas = DataParallel(layers.parameters(), grid)
+    for parameter in layers.parameters():
+        parameter.place.view.fill_(7.0)  # left from before
+    got = step(layers[:1], grid, replicas)
+    assert torch.equal(layers[2].weight.grad, torch.zeros(6, 6, dtype=torch.float64))
+    assert got["0.weight"].abs().sum() > 0
+
+
+def test_a_layer_used_twice(world):
+    """Both products belong to one gradient; the second must not overwrite the first."""
+    grid = Grid(data=world.size)
+    layer = Linear(grid, 6, 6, to="inner", key=Key(1, "twice"), dtype=torch.float64)
+    replicas = DataParallel(layer.parameters(), grid)
+    got = step(torch.nn.ModuleList([layer, layer]), grid, replicas)
+    weight, bias = (p.detach().clone().requires_grad_() for p in (layer.weight, layer.bias))
+    for rank in range(world.size):
+        x = torch.arange(24, dtype=torch.float64).reshape(4, 6) / 24 + rank
+        for _ in range(2):
+            x = torch.nn.functional.linear(x, weight, bias).tanh()
+        x.sum().backward()
+    torch.testing.assert_close(got["0.weight"], weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got["0.bias"], bias.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_are_written_in_place(world):
+    """A weight's gradient is computed where it is summed: nothing is copied."""
+    grid = Grid(data=world.size)
+    layers = model(grid)
+    replicas = DataParallel(layers.parameters(), grid)
+    where = {}
+    for layer in layers:
+        layer.weight.register_hook(lambda grad, layer=layer: where.__setitem__(layer, grad.data_ptr()))
+    step(layers, grid, replicas)
+    assert where == {layer: layer.weight.place.view.data_ptr() for layer in layers}

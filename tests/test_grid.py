@@ -1,0 +1,98 @@
+"""The grid: who stands where, who talks to whom, and what is refused."""
+
+import pytest
+
+from hpctrain import Grid
+from hpctrain.grid import AXES
+
+pytestmark = pytest.mark.mpi
+
+# rank: (data, pipeline, x, y, z) and the ranks it shares the data, pipeline, x, y, z axes and the tensor axis with
+GRID_2_2_2 = {
+    0: ((0, 0, 0, 0, 0), [0, 4], [0, 2], [0, 1], [0], [0], [0, 1]),
+    1: ((0, 0, 1, 0, 0), [1, 5], [1, 3], [0, 1], [1], [1], [0, 1]),
+    2: ((0, 1, 0, 0, 0), [2, 6], [0, 2], [2, 3], [2], [2], [2, 3]),
+    3: ((0, 1, 1, 0, 0), [3, 7], [1, 3], [2, 3], [3], [3], [2, 3]),
+    4: ((1, 0, 0, 0, 0), [0, 4], [4, 6], [4, 5], [4], [4], [4, 5]),
+    5: ((1, 0, 1, 0, 0), [1, 5], [5, 7], [4, 5], [5], [5], [4, 5]),
+    6: ((1, 1, 0, 0, 0), [2, 6], [4, 6], [6, 7], [6], [6], [6, 7]),
+    7: ((1, 1, 1, 0, 0), [3, 7], [5, 7], [6, 7], [7], [7], [6, 7]),
+}
+BOX_2_2_2 = {
+    0: ((0, 0, 0, 0, 0), [0, 4], [0, 2], [0, 1], [0, 1, 4, 5]),
+    1: ((0, 0, 0, 0, 1), [1, 5], [1, 3], [0, 1], [0, 1, 4, 5]),
+    2: ((0, 0, 0, 1, 0), [2, 6], [0, 2], [2, 3], [2, 3, 6, 7]),
+    3: ((0, 0, 0, 1, 1), [3, 7], [1, 3], [2, 3], [2, 3, 6, 7]),
+    4: ((0, 0, 1, 0, 0), [0, 4], [4, 6], [4, 5], [0, 1, 4, 5]),
+    5: ((0, 0, 1, 0, 1), [1, 5], [5, 7], [4, 5], [0, 1, 4, 5]),
+    6: ((0, 0, 1, 1, 0), [2, 6], [4, 6], [6, 7], [2, 3, 6, 7]),
+    7: ((0, 0, 1, 1, 1), [3, 7], [5, 7], [6, 7], [2, 3, 6, 7]),
+}
+
+
+def members(axis, grid):
+    assert axis.size == axis.comm.size
+    assert axis.rank == axis.comm.rank
+    return axis.comm.allgather(grid.rank)
+
+
+@pytest.mark.mpi(min_size=8)
+def test_data_pipeline_tensor(world):
+    grid = Grid(data=2, pipeline=2, tensor=2)
+    coords, *lines = GRID_2_2_2[world.rank]
+    assert tuple(grid.coords.values()) == coords
+    t = grid.tensor
+    assert [members(a, grid) for a in (grid.data, grid.pipeline, t.x, t.y, t.z, t)] == lines
+
+
+@pytest.mark.mpi(min_size=8)
+def test_box_and_planes(world):
+    grid = Grid(tensor=(2, 2, 2))
+    coords, x, y, z, xz = BOX_2_2_2[world.rank]
+    assert tuple(grid.coords.values()) == coords
+    assert [members(a, grid) for a in (grid.tensor.x, grid.tensor.y, grid.tensor.z)] == [x, y, z]
+    assert members(grid.plane("z", "x"), grid) == xz  # row-major, however it is asked for
+    assert members(grid.plane("x", "y", "z"), grid) == list(range(8))
+
+
+def test_wrong_product_is_refused_everywhere(world):
+    with pytest.raises(ValueError) as refused:
+        Grid(data=world.size + 1)
+    text = str(refused.value)
+    assert f"has {world.size + 1} places, but there are {world.size} ranks" in text
+    assert f"data={world.size} pipeline=1 tensor=(1, 1, 1)" in text
+    assert set(world.allgather(text)) == {text}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "option"),
+    [
+        ({"data": 0}, "grid.data must be an integer of at least 1, got 0"),
+        ({"pipeline": -1}, "grid.pipeline must be an integer of at least 1, got -1"),
+        ({"tensor": (1, 0, 1)}, "grid.tensor (y) must be an integer of at least 1, got 0"),
+        ({"tensor": (1, 1)}, "grid.tensor must be one integer or three (x, y, z), got (1, 1)"),
+        ({"data": 1.0}, "grid.data must be an integer of at least 1, got 1.0"),
+        ({"data": True}, "grid.data must be an integer of at least 1, got True"),
+    ],
+)
+def test_bad_sizes_are_refused(world, sizes, option):
+    with pytest.raises(ValueError) as refused:
+        Grid(**sizes)
+    assert str(refused.value) == option
+
+
+def test_describe(world):
+    grid = Grid(data=world.size)
+    lines = grid.describe().splitlines()
+    assert lines[0] == f"grid of {world.size} ranks: data {world.size} × pipeline 1 × tensor (1, 1, 1)"
+    assert len(lines) == 2 + world.size
+    marked = [line for line in lines if line.startswith("→")]
+    assert [int(line.split()[1]) for line in marked] == [world.rank]
+
+
+def test_a_part_of_the_ranks(world):
+    """A grid on a sub-communicator."""
+    part = world.Split(world.rank % 2)
+    grid = Grid(data=part.size, comm=part)
+    assert (grid.size, grid.coords["data"]) == (part.size, part.rank)
+    assert list(grid.coords) == list(AXES)

@@ -1,0 +1,271 @@
+"""Each layer against torch's own, forward and gradients, on every tensor grid of the ranks there are."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hpctrain import Grid, Key
+from hpctrain.grid import all_grids
+from hpctrain.layers import MLP, Attention, CrossEntropy, Dropout, Embedding, LayerNorm, Linear, Tokens
+from hpctrain.models.export import whole_parameters
+from hpctrain.replicas import DataParallel
+from hpctrain.shard import split, subsplit
+
+pytestmark = pytest.mark.mpi
+
+KEY = Key(11, "layers")
+DOUBLE = {"dtype": torch.float64}
+
+
+def tensor_grids(world):
+    """All (x, y, z) boxes of the ranks."""
+    return [Grid(tensor=box) for data, pipeline, box in all_grids(world.size) if data == pipeline == 1]
+
+
+def whole(shape, name, requires_grad=True):
+    """A matrix that every rank knows whole."""
+    numbers = (KEY / name).normal(0, math.prod(shape)).view(shape)
+    return numbers.requires_grad_(requires_grad)
+
+
+class Layout:
+    """Cuts whole (rows, features) matrices into this rank's blocks, by the definition of the two layouts."""
+
+    def __init__(self, grid, sequences, length, unit=1):
+        self.grid, self.unit = grid, unit
+        self.tokens = Tokens.of(grid, sequences, length)
+        z = split(sequences, grid.tensor.z.size, grid.tensor.z.rank)
+        self.block = slice(z.start * length, z.stop * length)
+
+    def residual(self, matrix):
+        t = self.grid.tensor
+        return matrix[subsplit(self.block, t.x.size, t.x.rank), split(matrix.shape[1], t.y.size, t.y.rank)]
+
+    def inner(self, matrix):
+        t = self.grid.tensor
+        columns = split(matrix.shape[1], t.x.size, t.x.rank, self.unit)
+        return matrix[self.block, subsplit(columns, t.y.size, t.y.rank, self.unit)]
+
+
+def gradients_over(grid, module):
+    """Completed gradients, whole, by name."""
+    replicas = DataParallel(module.parameters(), grid)
+    for parameter in module.parameters():
+        parameter.place.view.copy_(parameter.grad)
+        parameter.grad = parameter.place.view
+    replicas.finish()
+    for parameter in module.parameters():
+        parameter.data = parameter.grad
+    return dict(whole_parameters(module, grid))
+
+
+def weights_of(grid, module):
+    """Whole weights by name, on every rank, as leaves."""
+    held = {name: tensor for name, tensor in whole_parameters(module, grid)}
+    return {name: tensor.requires_grad_() for name, tensor in grid.comm.bcast(held).items()}
+
+
+def check(layout, layer, serial, x, into, out_of):
+    """`layer` on this grid against `serial(weights, x)` on whole matrices."""
+    grid = layout.grid
+    weights = weights_of(grid, layer)
+    expected = serial(weights, x)
+    seed = whole(expected.shape, "seed", False)
+    expected.backward(seed)
+
+    block = into(x.detach()).clone().requires_grad_()
+    y = layer(block, layout.tokens)
+    torch.testing.assert_close(y, out_of(expected).detach(), rtol=1e-12, atol=1e-12)
+    y.backward(out_of(seed))
+    torch.testing.assert_close(block.grad, into(x.grad), rtol=1e-12, atol=1e-12)
+    for name, gradient in gradients_over(grid, layer).items():
+        if grid.rank == 0:
+            torch.testing.assert_close(gradient, weights[name].grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("sequences", "length"), [(4, 6), (3, 5), (1, 1)])
+@pytest.mark.parametrize(("n_in", "n_out", "unit"), [(8, 16, 1), (7, 5, 1), (3, 1, 1), (12, 6, 3)])
+def test_linear(world, n_in, n_out, unit, sequences, length):
+    for grid in tensor_grids(world):
+        layout = Layout(grid, sequences, length, unit)
+        x = whole((sequences * length, n_in), "x")
+
+        def serial(w, x):
+            return F.linear(x, w["weight"], w["bias"])
+
+        up = Linear(grid, n_in, n_out, to="inner", out_unit=unit if n_out % unit == 0 else 1, key=KEY, **DOUBLE)
+        with torch.no_grad():
+            up.bias.copy_(whole((n_out,), "bias", False)[up.bias.shard.slices])
+        if n_out % unit == 0:
+            check(layout, up, serial, x, layout.residual, layout.inner)
+
+        x = whole((sequences * length, n_in), "x")
+        down = Linear(grid, n_in, n_out, to="residual", in_unit=unit, key=KEY, **DOUBLE)
+        with torch.no_grad():
+            down.bias.copy_(whole((n_out,), "bias", False)[down.bias.shard.slices])
+        check(layout, down, serial, x, layout.inner, layout.residual)
+
+
+@pytest.mark.parametrize("width", [16, 7, 1])
+def test_layer_norm(world, width):
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 3, 5)
+        layer = LayerNorm(grid, width, key=KEY, **DOUBLE)
+        with torch.no_grad():
+            layer.weight.copy_(whole((width,), "gain", False)[layer.weight.shard.slices])
+            layer.bias.copy_(whole((width,), "shift", False)[layer.bias.shard.slices])
+        x = (whole((15, width), "x", False) + 1000).requires_grad_()  # a plain sum of squares would cancel
+
+        def serial(w, x):
+            return F.layer_norm(x, (width,), w["weight"], w["bias"], 1e-5)
+
+        weights = weights_of(grid, layer)
+        expected = serial(weights, x)
+        y = layer(layout.residual(x.detach()), layout.tokens)
+        torch.testing.assert_close(y, layout.residual(expected).detach(), rtol=1e-9, atol=1e-9)
+
+        x = whole((15, width), "x")
+        check(layout, layer, serial, x, layout.residual, layout.residual)
+
+
+@pytest.mark.parametrize("vocabulary", [32, 13, 2])
+def test_embedding(world, vocabulary):
+    for grid in tensor_grids(world):
+        sequences, length, width = 3, 4, 5
+        layout = Layout(grid, sequences, length)
+        layer = Embedding(grid, vocabulary, width, key=KEY, **DOUBLE)
+        ids = torch.arange(sequences * length) * 7 % vocabulary
+        weights = weights_of(grid, layer)
+        expected = F.embedding(ids, weights["weight"])
+        seed = whole(expected.shape, "seed", False)
+        expected.backward(seed)
+        y = layer(ids[layout.block], layout.tokens)
+        assert torch.equal(y, layout.residual(expected).detach())
+        y.backward(layout.residual(seed))
+        for _, gradient in gradients_over(grid, layer).items():
+            if grid.rank == 0:
+                torch.testing.assert_close(gradient, weights["weight"].grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("vocabulary", [32, 13, 2])
+def test_cross_entropy(world, vocabulary):
+    for grid in tensor_grids(world):
+        sequences, length = 3, 4
+        layout = Layout(grid, sequences, length)
+        layer = CrossEntropy(grid, vocabulary)
+        logits = whole((sequences * length, vocabulary), "logits", False).mul(50).requires_grad_()  # far apart
+        targets = torch.arange(sequences * length) * 5 % vocabulary
+        expected = F.cross_entropy(logits, targets)
+        expected.backward()
+        block = layout.inner(logits.detach()).clone().requires_grad_()
+        share = layer(block, targets[layout.block], 1 / len(targets))
+        assert world.allreduce(share.item()) == pytest.approx(expected.item(), rel=1e-12)
+        share.backward()
+        torch.testing.assert_close(block.grad, layout.inner(logits.grad), rtol=1e-12, atol=1e-14)
+
+
+def test_cross_entropy_refuses_a_second_backward(world):
+    """The first one uses up what forward kept; a second must not silently give something else."""
+    grid = Grid(tensor=world.size)
+    logits = torch.zeros(4, split(8, world.size, world.rank).stop - split(8, world.size, world.rank).start)
+    share = CrossEntropy(grid, 8)(logits.requires_grad_(), torch.zeros(4, dtype=torch.int64), 1.0)
+    share.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward a second time"):
+        share.backward()
+
+
+@pytest.mark.parametrize("heads", [4, 3, 1])
+def test_attention_against_torch(world, heads):
+    """Against scaled_dot_product_attention of whole heads."""
+    sequences, length, unit = 3, 6, 4
+    width = heads * unit
+    for grid in tensor_grids(world):
+        layout = Layout(grid, sequences, length)
+        layer = Attention(grid, width, heads, key=KEY, **DOUBLE)
+
+        def serial(w, x):
+            qkv = F.linear(x, w["qkv.weight"], w["qkv.bias"]).view(sequences, length, heads, 3, unit)
+            q, k, v = qkv.permute(3, 0, 2, 1, 4)
+            scores = q @ k.mT / math.sqrt(unit) + torch.full((length, length), -math.inf).triu(1)
+            mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(-1, width)
+            return F.linear(mixed, w["proj.weight"], w["proj.bias"])
+
+        x = whole((sequences * length, width), "x")
+        check(layout, layer, serial, x, layout.residual, layout.residual)
+
+
+def test_mlp(world):
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 3, 5)
+        layer = MLP(grid, 7, 10, key=KEY, **DOUBLE)
+
+        def serial(w, x):
+            hidden = F.gelu(F.linear(x, w["up.weight"], w["up.bias"]), approximate="tanh")
+            return F.linear(hidden, w["down.weight"], w["down.bias"])
+
+        x = whole((15, 7), "x")
+        check(layout, layer, serial, x, layout.residual, layout.residual)
+
+
+def test_dropout_masks_do_not_depend_on_the_grid(world):
+    alone = Dropout(Grid(comm=world.__class__(world.Split(world.rank))), 0.4, 6, key=KEY)
+    ones = torch.ones(20, 6)
+    expected = alone(ones, Tokens.of(Grid(comm=world.Split(world.rank)), 4, 5, first=2, step=9))
+    kept = expected[expected > 0]
+    assert 0.3 < len(kept) / 120 < 0.9
+    assert torch.allclose(kept, torch.tensor(1 / (1 - round(0.4 * 65536) / 65536)))
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 4, 5)
+        layer = Dropout(grid, 0.4, 6, key=KEY)
+        tokens = Tokens.of(grid, 4, 5, first=2, step=9)
+        assert torch.equal(layer(layout.residual(ones), tokens), layout.residual(expected))
+        other = layer(layout.residual(ones), Tokens.of(grid, 4, 5, first=2, step=10))
+        assert world.allreduce(int(not torch.equal(other, layout.residual(expected)))) > 0
+        layer.eval()
+        assert layer(ones, tokens) is ones
+
+
+def test_every_element_of_a_weight_lives_on_one_rank(world):
+    """No rank holds a whole weight, and together they hold each element once."""
+    for grid in tensor_grids(world):
+        layer = Attention(grid, 16, 4, key=KEY)
+        for name in ("qkv.weight", "proj.weight"):
+            weight = layer.get_parameter(name)
+            assert weight.shape == weight.shard.shape
+            held = world.allgather(weight.shard.slices)
+            count = torch.zeros(weight.shard.global_shape)
+            for slices in held:
+                count[slices] += 1
+            assert torch.equal(count, torch.ones_like(count))
+            if world.size > 1:
+                assert weight.numel() < math.prod(weight.shard.global_shape)
+
+
+def test_standalone_layers_follow_torch_s_seed(world):
+    """Without a key, torch.manual_seed on the first rank decides, as for torch's own layers."""
+    grid = Grid(tensor=world.size)
+    made = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed + 1000 * world.rank)
+        made.append(weights_of(grid, Linear(grid, 6, 8, to="inner"))["weight"])
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+    torch.manual_seed(1)
+    first, second = (weights_of(grid, Linear(grid, 6, 8, to="inner"))["weight"] for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda g: Attention(g, 10, 3, key=KEY), "width must be a multiple of heads, got width 10 and 3 heads"),
+        (lambda g: Linear(g, 4, 4, to="outer"), 'to must be "inner" or "residual", got \'outer\''),
+        (lambda g: Dropout(g, 1.0, 4, key=KEY), "dropout must be at least 0 and below 1, got 1.0"),
+    ],
+)
+def test_bad_arguments(world, make, message):
+    with pytest.raises(ValueError) as refused:
+        make(Grid(tensor=world.size))
+    assert str(refused.value) == message

@@ -1,0 +1,72 @@
+"""The bytes that the ledger counts in one training step equal the formula, on every grid whose sizes divide."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from hpctrain import Grid, Key
+from hpctrain.grid import all_grids
+from hpctrain.layers import Tokens
+from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.plan import step_traffic
+from hpctrain.train.batches import Microbatch
+from hpctrain.train.optimizer import adamw
+from hpctrain.train.trainer import Trainer
+
+EVEN = GPT2Shape(layers=8, width=32, heads=8, context=8, vocabulary=64)
+
+
+def counted(grid, shape, batch, count):
+    """One training step's ledger: bytes received and sent, {axis: bytes}."""
+    model = GPT2(grid, shape, key=Key(0), dtype=torch.float32)
+    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), count)
+    each = batch // (grid.data.size * count)
+    first = grid.data.rank * each * count
+    tokens = [Tokens.of(grid, each, shape.context, first + m * each) for m in range(count)]
+    ids = [torch.zeros(t.sequences * shape.context, dtype=torch.int64) for t in tokens]
+    scale = 1 / (batch * shape.context)
+    grid.wire.traffic.clear()
+    trainer.step([Microbatch(t, i, i, scale) for t, i in zip(tokens, ids)])
+    tables = []
+    for what in ("received", "sent"):
+        table = dict.fromkeys(("data", "pipeline", "tensor"), 0)
+        for (axis, _), cell in grid.wire.traffic.table().items():
+            table[axis if axis in table else "tensor"] += cell[what]
+        tables.append(table)
+    return tables
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("tied", [True, False])
+def test_ledger_equals_formula(world, tied):
+    if world.size not in (1, 2, 4, 8):
+        pytest.skip("sizes divide on 1, 2, 4 and 8 ranks")
+    for data, pipeline, tensor in all_grids(world.size):
+        grid = Grid(data, pipeline, tensor)
+        shape = dataclasses.replace(EVEN, tied=tied, layers=max(2, pipeline))
+        received, sent = counted(grid, shape, batch=16, count=2)
+        expected = step_traffic(shape, grid.shape, 16, 2, stage=grid.pipeline.rank)
+        assert received == pytest.approx(expected, abs=0), grid.shape
+        assert {a: b for a, b in sent.items() if a != "pipeline"} == {
+            a: b for a, b in received.items() if a != "pipeline"
+        }
+        assert world.allreduce(sent["pipeline"]) == world.allreduce(received["pipeline"])
+
+
+def test_formula_by_hand():
+    """A model small enough to count: 1 layer, width 4, vocabulary 6, context 2, batch 2, one microbatch, 4 bytes."""
+    shape = GPT2Shape(layers=1, width=4, heads=2, context=2, vocabulary=6)
+    sizes = dict.fromkeys(("data", "pipeline", "x", "y", "z"), 1)
+    assert step_traffic(shape, sizes, 2, 1) == {"data": 0, "pipeline": 0, "tensor": 0}
+
+    # data 2: half of twice all parameters, and of the loss: 12·16 weights, 6·4 + 2·4 tables, 9·4 biases, 6·4 norms
+    parameters = 192 + 32 + 36 + 24
+    assert step_traffic(shape, {**sizes, "data": 2}, 2, 1)["data"] == 4 * parameters + 8
+
+    # x 2, 4 rows: qkv and up gather half of 4×4 three times forward and back (x, again x, dx); proj and down scatter
+    # and gather half of 4×4 twice; the head as qkv; embedding scatters and gathers half of 4×4; the loss gathers 2·4
+    # numbers of the other rank. Vectors repeated over x: norms 6·4, biases of proj and down 2·4.
+    half = 8
+    words = 2 * 3 * half + 2 * 2 * half + 3 * half + 2 * half + 8 + (24 + 8)
+    assert step_traffic(shape, {**sizes, "x": 2}, 2, 1)["tensor"] == 4 * words + 16
