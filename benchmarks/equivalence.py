@@ -4,9 +4,9 @@
     python benchmarks/equivalence.py --ranks 4           the 15 grids of four ranks
     python benchmarks/equivalence.py train.clip=0.1      any setting of the configuration
 
-Runs the command line, `hpctrain train`, in float64 for ten steps of a model of which nothing divides: 9 layers, width 15,
-3 heads, vocabulary 261, batch 5 in 2 microbatches. Prints one JSON object a grid with the largest relative difference
-of its metrics.jsonl from the serial one; exits with 1 when any exceeds 1e-10.
+Runs the command line, `hpctrain train`, in float64 for ten steps of a model of which nothing divides: 9 layers, width
+15, 3 heads, vocabulary 261, batch 5 in 2 microbatches. Prints one JSON object a grid with the largest relative
+difference of its metrics.jsonl from the serial one; exits with 1 when any exceeds 1e-10.
 """
 
 import argparse

@@ -7,8 +7,8 @@
 Both sides live in the same processes: every rank holds an MPI and a gloo communicator, one BLAS thread, the same model
 (layers 4, vocabulary 4096), the same batch and fused AdamW, and takes a step of ours, then one of theirs, then ours, …
 Neither side clips. --matmul medium gives both sides oneDNN's faster float32 products. Prints one JSON object a line;
-`ratio` is the median over the pairs of steps of theirs / ours in seconds, so above 1 ours is faster: the speed of a shared
-machine drifts, and the steps of a pair see the same of it.
+`ratio` is the median over the pairs of steps of theirs / ours in seconds, so above 1 ours is faster: the speed of a
+shared machine drifts, and the steps of a pair see the same of it.
 """
 
 import argparse

@@ -15,8 +15,8 @@ hpctrain_env() {
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return
     venv=$root/.venv
 
-    # Which MPI. An mpirun inside .venv is our own, not the site's.
-    site_path=$(tr ':' '\n' <<<"$PATH" | grep -vxF "$venv/bin" | paste -sd:)
+    # Which MPI. An mpirun inside a virtual environment is a wheel, not the site's.
+    site_path=$(tr ':' '\n' <<<"$PATH" | grep -vxF -e "$venv/bin" -e "${VIRTUAL_ENV:-$venv}/bin" | paste -sd:)
     mpi=${HPCTRAIN_MPI:-auto}
     case $mpi in
         auto) if PATH=$site_path command -v mpirun >/dev/null; then mpi=site; else mpi=wheel; fi ;;

@@ -1,0 +1,73 @@
+"""The README tells the truth: its commands and its program run as they stand."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.job
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def section(title):
+    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the checkout, with this one's environment."""
+    for name in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    ):
+        if name:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / ".venv").symlink_to(ROOT / ".venv")
+    return tmp_path
+
+
+def test_the_two_commands_are_those_of_ci():
+    """They take too long for a test: CI runs both."""
+    commands = re.findall(r"^    (bash jobs/\S+)", README.split("\n## ")[0], re.MULTILINE)
+    assert commands == ["bash jobs/train.sbatch", "bash jobs/test.sbatch"]
+    ci = (ROOT / ".ci/run").read_text()
+    assert all(command in ci for command in commands)
+
+
+@pytest.mark.parametrize("title", ["Submit jobs", "Study scaling"])
+def test_commands(checkout, title):
+    """The first indented block of the section, run as a script."""
+    block = re.search(r"(?:^    .*\n)+", section(title), re.MULTILINE).group()
+    script = "set -euo pipefail\nsource jobs/env.sh\n" + block
+    ended = subprocess.run(
+        ["bash", "-c", script], cwd=checkout, capture_output=True, text=True, timeout=240, env={**os.environ}
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    if title == "Submit jobs":
+        assert (checkout / "gpt2-mine/model.safetensors").exists()
+        for name in re.findall(r"^    runs/NAME/([\w.]+)", section(title), re.MULTILINE):
+            assert (checkout / "runs/mine" / name).exists()
+    else:
+        assert (checkout / "runs/weak-2/metrics.jsonl").exists()
+
+
+def test_the_program(start, tmp_path, python):
+    """On four ranks; the losses go down."""
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "program.py").write_text(program)
+    ended = start(4, python, "-m", "mpi4py", str(tmp_path / "program.py")).wait(90)
+    assert ended.status == 0, ended.output
+    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", ended.output)]
+    assert len(losses) == 3
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_the_files_exist():
+    for name in re.findall(
+        r"`(hpctrain/[\w/]+\.py|tests/[\w/]+\.py|train/\w+\.py)`", section("Read these files first")
+    ):
+        assert (ROOT / name).exists() or (ROOT / "hpctrain" / name).exists(), name

@@ -1,0 +1,106 @@
+"""Where tensors are computed and whether MPI is given device memory: the ladder, and the calls on a real GPU."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hpctrain import Grid, comm
+from hpctrain.comm import device, functional
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@pytest.mark.parametrize(
+    ("environment", "library", "expected"),
+    [
+        ({"HPCTRAIN_CUDA_AWARE": "0"}, True, (False, "HPCTRAIN_CUDA_AWARE=0")),  # the user's word is the last
+        ({"HPCTRAIN_CUDA_AWARE": "1"}, False, (True, "HPCTRAIN_CUDA_AWARE=1")),
+        ({"MPICH_GPU_SUPPORT_ENABLED": "1"}, False, (False, "MPIX_Query_cuda_support() = 0")),
+        ({}, True, (True, "MPIX_Query_cuda_support() = 1")),
+        ({"MPICH_GPU_SUPPORT_ENABLED": "1"}, None, (True, "MPICH_GPU_SUPPORT_ENABLED=1")),
+        ({"MPICH_GPU_SUPPORT_ENABLED": "0"}, None, (False, "no sign of CUDA support in this MPI")),
+    ],
+)
+def test_order_of_the_ladder(monkeypatch, environment, library, expected):
+    monkeypatch.setattr(device, "query_library", lambda: library)
+    assert device.claim(environment) == expected
+
+
+def test_the_library_that_is_loaded_is_asked():
+    """In a process of its own, where MPI is loaded and the extension list of a wheel says "cuda" whatever is true."""
+    code = "from mpi4py import MPI; from hpctrain.comm.device import query_library; print(query_library())"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.split()[-1]
+    assert answer in ("True", "False", "None")
+    assert torch.cuda.is_available() or answer != "True"
+
+
+def test_a_failing_probe_is_an_answer_and_not_a_crash(monkeypatch):
+    monkeypatch.setattr(device, "PROBE", "import os; os.kill(os.getpid(), 11)")
+    assert device.probe(torch.device("cuda", 0)) == "exit status -11"
+    monkeypatch.setattr(device, "PROBE", "raise SystemExit('MPI says no')")
+    assert device.probe(torch.device("cuda", 0)) == "exit status 1: MPI says no"
+    monkeypatch.setattr(device, "PROBE", "")
+    assert device.probe(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.mpi
+def test_one_rank_without_support_makes_all_stage(world, monkeypatch):
+    grid = Grid(tensor=world.size)
+    monkeypatch.setenv("HPCTRAIN_CUDA_AWARE", "0" if grid.rank == world.size - 1 else "1")
+    monkeypatch.setattr(device, "probe", lambda device: None)
+    verdict = comm.decide_cuda_aware(grid, torch.device("cuda", 0))
+    assert not grid.wire.cuda_aware
+    assert verdict == f"staged through pinned host memory (rank {world.size - 1}: HPCTRAIN_CUDA_AWARE=0)"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("failure", [None, "exit status -11"])
+def test_a_claim_counts_only_if_the_probe_agrees(world, monkeypatch, failure):
+    grid = Grid(tensor=world.size)
+    monkeypatch.setenv("HPCTRAIN_CUDA_AWARE", "1")
+    monkeypatch.setattr(device, "probe", lambda device: failure)
+    verdict = comm.decide_cuda_aware(grid, torch.device("cuda", 0))
+    assert grid.wire.cuda_aware is (failure is None)
+    assert verdict == (
+        "given to MPI directly (HPCTRAIN_CUDA_AWARE=1)"
+        if failure is None
+        else "staged through pinned host memory (HPCTRAIN_CUDA_AWARE=1, but the probe failed: exit status -11)"
+    )
+
+
+@pytest.mark.mpi
+def test_wishes_that_cannot_be_met(world):
+    assert comm.local_device("cpu", world) == torch.device("cpu")
+    with pytest.raises(ValueError, match='run.device must be "auto", "cpu" or "cuda", got \'gpu\''):
+        comm.local_device("gpu", world)
+    if not torch.cuda.is_available():
+        assert comm.local_device("auto", world) == torch.device("cpu")
+        with pytest.raises(ValueError, match="rank 0 sees no CUDA device"):
+            comm.local_device("cuda", world)
+
+
+@gpu
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_same_calls_take_cuda_tensors(world, dtype):
+    """Sums, gathers, messages and gradients of CUDA tensors equal those of the same CPU tensors, bit for bit."""
+    grid = Grid(tensor=world.size)
+    where = comm.local_device("cuda", world)
+    comm.decide_cuda_aware(grid, where)
+    line = grid.tensor.x
+    here = torch.arange(1000).to(dtype) / 8 + line.rank
+    counts = (1000,) * line.size
+    for call in (
+        lambda t: comm.all_reduce(t.clone(), line),
+        lambda t: comm.all_gather(t, line, counts),
+        lambda t: comm.reduce_scatter(t.repeat(line.size), line, counts),
+        lambda t: comm.broadcast(t.clone(), line),
+    ):
+        on_cpu, on_gpu = call(here), call(here.to(where))
+        assert on_gpu.is_cuda
+        assert torch.equal(on_gpu.cpu(), on_cpu)
+    leaf = here.to(where).requires_grad_()
+    functional.all_gather(leaf, line, counts).square().sum().backward()
+    assert leaf.grad.is_cuda

@@ -1,0 +1,54 @@
+"""Generation draws the same text on every grid, and the text that the weights give."""
+
+import functools
+
+import pytest
+import reference
+import torch
+
+from hpctrain import Grid, Key
+from hpctrain.grid import all_grids
+from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.train.generate import generate
+
+pytestmark = pytest.mark.mpi
+
+SHAPE = GPT2Shape(layers=9, width=15, heads=3, context=8, vocabulary=23)
+PROMPT, COUNT, KNOWN = [3, 1], 10, 20  # longer than the context; the last three words of the vocabulary are padding
+
+
+def grids(ranks):
+    return all_grids(ranks) if ranks < 8 else [(2, 2, 2), (1, 1, (2, 2, 2)), (1, 2, (2, 1, 2)), (1, 8, 1)]
+
+
+def sample(grid, temperature):
+    return generate(GPT2(grid, SHAPE, key=Key(3), dtype=torch.float64), grid, PROMPT, COUNT, KNOWN, Key(8), temperature)
+
+
+@functools.cache
+def greedy():
+    """The likeliest words by the reference, one after the other."""
+    from mpi4py import MPI
+
+    weights = dict(GPT2(Grid(comm=MPI.COMM_SELF), SHAPE, key=Key(3), dtype=torch.float64).named_parameters())
+    ids = list(PROMPT)
+    with torch.no_grad():
+        for _ in range(COUNT):
+            logits = reference.gpt2_logits(weights, torch.tensor([ids[-SHAPE.context :]]), SHAPE.layers, SHAPE.heads)
+            ids.append(int(logits.reshape(-1, SHAPE.vocabulary)[-1, :KNOWN].argmax()))
+    return ids[len(PROMPT) :]
+
+
+def test_the_coldest_text_is_the_likeliest(world):
+    for data, pipeline, tensor in grids(world.size):
+        assert sample(Grid(data, pipeline, tensor), temperature=1e-9) == greedy()
+
+
+def test_warm_text_does_not_depend_on_the_grid(world):
+    from mpi4py import MPI
+
+    alone = sample(Grid(comm=MPI.COMM_SELF), temperature=1.0)
+    assert set(alone) <= set(range(KNOWN))
+    assert alone != greedy()
+    for data, pipeline, tensor in grids(world.size):
+        assert sample(Grid(data, pipeline, tensor), temperature=1.0) == alone
