@@ -24,9 +24,11 @@ from hpctrain.comm.collectives import (
     send_start,
 )
 from hpctrain.comm.device import decide_cuda_aware, local_device
+from hpctrain.comm.halo import Halo
 from hpctrain.comm.windows import Shared, workspace
 
 __all__ = [
+    "Halo",
     "Shared",
     "Work",
     "agree",

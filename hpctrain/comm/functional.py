@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.comm import collectives
+from hpctrain.comm.halo import Halo
 
 
 class _Op(torch.autograd.Function):
@@ -68,6 +69,11 @@ def all_to_all(x: torch.Tensor, axis, send_counts=None, recv_counts=None) -> tor
     """Rows `send_counts[r]` go to rank r. Adjoint: the rows go back, counts exchanged."""
     send_counts = send_counts or collectives.even_rows(len(x), axis.size)
     return _Op.apply(x, _new(collectives.all_to_all), _send_back, axis, send_counts, recv_counts or send_counts)
+
+
+def halo(x: torch.Tensor, plan: Halo) -> torch.Tensor:
+    """The rows that this rank needs, from the ranks that hold them. Adjoint: they go back and are summed."""
+    return _Op.apply(x, plan.exchange, plan.adjoint)
 
 
 def send(x: torch.Tensor, axis, dest: int, tag: int = 0) -> torch.Tensor:
