@@ -5,84 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from layer_checks import DOUBLE, KEY, Layout, check, gradients_over, tensor_grids, weights_of, whole
 
-from hpctrain import Grid, Key
-from hpctrain.grid import all_grids
-from hpctrain.layers import MLP, Attention, CrossEntropy, Dropout, Embedding, LayerNorm, Linear, Tokens
-from hpctrain.models.export import whole_parameters
-from hpctrain.replicas import DataParallel
-from hpctrain.shard import split, subsplit
+from hpctrain import Grid
+from hpctrain.layers import MLP, Attention, CrossEntropy, Dropout, Embedding, Linear, Tokens
+from hpctrain.shard import split
 
 pytestmark = pytest.mark.mpi
-
-KEY = Key(11, "layers")
-DOUBLE = {"dtype": torch.float64}
-
-
-def tensor_grids(world):
-    """All (x, y, z) boxes of the ranks."""
-    return [Grid(tensor=box) for data, pipeline, box in all_grids(world.size) if data == pipeline == 1]
-
-
-def whole(shape, name, requires_grad=True):
-    """A matrix that every rank knows whole."""
-    numbers = (KEY / name).normal(0, math.prod(shape)).view(shape)
-    return numbers.requires_grad_(requires_grad)
-
-
-class Layout:
-    """Cuts whole (rows, features) matrices into this rank's blocks, by the definition of the two layouts."""
-
-    def __init__(self, grid, sequences, length, unit=1):
-        self.grid, self.unit = grid, unit
-        self.tokens = Tokens.of(grid, sequences, length)
-        z = split(sequences, grid.tensor.z.size, grid.tensor.z.rank)
-        self.block = slice(z.start * length, z.stop * length)
-
-    def residual(self, matrix):
-        t = self.grid.tensor
-        return matrix[subsplit(self.block, t.x.size, t.x.rank), split(matrix.shape[1], t.y.size, t.y.rank)]
-
-    def inner(self, matrix):
-        t = self.grid.tensor
-        columns = split(matrix.shape[1], t.x.size, t.x.rank, self.unit)
-        return matrix[self.block, subsplit(columns, t.y.size, t.y.rank, self.unit)]
-
-
-def gradients_over(grid, module):
-    """Completed gradients, whole, by name."""
-    replicas = DataParallel(module.parameters(), grid)
-    for parameter in module.parameters():
-        parameter.place.view.copy_(parameter.grad)
-        parameter.grad = parameter.place.view
-    replicas.finish()
-    for parameter in module.parameters():
-        parameter.data = parameter.grad
-    return dict(whole_parameters(module, grid))
-
-
-def weights_of(grid, module):
-    """Whole weights by name, on every rank, as leaves."""
-    held = {name: tensor for name, tensor in whole_parameters(module, grid)}
-    return {name: tensor.requires_grad_() for name, tensor in grid.comm.bcast(held).items()}
-
-
-def check(layout, layer, serial, x, into, out_of):
-    """`layer` on this grid against `serial(weights, x)` on whole matrices."""
-    grid = layout.grid
-    weights = weights_of(grid, layer)
-    expected = serial(weights, x)
-    seed = whole(expected.shape, "seed", False)
-    expected.backward(seed)
-
-    block = into(x.detach()).clone().requires_grad_()
-    y = layer(block, layout.tokens)
-    torch.testing.assert_close(y, out_of(expected).detach(), rtol=1e-12, atol=1e-12)
-    y.backward(out_of(seed))
-    torch.testing.assert_close(block.grad, into(x.grad), rtol=1e-12, atol=1e-12)
-    for name, gradient in gradients_over(grid, layer).items():
-        if grid.rank == 0:
-            torch.testing.assert_close(gradient, weights[name].grad, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize(("sequences", "length"), [(4, 6), (3, 5), (1, 1)])
@@ -106,28 +35,6 @@ def test_linear(world, n_in, n_out, unit, sequences, length):
         with torch.no_grad():
             down.bias.copy_(whole((n_out,), "bias", False)[down.bias.shard.slices])
         check(layout, down, serial, x, layout.inner, layout.residual)
-
-
-@pytest.mark.parametrize("width", [16, 7, 1])
-def test_layer_norm(world, width):
-    for grid in tensor_grids(world):
-        layout = Layout(grid, 3, 5)
-        layer = LayerNorm(grid, width, key=KEY, **DOUBLE)
-        with torch.no_grad():
-            layer.weight.copy_(whole((width,), "gain", False)[layer.weight.shard.slices])
-            layer.bias.copy_(whole((width,), "shift", False)[layer.bias.shard.slices])
-        x = (whole((15, width), "x", False) + 1000).requires_grad_()  # a plain sum of squares would cancel
-
-        def serial(w, x):
-            return F.layer_norm(x, (width,), w["weight"], w["bias"], 1e-5)
-
-        weights = weights_of(grid, layer)
-        expected = serial(weights, x)
-        y = layer(layout.residual(x.detach()), layout.tokens)
-        torch.testing.assert_close(y, layout.residual(expected).detach(), rtol=1e-9, atol=1e-9)
-
-        x = whole((15, width), "x")
-        check(layout, layer, serial, x, layout.residual, layout.residual)
 
 
 @pytest.mark.parametrize("vocabulary", [32, 13, 2])

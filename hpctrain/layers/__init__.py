@@ -16,7 +16,7 @@ from hpctrain.layers.embedding import Embedding
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.loss import CrossEntropy
 from hpctrain.layers.mlp import MLP
-from hpctrain.layers.norm import LayerNorm
+from hpctrain.layers.norm import LayerNorm, RMSNorm
 from hpctrain.layers.tokens import Tokens
 
-__all__ = ["Attention", "CrossEntropy", "Dropout", "Embedding", "LayerNorm", "Linear", "MLP", "Tokens"]
+__all__ = ["Attention", "CrossEntropy", "Dropout", "Embedding", "LayerNorm", "Linear", "MLP", "RMSNorm", "Tokens"]
