@@ -37,6 +37,8 @@ class Halo:
         """This rank's needed rows. Receives those that others hold, once each."""
         rank = self.axis.rank
         held, needed = self.held[rank], self.needed[rank]
+        if self.axis.size == 1 and held == needed:
+            return x.view_as(x)
         to = [_common(held, other) for other in self.needed]
         of = [_common(other, needed) for other in self.held]
         out = _resized(x, self.dim, needed)
@@ -52,6 +54,8 @@ class Halo:
         """The gradient of the held rows: the sum over all ranks that needed them, in a fixed order."""
         rank = self.axis.rank
         held, needed = self.held[rank], self.needed[rank]
+        if self.axis.size == 1 and held == needed:
+            return grad.view_as(grad)
         to = [_common(other, needed) for other in self.held]
         of = [_common(held, other) for other in self.needed]
         out = _resized(grad, self.dim, held).zero_()

@@ -11,6 +11,7 @@ Rows are cut over z at whole sequences, over x at any row. See `layers.linear` f
 """
 
 from hpctrain.layers.attention import Attention
+from hpctrain.layers.conv import Conv2d
 from hpctrain.layers.dropout import Dropout
 from hpctrain.layers.embedding import Embedding
 from hpctrain.layers.linear import Linear
@@ -19,4 +20,15 @@ from hpctrain.layers.mlp import MLP
 from hpctrain.layers.norm import LayerNorm, RMSNorm
 from hpctrain.layers.tokens import Tokens
 
-__all__ = ["Attention", "CrossEntropy", "Dropout", "Embedding", "LayerNorm", "Linear", "MLP", "RMSNorm", "Tokens"]
+__all__ = [
+    "Attention",
+    "Conv2d",
+    "CrossEntropy",
+    "Dropout",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "MLP",
+    "RMSNorm",
+    "Tokens",
+]
