@@ -11,10 +11,14 @@ _HOME = {
     "Grid": "hpctrain.grid",
     "Shard": "hpctrain.shard",
     "Key": "hpctrain.randomness",
-    "Trainer": "hpctrain.train",
+    "Trainer": "hpctrain.train.step",
+    "parallelize": "hpctrain.convert",
+    "gather_state_dict": "hpctrain.convert",
+    "sync": "hpctrain.convert",
+    "clip_": "hpctrain.convert",
     "load_config": "hpctrain.config",
 }
-_MODULES = ("comm", "data", "layers", "models", "pipeline", "replicas", "train")
+_MODULES = ("comm", "data", "layers", "matmul", "models", "pipeline", "replicas", "train")
 
 __all__ = [*_HOME, *_MODULES]
 

@@ -12,8 +12,9 @@ class Shard:
     Attributes:
         global_shape: shape of the whole tensor.
         slices: for each dim, the range of it that this rank holds.
-        replicated: tensor axes along which other ranks hold this same slice. Each of them sees other tokens, so
-            that its gradient is a partial sum, completed over these axes.
+        replicated: tensor axes along which other ranks hold this same slice.
+        partial: each of those ranks sees other tokens, so that its gradient is a partial sum, completed over these
+            axes; otherwise each computes the whole gradient.
         stages: pipeline stages that hold the slice when more than one does (tied embeddings); the first one counts.
 
     Every rank of the data axis holds the same slices; that goes without saying.
@@ -23,6 +24,7 @@ class Shard:
     slices: tuple[slice, ...]
     replicated: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
+    partial: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:

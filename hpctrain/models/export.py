@@ -100,7 +100,7 @@ def whole_parameters(model: torch.nn.Module, grid):
             for rank in owners:
                 part = told[rank][name][0]
                 if rank == 0:
-                    whole[part.slices] = held[name].detach().cpu()
+                    whole[part.slices] = held[name].detach().cpu().view(part.shape)
                 elif math.prod(part.shape):
                     whole[part.slices] = comm.recv(torch.empty(part.shape, dtype=dtype), grid.world, rank)
             yield name, whole

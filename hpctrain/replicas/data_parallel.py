@@ -31,7 +31,7 @@ class DataParallel:
         self.grid = grid
         self.parameters = list(parameters)
         groups = _grouped(reversed(self.parameters), grid, bucket_bytes)
-        self.buckets = [_Bucket(group, _repeated(group[0], grid), grid.data) for group in groups]
+        self.buckets = [_Bucket(group, summed_over(group[0], grid), grid.data) for group in groups]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._tied = [p for p in self.parameters if p.shard.stages]
         self._launched = len(self.buckets)
@@ -114,8 +114,10 @@ class _Bucket:
             self.work = comm.all_reduce_start(self.flat, self.data)
 
 
-def _repeated(parameter, grid):
-    """The other ranks of the tensor axis that hold the same slice, as an axis; None where there are none."""
+def summed_over(parameter, grid):
+    """The ranks of the tensor axis over which the parameter's gradient is a partial sum; None where it is whole."""
+    if not parameter.shard.partial:
+        return None
     axes = [axis for axis in parameter.shard.replicated if grid.shape[axis] > 1]
     return grid.plane(*axes) if axes else None
 
@@ -125,7 +127,7 @@ def _grouped(parameters, grid, limit):
     which they are closed."""
     open_groups: dict[tuple, list] = {}
     for parameter in parameters:
-        key = parameter.dtype, _repeated(parameter, grid)
+        key = parameter.dtype, summed_over(parameter, grid)
         group = open_groups.setdefault(key, [])
         group.append(parameter)
         if sum(p.nbytes for p in group) >= limit:

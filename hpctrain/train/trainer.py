@@ -1,17 +1,15 @@
-"""One training step on the grid: pipeline, gradient sums, clipping, update."""
+"""Training steps of a model that is cut into pipeline stages."""
 
 from __future__ import annotations
 
 import torch
 
-from hpctrain import comm
 from hpctrain.pipeline import Executor, forward_only, one_f_one_b
-from hpctrain.replicas import DataParallel
-from hpctrain.train.clipping import clip, local_square
+from hpctrain.train import step
 
 
-class Trainer:
-    """Trains a model on a grid.
+class Trainer(step.Trainer):
+    """Trains a model on any grid.
 
     Args:
         model: this rank's pipeline stage, such as `models.gpt2.GPT2`.
@@ -22,11 +20,13 @@ class Trainer:
     """
 
     def __init__(self, model, grid, optimizer: torch.optim.Optimizer, microbatches: int = 1, max_norm: float = 0.0):
-        self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
-        self.replicas = DataParallel(model.parameters(), grid)
+        super().__init__(model, grid, optimizer, max_norm)
         stages = grid.pipeline.size
         self._train = Executor(grid.pipeline, one_f_one_b(stages, microbatches))
         self._evaluate = Executor(grid.pipeline, forward_only(stages, microbatches))
+
+    def _check(self, grid):
+        """Any number of stages will do."""
 
     def step(self, microbatches: list) -> tuple[float, float]:
         """Train on this rank's microbatches; returns the loss before the update and the norm of its gradient.
@@ -37,16 +37,7 @@ class Trainer:
         self.model.train()
         self.replicas.clear()
         losses = self._train.run(_Stage(self.model, microbatches), on_last_backward=self.replicas.overlap)
-        self.replicas.finish()
-        square = local_square(self.replicas.parameters, self.grid.coords)
-        loss, square = self._total(losses, square)
-        norm = square**0.5
-        if not (loss - loss == 0 and norm - norm == 0):  # inf and nan are not equal to themselves minus themselves
-            raise FloatingPointError(f"loss {loss} and gradient norm {norm} are not both finite")
-        if self.max_norm:
-            clip(self.replicas.parameters, norm, self.max_norm)
-        self.optimizer.step()
-        return loss, norm
+        return self._update(losses)
 
     def evaluate(self, batches: list[list]) -> float:
         """The loss over all of `batches`, each a list of this rank's microbatches."""
@@ -56,15 +47,6 @@ class Trainer:
             for microbatches in batches:
                 losses += self._evaluate.run(_Stage(self.model, microbatches))
         return self._total(losses, torch.zeros(()))[0]
-
-    def _total(self, losses: list[torch.Tensor], square: torch.Tensor) -> tuple[float, float]:
-        """The losses summed over all ranks, and `square` over the ranks of one replica; the same on every rank."""
-        loss = torch.stack(losses).double().sum().cpu() if losses else torch.zeros(())
-        totals = torch.stack([loss.double(), square.double()])
-        comm.all_reduce(totals, self.grid.tensor)
-        comm.all_reduce(totals, self.grid.pipeline)
-        comm.all_reduce(totals[:1], self.grid.data)
-        return tuple(totals.tolist())
 
 
 class _Stage:

@@ -1,0 +1,149 @@
+"""torch.nn.MultiheadAttention, and the feed-forward pair of torch's transformer layers: whole heads on each rank."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from hpctrain.convert.boundary import enter, gather, leave
+from hpctrain.convert.products import SplitLinear, split_linear, split_matrix
+
+
+def kept(shape, p: float, dim: int, part: slice, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part along `dim` of a dropout mask of `shape`, scaled by 1 / (1 - p).
+
+    Every rank draws the whole mask from torch's generator. So the mask is the one that torch's dropout would have drawn
+    without hpctrain, and all ranks' generators stay in the same state.
+    """
+    keep = torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(1 - p)
+    return (
+        keep.narrow(dim, part.start, part.stop - part.start).to(like.dtype) / (1 - p)
+        if p < 1
+        else torch.zeros_like(like)
+    )
+
+
+class SplitDropout:
+    """Mixin for nn.Dropout on features that are divided.
+
+    Attributes: `features`, of the whole; `part`, those of this rank.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0:
+            return x
+        return x * kept((*x.shape[:-1], self.features), self.p, x.dim() - 1, self.part, x)
+
+
+def attention(q, k, v, mask, *, scale: float, causal: bool, dropout: float, heads: int, part: slice):
+    """softmax(q kᵀ scale + mask) v and the softmax, for heads `part` of `heads`; q, k, v (batch, head, length, width).
+
+    Args:
+        mask: None, booleans (True: attend), or numbers to add, of shape (…, length, length).
+    """
+    scores = q @ k.mT * scale
+    if causal and mask is None:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    if dropout:
+        weights = weights * kept((len(q), heads, *scores.shape[-2:]), dropout, 1, part, weights)
+    return weights @ v, weights
+
+
+class SplitMultiheadAttention:
+    """Mixin for nn.MultiheadAttention.
+
+    Attributes: `axis`; `part`, the heads of this rank; `counts`, heads by rank.
+    """
+
+    def forward(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None,
+                average_attn_weights=True, is_causal=False):  # fmt: skip
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # torch's own words
+        if query.is_nested:
+            raise ValueError("nn.MultiheadAttention of a parallelized model takes no nested tensors; pass padded ones")
+        inside = {id(x): enter(x, self.axis) for x in (query, key, value)}
+        q, k, v = (inside[id(x)] for x in (query, key, value))
+        batched = query.dim() == 3
+        if not batched:
+            q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        elif not self.batch_first:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        if self._qkv_same_embed_dim:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (
+            F.linear(x, weight, bias).unflatten(-1, (self.part.stop - self.part.start, self.head_dim)).transpose(1, 2)
+            for x, weight, bias in zip((q, k, v), weights, biases)
+        )
+        mask = self._mask(attn_mask, key_padding_mask, len(q), q.dtype)
+        dropout = self.dropout if self.training else 0.0
+        if dropout or need_weights:
+            mixed, weights = attention(
+                q, k, v, mask, scale=self.head_dim**-0.5, causal=False, dropout=dropout, heads=self.num_heads,
+                part=self.part,
+            )  # fmt: skip
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, mask)
+        # laid out in memory as torch's, (length, batch, features), since dropout masks follow the memory
+        out = self.out_proj(mixed.permute(2, 0, 1, 3).flatten(2))
+        if not batched:
+            out = out.squeeze(1)
+        elif self.batch_first:
+            out = out.transpose(0, 1)
+        if not need_weights:
+            return out, None
+        if average_attn_weights:
+            weights = leave(weights.sum(1), self.axis) / self.num_heads
+        else:
+            weights = gather(weights, self.axis, self.counts, 1)
+        return out, weights if batched else weights.squeeze(0)
+
+    def _mask(self, attn_mask, key_padding_mask, batch, dtype):
+        """Both masks as numbers to add, for this rank's heads: (batch, heads or 1, length, length); or None."""
+        if attn_mask is not None:
+            attn_mask = _to_add(attn_mask, dtype)
+            if attn_mask.dim() == 3:  # (batch × heads, length, length)
+                attn_mask = attn_mask.unflatten(0, (batch, self.num_heads))[:, self.part]
+        if key_padding_mask is not None:
+            key_padding_mask = _to_add(key_padding_mask, dtype).view(batch, 1, 1, -1)
+            attn_mask = key_padding_mask if attn_mask is None else attn_mask + key_padding_mask
+        return attn_mask
+
+
+def _to_add(mask, dtype):
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)
+
+
+def split_multihead_attention(plan, module) -> None:
+    for option in ("bias_k", "add_zero_attn"):
+        if getattr(module, option) not in (None, False):
+            raise ValueError(f"{'add_bias_kv' if option == 'bias_k' else option} of nn.MultiheadAttention")
+    heads = plan.parts(module.num_heads)
+    parts = [slice(part.start * module.head_dim, part.stop * module.head_dim) for part in heads]
+    part = parts[plan.axis.rank]
+    plan.split(module, "in_proj_weight", 0, part, fused=3)
+    plan.split(module, "in_proj_bias", 0, part, fused=3)
+    for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+        plan.split(module, name, 0, part)
+    split_matrix(plan, module.out_proj, SplitLinear, 0, 1, by_output=False, parts=parts, enters=False)
+    plan.become(
+        module, SplitMultiheadAttention, axis=plan.axis, part=heads[plan.axis.rank],
+        counts=tuple(p.stop - p.start for p in heads),
+    )  # fmt: skip
+
+
+def split_feed_forward(plan, module) -> None:
+    """linear1, activation, dropout, linear2 of nn.TransformerEncoderLayer and nn.TransformerDecoderLayer."""
+    features = module.linear1.out_features
+    split_linear(plan, module.linear1, by_output=True, leaves=False)
+    split_linear(plan, module.linear2, by_output=False, enters=False)
+    plan.become(module.dropout, SplitDropout, features=features, part=plan.parts(features)[plan.axis.rank])

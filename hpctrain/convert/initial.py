@@ -1,0 +1,94 @@
+"""Initial weights of modules that were built on the meta device, drawn slice by slice.
+
+The distributions are those of torch's modules and of Hugging Face's GPT-2 and Llama; the numbers come from
+counter-based streams, so that they depend on the seed and the parameter's name and not on the grid.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from hpctrain.randomness import Key
+
+
+def initial_numbers(module, name: str, path: str, config):
+    """A function of a Key, giving the function (start, count) -> numbers that fills the parameter.
+
+    Args:
+        path: name of the parameter in the model.
+        config: Hugging Face's, whose `initializer_range` is the standard deviation of all weights; or None.
+
+    Raises:
+        ValueError: when the module's distribution is not known.
+    """
+    kind, weight = type(module).__name__, name.endswith("weight")
+    if "Norm" in kind:
+        return _constant(1.0 if weight else 0.0)
+    std = getattr(config, "initializer_range", None)
+    if isinstance(module, nn.Embedding):
+        return _without_row(_normal(1.0 if std is None else std), module.padding_idx, module.embedding_dim)
+    if kind == "Conv1D" or (std is not None and isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))):
+        if config.model_type == "gpt2" and path.endswith("c_proj.weight"):
+            std = std / math.sqrt(2 * config.n_layer)
+        return _normal(std) if weight else _constant(0.0)
+    if isinstance(module, nn.MultiheadAttention) and not name.startswith("bias_"):
+        shape = module._parameters[name].shape
+        return _uniform(math.sqrt(6 / sum(shape))) if weight else _constant(0.0)  # Glorot and Bengio's
+    if type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear and not weight:
+        return _constant(0.0)  # the output projection of nn.MultiheadAttention
+    if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+        return _uniform(1 / math.sqrt(max(1, module.weight[0].numel())))
+    raise ValueError(
+        f"{path} is on the meta device, and how a {kind} is initialised is not known; build it on a device"
+    )
+
+
+def check_buffers(module) -> None:
+    """Raise ValueError when the module has buffers of its own on the meta device and what they hold is not known."""
+    lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+    if lost and type(module).__name__ != "LlamaRotaryEmbedding" and not hasattr(module, "reset_running_stats"):
+        raise ValueError(f"what its buffer {lost[0]!r} on the meta device holds is not known; build it on a device")
+
+
+def give_buffers(module) -> None:
+    """Fill the module's own buffers that are on the meta device."""
+    lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+    if lost and type(module).__name__ == "LlamaRotaryEmbedding":
+        with torch.device("cpu"):
+            module._buffers.update(type(module)(module.config)._buffers)
+    elif lost:
+        for name in lost:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+        module.reset_running_stats()
+
+
+def _constant(value: float):
+    return lambda key: lambda start, count: torch.full((count,), value, dtype=torch.float64)
+
+
+def _normal(std: float):
+    return lambda key: lambda start, count: key.normal(start, count) * std
+
+
+def _uniform(bound: float):
+    return lambda key: lambda start, count: (key.uniform(start, count) * 2 - 1) * bound
+
+
+def _without_row(draw, row: int | None, width: int):
+    """Zeros in one row of a table."""
+    if row is None:
+        return draw
+
+    def make(key: Key):
+        numbers = draw(key)
+
+        def zeroed(start, count):
+            index = torch.arange(start, start + count) // width
+            return numbers(start, count).masked_fill_(index == row, 0.0)
+
+        return zeroed
+
+    return make

@@ -1,0 +1,83 @@
+"""Norms: weights divided, gathered when used; the work, a few operations an element, is done on every rank.
+
+To divide it, each rank would have to send the others what it made of its part: more time than making it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain import comm
+from hpctrain.comm import functional
+from hpctrain.convert.boundary import gather
+from hpctrain.shard import split_sizes
+
+
+class Gathered:
+    """Mixin for a module that is given its whole weights for the time of its forward.
+
+    Attributes:
+        axis: the ranks that hold the weights.
+        divided: {name of a parameter: (dim, counts by rank)}.
+    """
+
+    def forward(self, *args, **kwargs):
+        parts = dict(self._parameters)
+        try:
+            for name, (dim, counts) in self.divided.items():
+                self._parameters[name] = gather(parts[name], self.axis, counts, dim)
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters.update(parts)
+
+
+class GatheredBatchNorm(Gathered):
+    """Statistics are of the whole batch, on all replicas, as one rank would take them.
+
+    Attributes: `data`, the axis of replicas.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.data.size == 1 or not (self.training or self.running_mean is None):
+            return super().forward(x)
+        parts = dict(self._parameters)
+        weight, bias = (
+            gather(parts[name], self.axis, self.divided[name][1], 0) if name in self.divided else None
+            for name in ("weight", "bias")
+        )
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
+        count = comm.all_reduce(x.new_tensor([x.numel() // x.shape[1]]), self.data)
+        mean = functional.all_reduce(x.sum(dims), self.data) / count
+        deviation = x - mean.view(shape)
+        variance = functional.all_reduce(deviation.square().sum(dims), self.data) / count
+        self._remember(mean.detach(), variance.detach() * count / (count - 1))
+        y = deviation * (variance + self.eps).rsqrt().view(shape)
+        return y if weight is None else torch.addcmul(bias.view(shape), y, weight.view(shape))
+
+    def _remember(self, mean, variance):
+        if self.running_mean is None:
+            return
+        self.num_batches_tracked.add_(1)
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean, share)
+        self.running_var.lerp_(variance, share)
+
+
+def split_norm(plan, module) -> None:
+    plan.become(module, Gathered, axis=plan.axis, divided=_divide(plan, module))
+
+
+def split_batch_norm(plan, module) -> None:
+    plan.become(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided=_divide(plan, module))
+
+
+def _divide(plan, module):
+    """Divide each parameter along its longest dim."""
+    divided = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            dim = max(range(parameter.dim()), key=lambda d: parameter.shape[d])
+            plan.split(module, name, dim)
+            divided[name] = dim, split_sizes(parameter.shape[dim], plan.axis.size)
+    return divided

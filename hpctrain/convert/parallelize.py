@@ -1,0 +1,158 @@
+"""One line that turns a torch module into one whose weights and work are divided over the tensor axis."""
+
+from __future__ import annotations
+
+import fnmatch
+import zlib
+
+import torch
+from torch import nn
+
+from hpctrain import comm
+from hpctrain.convert import attention, huggingface, norms, products, tables
+from hpctrain.convert.initial import check_buffers, give_buffers
+from hpctrain.convert.plan import Plan
+from hpctrain.layers.parameter import drawn_key
+
+# What divides a module of exactly this type. The units of Hugging Face go by name, as transformers need not be there.
+_OWNERS = {
+    nn.Linear: products.split_linear,
+    "Conv1D": products.split_conv1d,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), products.split_convolution),
+    nn.Embedding: tables.split_embedding,
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, "LlamaRMSNorm"), norms.split_norm),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), norms.split_batch_norm),
+    nn.MultiheadAttention: attention.split_multihead_attention,
+    "LlamaRotaryEmbedding": lambda plan, module: None,  # constant buffers
+}
+# Modules whose children are divided together.
+_UNITS = {
+    **dict.fromkeys((nn.TransformerEncoderLayer, nn.TransformerDecoderLayer), attention.split_feed_forward),
+    "GPT2Attention": huggingface.split_gpt2_attention,
+    "GPT2MLP": huggingface.split_gpt2_mlp,
+    "LlamaAttention": huggingface.split_llama_attention,
+    "LlamaMLP": huggingface.split_llama_mlp,
+}
+
+
+def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] = ()) -> nn.Module:
+    """Divide a model's weights and work over the tensor axis of `grid`, in place; returns the model.
+
+    Every rank runs the same script with the same model, seed and batch (along the data axis: its own batch), and gets
+    the outputs, losses and gradients that one rank would. The model keeps its class, forward, names and hooks;
+    activations are whole at the borders of its modules. Make the optimizer afterwards.
+
+    Each element of a weight lies on one rank of the tensor axis: by columns of the first matrix and rows of the second
+    of an MLP, by heads of attention, along the longer side of any other. Norms gather their weights and work on every
+    rank. Optimizers that mix the elements of a weight (LBFGS, Adafactor, Muon) would see its parts.
+
+    Divided are: nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.MultiheadAttention,
+    nn.TransformerEncoderLayer and DecoderLayer, nn.Conv*d, nn.BatchNorm*d, and Hugging Face's GPT-2 and Llama. Modules
+    without parameters and buffers stay as they are. Dropout draws from torch's generator the masks that one rank would
+    draw, inside attention too; so the generators must have the same seed on all ranks of the tensor axis.
+
+    Parameters on the meta device are drawn slice by slice from streams that `torch.manual_seed` decides, in torch's or
+    Hugging Face's distributions, and the same on every grid; no rank ever holds a whole one.
+
+    Args:
+        replicate: modules to leave whole on every rank: paths, patterns of paths ("blocks.*.gate") or names of types;
+            with all that is in them.
+
+    Raises:
+        ValueError: on every rank, before anything is changed: when a module can be neither divided nor left as it is,
+            an option of one is not supported, weights are shared in a way that cannot be divided, the ranks' weights
+            differ, an entry of `replicate` matches nothing, or the grid has a pipeline axis.
+    """
+    if grid.pipeline.size > 1:
+        raise ValueError(
+            f"parallelize divides over the tensor and data axes, got a grid with pipeline={grid.pipeline.size};"
+            " set pipeline=1, or build the model from ht.models with stages"
+        )
+    with comm.together(grid.comm):
+        if hasattr(model, "hpctrain_grid"):
+            raise ValueError("the model is already parallelized")
+        plan = Plan(model, grid)
+        replicated = _chosen(model, replicate)
+        _decide(model, plan, replicated)
+    _check_equal(model, grid)
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    key = drawn_key(grid, None) if meta else None
+    with comm.together(grid.comm):
+        plan.carry_out(key)
+        for module in model.modules():
+            give_buffers(module)
+    model.hpctrain_grid = grid
+    return model
+
+
+def _decide(model, plan, replicated):
+    refused = []
+    for path, module in model.named_modules():
+        try:
+            check_buffers(module)
+            if module in replicated:
+                plan.whole(module)
+            elif (unit := _found(_UNITS, module)) and not any(child in replicated for child in module.modules()):
+                unit(plan, module)
+            if isinstance(module, nn.TransformerEncoderLayer):
+                plan.change(module, activation_relu_or_gelu=0)  # keeps torch from its fused kernel, for whole weights
+            if module in plan.claimed or not _owns(module):
+                continue
+            owner = _found(_OWNERS, module)
+            if owner is None:
+                raise ValueError("")
+            owner(plan, module)
+        except ValueError as error:
+            refused.append(
+                f"{path or 'the model itself'} ({type(module).__name__})" + (f": {error}" if str(error) else "")
+            )
+    if refused:
+        raise ValueError(
+            f"parallelize cannot divide {'; '.join(refused)}. List paths or types in replicate=[...] to leave them"
+            " whole on every rank"
+        )
+
+
+def _found(table, module):
+    kind = type(module)
+    return table.get(kind) or (table.get(kind.__name__) if kind.__module__.startswith("transformers.") else None)
+
+
+def _owns(module) -> bool:
+    return any(held is not None for held in (*module._parameters.values(), *module._buffers.values()))
+
+
+def _chosen(model, replicate) -> set:
+    """The modules that `replicate` names, and all that are in them."""
+    if isinstance(replicate, str):
+        raise ValueError(f"replicate must be a list of paths or types, got {replicate!r}; write [{replicate!r}]")
+    chosen = set()
+    for entry in replicate:
+        found = [
+            module
+            for path, module in model.named_modules()
+            if fnmatch.fnmatchcase(path, entry) or type(module).__name__ == entry
+        ]
+        if not found:
+            raise ValueError(f"replicate: no module has the path or type {entry!r}")
+        chosen.update(inner for module in found for inner in module.modules())
+    return chosen
+
+
+def _check_equal(model, grid):
+    """Every rank must bring the same weights: of a mixture nobody would know."""
+    mine = {name: _checksum(tensor) for name, tensor in model.state_dict().items()}
+    everyone = grid.comm.allgather(mine)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            names = [name for name in everyone[0] if other.get(name) != everyone[0][name]]
+            raise ValueError(
+                f"the model differs between ranks 0 and {rank}, first in {(names or ['its names'])[0]!r};"
+                " call torch.manual_seed with the same seed on every rank before building it"
+            )
+
+
+def _checksum(tensor):
+    if tensor.is_meta or tensor.numel() == 0:
+        return tuple(tensor.shape)
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

@@ -1,0 +1,122 @@
+"""Linear layers and convolutions: a weight divided along its output features, or along its input features."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hpctrain.convert.boundary import enter, gather, leave, take
+from hpctrain.shard import split_sizes
+
+
+class SplitLinear:
+    """Mixin for nn.Linear.
+
+    Attributes:
+        axis: the ranks that the layer is divided over.
+        by_output: each rank computes its part of the output features from the whole input; otherwise a summand of the
+            whole output from its part of the input features.
+        counts: of the divided features, by rank.
+        enters: the input is whole; otherwise the unit around has brought it inside.
+        leaves: the output is made whole; otherwise it stays divided.
+    """
+
+    feature_dim = -1  # of activations
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        axis, dim = self.axis, x.dim() + self.feature_dim
+        if self.by_output:
+            y = self.multiply(self.enter(x) if self.enters else x, self.bias)
+            return gather(y, axis, self.counts, dim) if self.leaves else y
+        y = self.multiply(take(x, axis, self.counts, dim) if self.enters else x, None)
+        if self.bias is not None:  # each rank adds its part of the bias to its summand
+            start = self.bias.shard.slices[0].start
+            y.narrow(dim, start, len(self.bias)).add_(self.bias.view(-1, *[1] * (-1 - self.feature_dim)))
+        return leave(y, axis)
+
+    def enter(self, x):
+        return enter(x, self.axis)
+
+    def multiply(self, x, bias):
+        return F.linear(x, self.weight, bias)
+
+
+class SplitConv1D(SplitLinear):
+    """Mixin for Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
+
+    def multiply(self, x, bias):
+        return F.linear(x, self.weight.t(), bias)
+
+
+class SplitConv(SplitLinear):
+    """Mixin for nn.Conv1d, nn.Conv2d and nn.Conv3d, divided by output channels; of a grouped one, by groups.
+
+    Attributes:
+        groups: those of this rank.
+        input_counts: input channels by rank where there are groups, else None.
+    """
+
+    by_output, enters, leaves = True, True, True
+
+    @property
+    def feature_dim(self):
+        return -1 - len(self.kernel_size)
+
+    def enter(self, x):
+        if self.input_counts is None:
+            return enter(x, self.axis)
+        return take(x, self.axis, self.input_counts, x.dim() + self.feature_dim)
+
+    def multiply(self, x, bias):
+        if len(self.weight):
+            return self._conv_forward(x, self.weight, bias)
+        # torch refuses to make no channels: make one, which gives the shape and the place in the graph, and drop it
+        one = self._conv_forward(x.sum(self.feature_dim, keepdim=True), x.new_zeros(1, 1, *self.kernel_size), None)
+        return one.narrow(self.feature_dim, 0, 0)
+
+
+def split_linear(plan, module, **how) -> None:
+    """As `split_matrix`."""
+    split_matrix(plan, module, SplitLinear, 0, 1, **how)
+
+
+def split_conv1d(plan, module, **how) -> None:
+    split_matrix(plan, module, SplitConv1D, 1, 0, **how)
+
+
+def split_matrix(
+    plan, module, mixin, out_dim, in_dim, *, by_output: bool | None = None, parts: list[slice] | None = None,
+    fused: int = 1, enters: bool = True, leaves: bool = True,
+) -> None:  # fmt: skip
+    """Divide a matrix: by default its longer side, which moves less data and leaves fewer ranks without any.
+
+    Args:
+        parts: every rank's part of the divided features; balanced by default.
+        fused: matrices stacked along the output features, of each of which a rank keeps the same part.
+    """
+    shape = module.weight.shape
+    if by_output is None:
+        by_output = shape[out_dim] >= shape[in_dim]
+    dim = out_dim if by_output else in_dim
+    parts = parts or plan.parts(shape[dim] // fused)
+    part = parts[plan.axis.rank]
+    plan.split(module, "weight", dim, part, fused)
+    plan.split(module, "bias", 0, *[part, fused] if by_output else [])
+    plan.become(
+        module, mixin, axis=plan.axis, by_output=by_output, counts=tuple(p.stop - p.start for p in parts),
+        enters=enters, leaves=leaves,
+    )  # fmt: skip
+
+
+def split_convolution(plan, module) -> None:
+    size, groups = plan.axis.size, module.groups
+    unit = module.out_channels // groups if groups > 1 else 1
+    parts = plan.parts(module.out_channels, unit)
+    part = parts[plan.axis.rank]
+    plan.split(module, "weight", 0, part)
+    plan.split(module, "bias", 0, part)
+    plan.become(
+        module, SplitConv, axis=plan.axis, counts=tuple(p.stop - p.start for p in parts),
+        groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,
+        input_counts=split_sizes(module.in_channels, size, module.in_channels // groups) if groups > 1 else None,
+    )  # fmt: skip

@@ -1,0 +1,47 @@
+"""Embeddings."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hpctrain.convert.boundary import gather, leave
+
+
+class SplitEmbedding:
+    """Mixin for nn.Embedding.
+
+    Attributes:
+        by_row: each rank looks up the ids whose rows it holds; otherwise its features of all ids.
+        part: this rank's rows or features.
+        counts: rows or features by rank.
+    """
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        weight, axis = self.weight, self.axis
+        if not self.by_row:
+            found = F.embedding(ids, weight, self.padding_idx)
+            return gather(found, axis, self.counts, ids.dim())
+        first, last = self.part.start, self.part.stop
+        here = (ids >= first) & (ids < last)
+        if self.padding_idx is not None:
+            here &= ids != self.padding_idx
+        found = weight.new_zeros(*ids.shape, self.embedding_dim)
+        found[here] = F.embedding(ids[here] - first, weight)
+        if self.padding_idx is not None and first <= self.padding_idx < last:
+            found[ids == self.padding_idx] = weight[self.padding_idx - first].detach()
+        return leave(found, axis)
+
+
+def split_embedding(plan, module) -> None:
+    """Along the longer dim, as a linear layer of the same weight is, so that the two can share it."""
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise ValueError(f"{option} of nn.Embedding")
+    rows, width = module.weight.shape
+    by_row = rows >= width
+    parts = plan.parts(rows if by_row else width)
+    part = parts[plan.axis.rank]
+    plan.split(module, "weight", 0 if by_row else 1, part)
+    counts = tuple(p.stop - p.start for p in parts)
+    plan.become(module, SplitEmbedding, axis=plan.axis, by_row=by_row, part=part, counts=counts)

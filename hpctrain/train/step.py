@@ -1,0 +1,88 @@
+"""Training steps of a whole model: forward, backward, gradient sums, clipping, update."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain import comm
+from hpctrain.replicas import DataParallel
+from hpctrain.train.clipping import clip, local_square
+
+# Optimizers whose update of one element depends on others of the same weight, of which a rank holds only a part.
+_MIXING = ("Adafactor", "LBFGS", "Muon")
+
+
+class Trainer:
+    """Trains a model that `ht.parallelize` made, or one of `ht.layers`.
+
+        trainer = ht.Trainer(model, grid, torch.optim.AdamW(model.parameters()))
+        loss, norm = trainer.step([batch], lambda model, batch: F.cross_entropy(model(batch.x), batch.y) / replicas)
+
+    Args:
+        optimizer: any torch optimizer over the model's parameters that treats every element by itself.
+        max_norm: largest norm of the gradient; 0 for no clipping.
+
+    Raises:
+        ValueError: when the optimizer mixes the elements of a weight, or the grid has a pipeline axis.
+    """
+
+    def __init__(self, model: torch.nn.Module, grid, optimizer: torch.optim.Optimizer, max_norm: float = 0.0):
+        kind = type(optimizer).__name__
+        if kind in _MIXING:
+            raise ValueError(f"optimizer must treat every element of a weight by itself, got {kind}; AdamW does")
+        self._check(grid)
+        self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
+        self.replicas = DataParallel([p for p in model.parameters() if p.requires_grad], grid)
+        # What parallelize made gives the one loss on every rank of the tensor axis; others give each rank its share.
+        self._counts_loss = grid.tensor.rank == 0 or not hasattr(model, "hpctrain_grid")
+
+    def _check(self, grid):
+        if grid.pipeline.size > 1:
+            raise ValueError(
+                f"got pipeline={grid.pipeline.size}: models cut into stages are trained by `hpctrain train`"
+            )
+
+    def step(self, batches: list, loss) -> tuple[float, float]:
+        """Train on this replica's `batches`, one after another; returns the loss before the update, and the norm of
+        its gradient.
+
+        Args:
+            loss: function (model, batch) -> scalar to sum over batches and replicas. Nothing scales it afterwards, so
+                it is divided by the number of samples or tokens in the batches of all replicas.
+
+        Raises:
+            FloatingPointError: on every rank, when either is not finite; nothing is updated.
+        """
+        self.model.train()
+        self.replicas.clear()
+        losses = []
+        for number, batch in enumerate(batches):
+            value = loss(self.model, batch)
+            if number == len(batches) - 1:
+                self.replicas.overlap()
+            value.backward()
+            losses.append(value.detach())
+        return self._update(losses)
+
+    def _update(self, losses: list[torch.Tensor]) -> tuple[float, float]:
+        """Sum, clip and apply the gradients of this rank's `losses`."""
+        self.replicas.finish()
+        square = local_square(self.replicas.parameters, self.grid.coords)
+        loss, square = self._total(losses, square)
+        norm = square**0.5
+        if not (loss - loss == 0 and norm - norm == 0):  # inf and nan are not equal to themselves minus themselves
+            raise FloatingPointError(f"loss {loss} and gradient norm {norm} are not both finite")
+        if self.max_norm:
+            clip(self.replicas.parameters, norm, self.max_norm)
+        self.optimizer.step()
+        return loss, norm
+
+    def _total(self, losses: list[torch.Tensor], square: torch.Tensor) -> tuple[float, float]:
+        """The losses summed over all ranks, and `square` over the ranks of one replica; the same on every rank."""
+        counted = losses and self._counts_loss
+        loss = torch.stack(losses).double().sum().cpu() if counted else torch.zeros(())
+        totals = torch.stack([loss.double(), square.double()])
+        comm.all_reduce(totals, self.grid.tensor)
+        comm.all_reduce(totals, self.grid.pipeline)
+        comm.all_reduce(totals[:1], self.grid.data)
+        return tuple(totals.tolist())
