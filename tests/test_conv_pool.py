@@ -1,0 +1,105 @@
+"""Pooling and flattening against torch's, on every tensor grid of the ranks there are."""
+
+import pytest
+import torch
+from image_checks import assembled, block, check, close, tensor_grids, whole
+
+from hpctrain import Grid
+from hpctrain.layers import Tokens
+from hpctrain.layers.flatten import Flatten
+from hpctrain.layers.pool import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
+from hpctrain.shard import Shard, split, subsplit
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def grids(world):
+    return tensor_grids(world)
+
+
+WINDOWS = [
+    {"kernel_size": 2},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "stride": 1, "padding": 1},
+    {"kernel_size": 1, "stride": 3},
+    {"kernel_size": (4, 2), "stride": (1, 3), "padding": (2, 1)},
+]
+SIZES = [(8, 8), (11, 6), (4, 5)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("window", [*WINDOWS, {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": (1, 2)}])
+def test_max(grids, window, size):
+    for grid in grids:
+        # far below zero: a padding of zeros would win
+        check(grid, MaxPool2d(grid, **window), torch.nn.MaxPool2d(**window), (3, 5, *size), offset=-100.0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("pads", [True, False])
+def test_average(grids, window, size, pads):
+    for grid in grids:
+        options = {**window, "count_include_pad": pads}
+        check(grid, AvgPool2d(grid, **options), torch.nn.AvgPool2d(**options), (3, 5, *size))
+
+
+@pytest.mark.parametrize("size", [*SIZES, (1, 1)])
+@pytest.mark.parametrize("output", [1, (3, 2), 7])
+def test_adaptive(grids, output, size):
+    for grid in grids:
+        check(grid, AdaptiveAvgPool2d(grid, output), torch.nn.AdaptiveAvgPool2d(output), (3, 5, *size))
+
+
+def test_bytes(grids):
+    n, channels, height, width = 8, 8, 16, 6
+    for grid in grids:
+        px, py, pz = (grid.shape[axis] for axis in "xyz")
+        row = n // pz * channels // px * width
+        above, below = grid.coords["y"] > 0, grid.coords["y"] < py - 1
+        for layer, words in (
+            (MaxPool2d(grid, 2), 0),  # the windows lie on the rows of one rank
+            (MaxPool2d(grid, 3, 2, 1), row * (above + below)),  # a row from above, its gradient from below
+            (AvgPool2d(grid, 3, 1, 1), 2 * row * (above + below)),
+            (AdaptiveAvgPool2d(grid, 8), 2 * (py - 1) * row * 8 // width * 8 // py),
+        ):
+            x = block(grid, whole((n, channels, height, width))).requires_grad_()
+            grid.wire.traffic.clear()
+            y = layer(x)
+            y.backward(torch.ones_like(y))
+            assert grid.wire.traffic.total("received") == 8 * (words + py - 1), (grid.shape, layer)
+            assert grid.wire.traffic.total("received") == grid.wire.traffic.total("received", axes=("y",))
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 4, 3), (3, 5, 2, 2), (2, 3, 1, 1), (1, 7, 5, 2)])
+def test_flatten(grids, shape):
+    batch, channels, height, width = shape
+    features = channels * height * width
+    for grid in grids:
+        t = grid.tensor
+        expected = whole(shape).flatten(1)
+        rows = subsplit(split(batch, t.z.size, t.z.rank), t.x.size, t.x.rank)
+        residual = rows, split(features, t.y.size, t.y.rank)
+        assert len(range(*rows.indices(batch))) == len(Tokens.of(grid, batch, 1).residual_rows)
+
+        x = block(grid, whole(shape)).requires_grad_()
+        y = Flatten(grid, channels)(x)
+        assert torch.equal(y, expected[residual])
+        assert torch.equal(assembled(grid, Shard((batch, features), residual), y.detach()), expected)
+        seed = whole(shape, "seed")
+        y.backward(seed.flatten(1)[residual])
+        close(x.grad, block(grid, seed))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda g: MaxPool2d(g, 3, padding=2), r"padding must be at most half of kernel_size \(3, 3\), got \(2, 2\)"),
+        (lambda g: AvgPool2d(g, 2.5), "kernel_size must be an integer of at least 1, or a pair of them, got 2.5"),
+        (lambda g: AdaptiveAvgPool2d(g, None), "output_size must be an integer of at least 1, or a pair of them, got"),
+    ],
+)
+def test_bad_options(world, make, message):
+    with pytest.raises(ValueError, match=message):
+        make(Grid(tensor=world.size))
