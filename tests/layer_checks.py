@@ -35,9 +35,9 @@ def whole(shape, name, requires_grad=True):
 class Layout:
     """Cuts whole (rows, features) matrices into this rank's blocks, by the definition of the two layouts."""
 
-    def __init__(self, grid, sequences, length, unit=1):
+    def __init__(self, grid, sequences, length, unit=1, step=0):
         self.grid, self.unit = grid, unit
-        self.tokens = Tokens.of(grid, sequences, length)
+        self.tokens = Tokens.of(grid, sequences, length, step=step)
         z = split(sequences, grid.tensor.z.size, grid.tensor.z.rank)
         self.block = slice(z.start * length, z.stop * length)
 

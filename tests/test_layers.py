@@ -83,26 +83,6 @@ def test_cross_entropy_refuses_a_second_backward(world):
         share.backward()
 
 
-@pytest.mark.parametrize("heads", [4, 3, 1])
-def test_attention_against_torch(world, heads):
-    """Against scaled_dot_product_attention of whole heads."""
-    sequences, length, unit = 3, 6, 4
-    width = heads * unit
-    for grid in tensor_grids(world):
-        layout = Layout(grid, sequences, length)
-        layer = Attention(grid, width, heads, key=KEY, **DOUBLE)
-
-        def serial(w, x):
-            qkv = F.linear(x, w["qkv.weight"], w["qkv.bias"]).view(sequences, length, heads, 3, unit)
-            q, k, v = qkv.permute(3, 0, 2, 1, 4)
-            scores = q @ k.mT / math.sqrt(unit) + torch.full((length, length), -math.inf).triu(1)
-            mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(-1, width)
-            return F.linear(mixed, w["proj.weight"], w["proj.bias"])
-
-        x = whole((sequences * length, width), "x")
-        check(layout, layer, serial, x, layout.residual, layout.residual)
-
-
 def test_mlp(world):
     for grid in tensor_grids(world):
         layout = Layout(grid, 3, 5)
@@ -167,7 +147,6 @@ def test_standalone_layers_follow_torch_s_seed(world):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda g: Attention(g, 10, 3, key=KEY), "width must be a multiple of heads, got width 10 and 3 heads"),
         (lambda g: Linear(g, 4, 4, to="outer"), 'to must be "inner" or "residual", got \'outer\''),
         (lambda g: Dropout(g, 1.0, 4, key=KEY), "dropout must be at least 0 and below 1, got 1.0"),
     ],

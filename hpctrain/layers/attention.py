@@ -1,4 +1,4 @@
-"""Causal multi-head self-attention: heads over (x, y), sequences over z."""
+"""Multi-head and grouped-query self-attention: groups of heads over (x, y), sequences over z."""
 
 from __future__ import annotations
 
@@ -9,64 +9,107 @@ import torch.nn.functional as F
 
 from hpctrain.layers.dropout import check_probability, drop
 from hpctrain.layers.linear import Linear
+from hpctrain.layers.parameter import drawn_key
+from hpctrain.layers.rotary import rotate
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import Key
 from hpctrain.shard import split, subsplit
 
 
 class Attention(torch.nn.Module):
-    """Projections to queries, keys and values, attention of every head to earlier positions, projection back.
+    """Projections to queries, keys and values, attention of every head within its sequence, projection back.
 
     Takes and returns (rows, width) in the residual layout; no communication beyond that of the two projections.
-    The fused weight `qkv` has its rows ordered (head, {query, key, value}, feature of the head).
+    Heads / kv_heads query heads share one key and one value head; together they are a group, which stays on one rank.
+    The fused weight `qkv` has its rows ordered (group, {queries…, key, value}, feature of the head); with
+    kv_heads = heads that is (head, {query, key, value}, feature).
 
     Args:
-        width: features; must be a multiple of `heads`.
-        heads: any number; the ranks of (x, y) hold whole heads, the first ones one more.
+        width: features of the residual stream; a multiple of `heads` unless `head_width` is given.
+        heads: query heads, any number.
         dropout: of the attention probabilities.
+        kv_heads: key and value heads, a divisor of `heads`; by default as many. The ranks of (x, y) hold whole groups,
+            the first ones one more.
+        head_width: features of a head, by default width / heads.
+        causal: attend to no later position.
+        rotary: base of the rotary position embedding of queries and keys, such as 10000.0; None for no embedding.
+        qkv_bias, proj_bias: whether the two projections have a bias.
         std, std_out: standard deviations of the initial weights of `qkv` and `proj`.
 
+    Source: Ainslie et al., "GQA: training generalized multi-query transformer models from multi-head checkpoints"
+    (2023).
+
     Raises:
-        ValueError: when width is not a multiple of heads.
+        ValueError: when width, heads, kv_heads and head_width do not fit together.
     """
 
-    def __init__(self, grid, width: int, heads: int, dropout: float = 0.0, *, std: float | None = None,
-                 std_out: float | None = None, key: Key, dtype=None, device=None):  # fmt: skip
+    def __init__(
+        self, grid, width: int, heads: int, dropout: float = 0.0, *, kv_heads: int | None = None,
+        head_width: int | None = None, causal: bool = True, rotary: float | None = None, qkv_bias: bool = True,
+        proj_bias: bool = True, std: float | None = None, std_out: float | None = None, key: Key | None = None,
+        dtype=None, device=None,
+    ):  # fmt: skip
         super().__init__()
-        if width % heads:
-            raise ValueError(f"width must be a multiple of heads, got width {width} and {heads} heads")
-        self.heads, self.head_width, self.p, self.key = heads, width // heads, check_probability(dropout), key
-        unit = self.head_width
+        if head_width is None and width % heads:
+            raise ValueError(
+                f"width must be a multiple of heads where head_width is not given, got width {width} and {heads} heads"
+            )
+        groups = heads if kv_heads is None else kv_heads
+        if groups < 1 or heads % groups:
+            raise ValueError(f"kv_heads must be a divisor of heads, got {groups} of {heads} heads")
+        self.head_width = width // heads if head_width is None else head_width
+        if rotary is not None and self.head_width % 2:
+            raise ValueError(f"rotary needs heads of an even width, got head_width {self.head_width}")
+        self.heads, self.queries = heads, heads // groups  # all heads; query heads of a group
+        self.causal, self.rotary, self.p = causal, rotary, check_probability(dropout)
+        self.key = key = drawn_key(grid, key)
+
         made = {"dtype": dtype, "device": device}
-        self.qkv = Linear(grid, width, 3 * width, to="inner", out_unit=3 * unit, std=std, key=key / "qkv", **made)
-        self.proj = Linear(grid, width, width, to="residual", in_unit=unit, std=std_out, key=key / "proj", **made)
+        unit, unit_out = (self.queries + 2) * self.head_width, self.queries * self.head_width
+        self.qkv = Linear(
+            grid, width, groups * unit, qkv_bias, to="inner", out_unit=unit, std=std, key=key / "qkv", **made
+        )
+        self.proj = Linear(
+            grid, groups * unit_out, width, proj_bias, to="residual", in_unit=unit_out, std=std_out,
+            key=key / "proj", **made,
+        )  # fmt: skip
         x, y = grid.tensor.x, grid.tensor.y
-        self.mine = subsplit(split(heads, x.size, x.rank), y.size, y.rank)
+        self.mine = subsplit(split(groups, x.size, x.rank), y.size, y.rank)
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        heads = self.mine.stop - self.mine.start
-        packed = self.qkv(x, tokens).view(tokens.sequences, tokens.length, heads, 3, self.head_width)
-        q, k, v = packed.permute(3, 0, 2, 1, 4).unbind(0)  # each (sequences, heads, length, head_width)
+        groups = self.mine.stop - self.mine.start
+        shape = (tokens.sequences, tokens.length, groups, self.queries + 2, self.head_width)
+        q, k, v = self.qkv(x, tokens).view(shape).split((self.queries, 1, 1), 3)
+        if self.rotary is not None:
+            q, k = rotate(q, self.rotary), rotate(k, self.rotary)
+        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))  # (sequences, heads, length, head_width)
         if self.training and self.p > 0:
             attended = self._attend_with_dropout(q, k, v, tokens)
         else:
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        joined = attended.transpose(1, 2).reshape(tokens.sequences * tokens.length, heads * self.head_width)
-        return self.proj(joined, tokens)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, is_causal=self.causal, enable_gqa=self.queries > 1
+            )  # fmt: skip
+        held = groups * self.queries * self.head_width
+        return self.proj(attended.transpose(1, 2).reshape(tokens.sequences * tokens.length, held), tokens)
 
     def _attend_with_dropout(self, q, k, v, tokens):
         # torch's fused attention draws its own masks, which would depend on the grid.
-        scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_width)
-        later = torch.ones(tokens.length, tokens.length, dtype=torch.bool, device=q.device).triu(1)
-        probabilities = scores.masked_fill(later, -math.inf).softmax(-1)
-        return drop(probabilities, self._keep(tokens), self.p) @ v
+        length = tokens.length
+        grouped = (*k.shape[:2], self.queries * length)  # the queries of a group as one longer sequence
+        scores = (q.reshape(*grouped, self.head_width) / math.sqrt(self.head_width)) @ k.mT
+        scores = scores.view(*q.shape[:3], length)
+        if self.causal:
+            later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
+            scores.masked_fill_(later, -math.inf)
+        probabilities = drop(scores.softmax(-1), self._keep(tokens), self.p)
+        return (probabilities.view(*grouped, length) @ v).view(q.shape)
 
     def _keep(self, tokens) -> torch.Tensor:
         """Mask of the (sequence, head, query, key) elements this rank holds; they are numbered in that order."""
         area = tokens.length**2
-        heads = self.mine.stop - self.mine.start
+        first, heads = (groups * self.queries for groups in (self.mine.start, self.mine.stop - self.mine.start))
         masks = [
-            self.key.mask((sequence * self.heads + self.mine.start) * area, heads * area, self.p, tokens.step)
+            self.key.mask((sequence * self.heads + first) * area, heads * area, self.p, tokens.step)
             for sequence in range(tokens.first, tokens.first + tokens.sequences)
         ]
         shape = (tokens.sequences, heads, tokens.length, tokens.length)

@@ -1,0 +1,152 @@
+"""Attention against torch's and Hugging Face's own, on every tensor grid of the ranks there are."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layer_checks import DOUBLE, KEY, Layout, check, randomise, tensor_grids, whole
+
+from hpctrain import Grid
+from hpctrain.layers import Attention
+
+pytestmark = pytest.mark.mpi
+
+SEQUENCES, LENGTH = 3, 6
+
+
+def parts(qkv, heads, kv_heads, head_width):
+    """The rows of the fused weight (or bias) that make queries, keys and values, head by head."""
+    queries = heads // kv_heads
+    packed = qkv.view(kv_heads, queries + 2, head_width, *qkv.shape[1:])
+    return [packed[:, part].flatten(0, 2) for part in (slice(queries), slice(queries, -1), slice(queries + 1, None))]
+
+
+def plain(heads, kv_heads, head_width, causal, keep=None):
+    """A function of whole matrices: softmax attention written out, key and value heads repeated for their queries."""
+
+    def serial(w, x):
+        def project(weight, bias):
+            return F.linear(x, weight, bias).view(SEQUENCES, LENGTH, -1, head_width).transpose(1, 2)
+
+        biases = parts(w["qkv.bias"], heads, kv_heads, head_width) if "qkv.bias" in w else [None] * 3
+        q, k, v = map(project, parts(w["qkv.weight"], heads, kv_heads, head_width), biases)
+        k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v))
+        scores = q @ k.mT / math.sqrt(head_width)
+        if causal:
+            scores = scores + torch.full((LENGTH, LENGTH), -math.inf).triu(1)
+        mixed = (scores.softmax(-1) if keep is None else scores.softmax(-1) * keep) @ v
+        return F.linear(mixed.transpose(1, 2).reshape(len(x), -1), w["proj.weight"], w.get("proj.bias"))
+
+    return serial
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "kv_heads", "head_width", "causal", "bias"),
+    [
+        (16, 4, None, None, True, True),
+        (12, 3, None, None, False, True),
+        (4, 1, None, None, True, False),
+        (12, 6, 3, None, True, True),
+        (7, 6, 2, 3, True, False),  # a head width of its own
+        (10, 5, 1, 4, False, False),  # multi-query: one group
+    ],
+)
+def test_attention_against_torch(world, width, heads, kv_heads, head_width, causal, bias):
+    for grid in tensor_grids(world):
+        layout = Layout(grid, SEQUENCES, LENGTH)
+        layer = randomise(
+            Attention(
+                grid, width, heads, kv_heads=kv_heads, head_width=head_width, causal=causal, qkv_bias=bias,
+                proj_bias=not bias, key=KEY, **DOUBLE,
+            )
+        )  # fmt: skip
+        serial = plain(heads, kv_heads or heads, head_width or width // heads, causal)
+        check(layout, layer, serial, whole((SEQUENCES * LENGTH, width), "x"), layout.residual, layout.residual)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_width", "base", "bias"),
+    [(4, 4, 2, 10000.0, False), (6, 3, 4, 500000.0, True), (8, 2, 6, 100.0, False), (3, 1, 2, 10000.0, True)],
+)
+def test_rotary_attention_against_hugging_face(world, heads, kv_heads, head_width, base, bias):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    width = 24
+    config = LlamaConfig(
+        hidden_size=width, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_width,
+        attention_bias=bias, attn_implementation="sdpa",
+    )  # fmt: skip
+    theirs = LlamaAttention(config, 0).double()
+    speeds = [base ** (-2 * i / head_width) for i in range(head_width // 2)] * 2
+    angles = torch.tensor([[[at * speed for speed in speeds] for at in range(LENGTH)]], **DOUBLE)
+
+    def serial(w, x):
+        names, weights = ("q_proj", "k_proj", "v_proj"), {}
+        for kind in ("weight", "bias") if bias else ("weight",):
+            found = parts(w["qkv." + kind], heads, kv_heads, head_width)
+            weights.update((f"{name}.{kind}", part) for name, part in zip(names, found))
+            weights["o_proj." + kind] = w["proj." + kind]
+        hidden = x.view(SEQUENCES, LENGTH, width)
+        out, _ = torch.func.functional_call(theirs, weights, (hidden, (angles.cos(), angles.sin())))
+        return out.flatten(0, 1)
+
+    for grid in tensor_grids(world):
+        layout = Layout(grid, SEQUENCES, LENGTH)
+        layer = randomise(
+            Attention(
+                grid, width, heads, kv_heads=kv_heads, head_width=head_width, rotary=base, qkv_bias=bias,
+                proj_bias=bias, key=KEY, **DOUBLE,
+            )
+        )  # fmt: skip
+        check(layout, layer, serial, whole((SEQUENCES * LENGTH, width), "x"), layout.residual, layout.residual)
+
+
+@pytest.mark.parametrize(("kv_heads", "causal"), [(6, True), (3, True), (2, False)])
+def test_dropout_masks_depend_on_neither_grid_nor_groups(world, kv_heads, causal):
+    heads, head_width, width, p, step = 6, 3, 7, 0.3, 9
+    mask = (KEY / "attention").mask(0, SEQUENCES * heads * LENGTH**2, p, step).view(-1, heads, LENGTH, LENGTH)
+    keep = mask.double() / (1 - round(p * 65536) / 65536)
+    for grid in tensor_grids(world):
+        layout = Layout(grid, SEQUENCES, LENGTH, step=step)
+        arguments = {"kv_heads": kv_heads, "head_width": head_width, "causal": causal}
+        layer = Attention(grid, width, heads, p, key=KEY / "attention", **arguments, **DOUBLE)
+        serial = plain(heads, kv_heads, head_width, causal, keep)
+        check(layout, layer, serial, whole((SEQUENCES * LENGTH, width), "x"), layout.residual, layout.residual)
+
+
+def test_attention_moves_what_its_projections_move(world):
+    """Groups and rotary embedding add no communication."""
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 3, 4)
+        layer = Attention(grid, 16, 6, kv_heads=3, head_width=4, rotary=100.0, key=KEY, **DOUBLE)
+        block = layout.residual(whole((12, 16), "x").detach()).clone().requires_grad_()
+        held = layer.proj.inner.widths[grid.tensor.y.rank]
+
+        def moved(y):
+            y.sum().backward()
+            table = grid.wire.traffic.table()  # noqa: B023 (called in this round)
+            grid.wire.traffic.clear()  # noqa: B023
+            return table
+
+        grid.wire.traffic.clear()
+        whole_layer = moved(layer(block, layout.tokens))
+        assert whole_layer == moved(layer.proj(layer.qkv(block, layout.tokens)[:, :held], layout.tokens))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"width": 10, "heads": 3},
+            "width must be a multiple of heads .* got width 10 and 3 heads",
+        ),
+        ({"width": 8, "heads": 4, "kv_heads": 3}, "kv_heads must be a divisor of heads, got 3 of 4 heads"),
+        ({"width": 8, "heads": 4, "kv_heads": 0}, "kv_heads must be a divisor of heads, got 0 of 4 heads"),
+        ({"width": 6, "heads": 2, "rotary": 10.0}, "rotary needs heads of an even width, got head_width 3"),
+    ],
+)
+def test_bad_arguments(world, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Attention(Grid(tensor=world.size), key=KEY, **arguments)
