@@ -70,6 +70,19 @@ def broadcast(tensor: torch.Tensor, axis, root: int = 0) -> torch.Tensor:
     return tensor
 
 
+def broadcast_start(tensor: torch.Tensor, axis, root: int = 0) -> Work:
+    """Begin to overwrite `tensor` on every rank by the root's."""
+    if axis.size == 1 or tensor.numel() == 0:
+        return done(tensor)
+    if tensor.numel() > buffers.MAX_COUNT:
+        return done(broadcast(tensor, axis, root))
+    host = reachable(tensor, direct=False)  # Open MPI's non-blocking collectives are not CUDA-aware (ompi#9845)
+    request = axis.comm.Ibcast(message(host), root)
+    sent, received = (tensor.nbytes, 0) if axis.rank == root else (0, tensor.nbytes)
+    axis.wire.traffic.add(axis.name, "broadcast", sent, received)
+    return Work([request], tensor, finish=lambda: deliver(host, tensor))
+
+
 def reduce(tensor: torch.Tensor, axis, root: int = 0) -> torch.Tensor:
     """Sum of all ranks' tensors on the root; zeros elsewhere."""
     if axis.size == 1:

@@ -11,7 +11,7 @@ import math
 import torch
 
 from hpctrain.comm.buffers import REDUCED_HERE
-from hpctrain.comm.collectives import all_gather, reduce_scatter
+from hpctrain.comm.collectives import all_gather, all_to_all, reduce_scatter
 from hpctrain.shard import split
 
 CHUNK = 1 << 16  # elements summed at a time, so that a sum is still in the cache when it is written to all
@@ -74,8 +74,8 @@ class Workspace:
     """All-gather and reduce-scatter along an axis for passing use, through shared memory where the axis is on one node.
 
     A gathered tensor is written once, in place, and read there by all; a partial product is written where the others
-    will read it. What `gather` and `room` return is valid until the second next call of either on the same axis: there
-    are two windows in turn, and the barrier of the call between says that everybody is done with the older one.
+    will read it. What a call returns is valid until the next one on the same axis, of which there may be `room`: there are
+    two windows in turn, and the barrier of one call says that everybody is done with the window of the call before.
     """
 
     def __init__(self, axis):
@@ -124,6 +124,94 @@ class Workspace:
         moved = (room.numel() - held) * size, (axis.size - 1) * held * size
         axis.wire.traffic.add(axis.name, "reduce_scatter", *moved)
         return out
+
+    # The same for matrices of which each rank holds columns, and between the two.
+
+    def gather_columns(self, part: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+        """All ranks' columns, in rank order; rank r has widths[r]."""
+        axis = self.axis
+        if axis.size == 1:
+            return part
+        rows, held = len(part), widths[axis.rank]
+        if not (axis.one_node and part.is_cpu):
+            sizes = [rows * width for width in widths]
+            flat = all_gather(part.reshape(-1), axis, sizes)
+            return torch.cat([block.view(rows, width) for block, width in zip(flat.split(sizes), widths)], 1)
+        whole = self._matrix(rows, sum(widths), part)
+        whole.narrow(1, sum(widths[: axis.rank]), held).copy_(part)
+        self._windows[self._turn].barrier()
+        moved = (axis.size - 1) * part.nbytes, whole.nbytes - part.nbytes
+        axis.wire.traffic.add(axis.name, "all_gather", *moved)
+        return whole
+
+    def reduce_rows(self, room: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        """This rank's counts[rank] rows of the sum of all ranks' rooms, viewed as matrices."""
+        width = room.shape[1]
+        flat = self.reduce(room.view(-1), [count * width for count in counts])
+        return flat.view(counts[self.axis.rank], width)
+
+    def reduce_columns(self, room: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+        """This rank's widths[rank] columns of the sum of all ranks' rooms, viewed as matrices."""
+        axis = self.axis
+        if axis.size == 1:
+            return room
+        rows, held = len(room), widths[axis.rank]
+        if not (axis.one_node and room.is_cpu):
+            packed = torch.cat([block.reshape(-1) for block in room.split(widths, 1)])
+            return reduce_scatter(packed, axis, [rows * width for width in widths]).view(rows, held)
+        window = self._windows[self._turn]
+        window.barrier()
+        whole = [part[: room.nbytes].view(room.dtype).view(room.shape) for part in window.parts]
+        parts = [matrix.narrow(1, sum(widths[: axis.rank]), held) for matrix in whole]
+        out = room.new_empty(rows, held)
+        step = max(1, CHUNK // max(1, held))
+        for start in range(0, rows, step):
+            _sum([part[start : start + step] for part in parts], out[start : start + step])
+        moved = room.nbytes - out.nbytes, (axis.size - 1) * out.nbytes
+        axis.wire.traffic.add(axis.name, "reduce_scatter", *moved)
+        return out
+
+    def rows_to_columns(self, part: torch.Tensor, counts: tuple[int, ...], widths: tuple[int, ...]) -> torch.Tensor:
+        """From counts[r] whole rows on each rank r to widths[r] whole columns, by an all-to-all."""
+        axis = self.axis
+        if axis.size == 1:
+            return part
+        rows, held = sum(counts), widths[axis.rank]
+        if not (axis.one_node and part.is_cpu):
+            packed = torch.cat([block.reshape(-1) for block in part.split(widths, 1)])
+            return all_to_all(packed, axis, [len(part) * w for w in widths], [c * held for c in counts]).view(
+                rows, held
+            )
+        whole = self._matrix(rows, sum(widths), part)
+        whole.narrow(0, sum(counts[: axis.rank]), len(part)).copy_(part)
+        self._windows[self._turn].barrier()
+        kept = len(part) * held
+        moved = (part.numel() - kept) * part.itemsize, (rows * held - kept) * part.itemsize
+        axis.wire.traffic.add(axis.name, "all_to_all", *moved)
+        return whole.narrow(1, sum(widths[: axis.rank]), held)
+
+    def columns_to_rows(self, part: torch.Tensor, counts: tuple[int, ...], widths: tuple[int, ...]) -> torch.Tensor:
+        """From widths[r] whole columns on each rank r to counts[r] whole rows. Adjoint and inverse of the above."""
+        axis = self.axis
+        if axis.size == 1:
+            return part
+        held, width = counts[axis.rank], widths[axis.rank]
+        if not (axis.one_node and part.is_cpu):
+            sizes = [held * w for w in widths]
+            flat = all_to_all(part.reshape(-1), axis, [count * width for count in counts], sizes)
+            return torch.cat([block.view(held, w) for block, w in zip(flat.split(sizes), widths)], 1)
+        whole = self._matrix(len(part), sum(widths), part)
+        whole.narrow(1, sum(widths[: axis.rank]), width).copy_(part)
+        self._windows[self._turn].barrier()
+        kept = held * width
+        moved = (part.numel() - kept) * part.itemsize, (held * sum(widths) - kept) * part.itemsize
+        axis.wire.traffic.add(axis.name, "all_to_all", *moved)
+        return whole.narrow(0, sum(counts[: axis.rank]), held)
+
+    def _matrix(self, rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+        """The next window's memory, one matrix for all ranks."""
+        memory = self._next(rows * columns * like.itemsize).parts[0]
+        return memory.view(like.dtype)[: rows * columns].view(rows, columns)
 
     def _next(self, nbytes: int) -> Window:
         """The window whose turn it is, made larger where need be: all ranks ask for the same size, so all agree."""

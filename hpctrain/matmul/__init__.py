@@ -1,0 +1,8 @@
+"""Parallel matrix products on the tensor axes of a grid, differentiable, with what they and any other must communicate."""
+
+from hpctrain.matmul.agarwal import Agarwal
+from hpctrain.matmul.bounds import lower_bound
+from hpctrain.matmul.depth import TwoHalfD
+from hpctrain.matmul.plane import Cannon, Summa
+
+__all__ = ["Agarwal", "Cannon", "Summa", "TwoHalfD", "lower_bound"]
