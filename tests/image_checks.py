@@ -7,7 +7,7 @@ import torch
 
 from hpctrain import Grid, Key
 from hpctrain.grid import all_grids
-from hpctrain.layers.spatial import image_block
+from hpctrain.layers import image_block
 
 KEY = Key(5, "images")
 DOUBLE = {"dtype": torch.float64}

@@ -6,7 +6,7 @@ from image_checks import DOUBLE, KEY, assembled, block, check, close, tensor_gri
 
 from hpctrain import Grid
 from hpctrain.grid import all_grids
-from hpctrain.layers.batch_norm import BatchNorm2d
+from hpctrain.layers import BatchNorm2d
 from hpctrain.shard import split
 
 pytestmark = pytest.mark.mpi
@@ -24,8 +24,9 @@ def same_running_statistics(ours, theirs):
     assert ours.num_batches_tracked == theirs.num_batches_tracked
 
 
-@pytest.mark.parametrize("shape", [(4, 8, 8, 3), (3, 5, 2, 4), (2, 1, 1, 1), (1, 3, 5, 1)])
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(
+    ("shape", "momentum"), [((4, 8, 8, 3), 0.1), ((3, 5, 2, 4), None), ((2, 1, 1, 1), 0.1), ((1, 3, 5, 1), 0.3)]
+)
 def test_training_and_evaluation(grids, shape, momentum):
     for grid in grids:
         ours = BatchNorm2d(grid, shape[1], eps=1e-3, momentum=momentum, key=KEY, **DOUBLE)

@@ -5,10 +5,6 @@ import torch
 from image_checks import DOUBLE, KEY, assembled, block, close, copied_weights, tensor_grids, whole
 
 from hpctrain import layers as ht
-from hpctrain.layers.batch_norm import BatchNorm2d
-from hpctrain.layers.conv import Conv2d
-from hpctrain.layers.flatten import Flatten
-from hpctrain.layers.pool import AdaptiveAvgPool2d, MaxPool2d
 from hpctrain.replicas import DataParallel
 from hpctrain.shard import split
 
@@ -39,8 +35,9 @@ def on(grid):
         return lambda *args, **options: layer(grid, *args, key=KEY / str(args), **options, **DOUBLE)
 
     return Residual(
-        bound(Conv2d), bound(BatchNorm2d), lambda *a: MaxPool2d(grid, *a), lambda *a: AdaptiveAvgPool2d(grid, *a),
-        Flatten(grid, 7), lambda *a: ht.Linear(grid, *a, to="inner", key=KEY / "head", **DOUBLE),
+        bound(ht.Conv2d), bound(ht.BatchNorm2d),
+        lambda *a: ht.MaxPool2d(grid, *a), lambda *a: ht.AdaptiveAvgPool2d(grid, *a), ht.Flatten(grid, 7),
+        lambda *a: ht.Linear(grid, *a, to="inner", key=KEY / "head", **DOUBLE),
     )  # fmt: skip
 
 
@@ -49,7 +46,7 @@ def serial():
     return Residual(nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Flatten(), nn.Linear)
 
 
-@pytest.mark.parametrize("size", [(16, 16), (9, 7), (3, 4)])
+@pytest.mark.parametrize("size", [(9, 7), (3, 4)])
 def test_training_equals_serial(world, size):
     targets = torch.arange(BATCH) * 3 % CLASSES
     for grid in tensor_grids(world):

@@ -5,9 +5,7 @@ import torch
 from image_checks import assembled, block, check, close, tensor_grids, whole
 
 from hpctrain import Grid
-from hpctrain.layers import Tokens
-from hpctrain.layers.flatten import Flatten
-from hpctrain.layers.pool import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
+from hpctrain.layers import AdaptiveAvgPool2d, AvgPool2d, Flatten, MaxPool2d, Tokens
 from hpctrain.shard import Shard, split, subsplit
 
 pytestmark = pytest.mark.mpi
@@ -54,6 +52,8 @@ def test_adaptive(grids, output, size):
 
 def test_bytes(grids):
     n, channels, height, width = 8, 8, 16, 6
+    if n % grids[0].size:
+        pytest.skip("sizes divide on 1, 2, 4 and 8 ranks")
     for grid in grids:
         px, py, pz = (grid.shape[axis] for axis in "xyz")
         row = n // pz * channels // px * width

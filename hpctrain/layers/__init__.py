@@ -8,26 +8,39 @@ them, so that nothing is re-arranged in between:
     inner      rows over z, columns over (x, y)       attention heads, MLP, logits
 
 Rows are cut over z at whole sequences, over x at any row. See `layers.linear` for the products.
+
+Images are (batch, channels, height, width) with the batch over z, channels over x and height over y; see
+`layers.spatial`. `Flatten` takes them to the residual layout.
 """
 
 from hpctrain.layers.attention import Attention
+from hpctrain.layers.batch_norm import BatchNorm2d
 from hpctrain.layers.conv import Conv2d
 from hpctrain.layers.dropout import Dropout
 from hpctrain.layers.embedding import Embedding
+from hpctrain.layers.flatten import Flatten
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.loss import CrossEntropy
 from hpctrain.layers.mlp import MLP
 from hpctrain.layers.norm import LayerNorm, RMSNorm
+from hpctrain.layers.pool import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
+from hpctrain.layers.spatial import image_block
 from hpctrain.layers.tokens import Tokens
 
 __all__ = [
+    "AdaptiveAvgPool2d",
     "Attention",
+    "AvgPool2d",
+    "BatchNorm2d",
     "Conv2d",
     "CrossEntropy",
     "Dropout",
     "Embedding",
+    "Flatten",
+    "image_block",
     "LayerNorm",
     "Linear",
+    "MaxPool2d",
     "MLP",
     "RMSNorm",
     "Tokens",

@@ -63,7 +63,7 @@ class BatchNorm2d(torch.nn.Module):
         """
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         held = x.shape[0] * x.shape[2:].numel()
-        if held:
+        if wide.numel():
             variance, own_mean = torch.var_mean(wide, (0, 2, 3), correction=0)
         else:
             variance, own_mean = wide.new_zeros(2, x.shape[1])
