@@ -22,7 +22,7 @@ def _grids(ranks):
 
 
 def numbers(*shape, seed=1):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def compare(make, grid, inputs, run=None, replicate=()):

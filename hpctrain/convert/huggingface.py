@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from hpctrain.comm import functional
 from hpctrain.convert.attention import attention
-from hpctrain.convert.boundary import enter
+from hpctrain.convert.boundary import enter, gather
 from hpctrain.convert.products import SplitConv1D, SplitLinear, split_conv1d, split_linear, split_matrix
 from hpctrain.shard import split, split_sizes, subsplit
 
@@ -27,18 +27,18 @@ class Entered:
 class SplitAttention(Entered):
     """Mixin for GPT2Attention and LlamaAttention.
 
-    Attributes: `axis`; `heads`, of all ranks; `part`, the query heads of this rank.
+    Attributes: `axis`; `heads`, of all ranks; `part`, the query heads of this rank; `counts`, query heads by rank.
     """
 
     def forward(self, hidden_states, *args, attention_mask=None, encoder_hidden_states=None, **kwargs):
-        if kwargs.get("output_attentions") or self.config.output_attentions:
-            raise ValueError("output_attentions of a parallelized model: no rank has all heads; leave it off")
         if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == self.heads > 1:
             attention_mask = attention_mask[:, self.part]
         if encoder_hidden_states is not None:
             kwargs["encoder_hidden_states"] = enter(encoder_hidden_states, self.axis)
-        out, _ = super().forward(hidden_states, *args, attention_mask=attention_mask, **kwargs)
-        return out, None
+        out, weights = super().forward(hidden_states, *args, attention_mask=attention_mask, **kwargs)
+        if weights is None or not self._forward_hooks:  # through hooks, Hugging Face collects `output_attentions`
+            return out, None
+        return out, gather(weights[:, : self.counts[self.axis.rank]], self.axis, self.counts, 1)
 
 
 class FusedHeads(SplitConv1D):
@@ -90,7 +90,7 @@ def split_gpt2_attention(plan, module) -> None:
         )
         plan.change(projection, room=0 if held else times * width)
     split_matrix(plan, module.c_proj, HeadsBack, 1, 0, by_output=False, parts=parts, enters=False)
-    _split_heads(plan, module, module.num_heads, heads[plan.axis.rank], module.attn_dropout.p)
+    _split_heads(plan, module, heads, module.attn_dropout.p)
     plan.change(module, split_size=held or width)
 
 
@@ -113,7 +113,7 @@ def split_llama_attention(plan, module) -> None:
             plan.change(projection, needed=scaled[1][plan.axis.rank])
     split_linear(plan, module.o_proj, by_output=False, parts=scaled[0], enters=False)
     part, kept = queries[plan.axis.rank], keys[plan.axis.rank]
-    _split_heads(plan, module, heads, part, module.attention_dropout)
+    _split_heads(plan, module, queries, module.attention_dropout)
     plan.change(module, num_key_value_groups=(part.stop - part.start) // max(1, kept.stop - kept.start))
 
 
@@ -150,8 +150,9 @@ def _grouped_heads(heads: int, key_heads: int, ranks: int, rank: int) -> tuple[s
     raise AssertionError(f"rank {rank} of {ranks}")
 
 
-def _split_heads(plan, module, heads: int, part: slice, dropout: float) -> None:
-    plan.become(module, SplitAttention, axis=plan.axis, heads=heads, part=part)
+def _split_heads(plan, module, parts, dropout: float) -> None:
+    counts = tuple(part.stop - part.start for part in parts)
+    plan.become(module, SplitAttention, axis=plan.axis, heads=sum(counts), part=parts[plan.axis.rank], counts=counts)
     if dropout == 0:
         return
     # Hugging Face's functions draw masks for the heads they are given, which would depend on the grid.

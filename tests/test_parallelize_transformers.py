@@ -1,0 +1,146 @@
+"""Hugging Face's GPT-2 and Llama, parallelized: loss, gradients, training, generation, export equal the originals'."""
+
+import copy
+
+import pytest
+import torch
+from parallelize_checks import CLOSE, check_gradients, compare, held_once, numbers, tensor_grids
+
+import hpctrain as ht
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.mpi
+
+IDS = (torch.arange(22) * 7 % 19).view(2, 11)
+PADDING = torch.tensor([[1] * 11, [1] * 8 + [0] * 3])
+
+
+def gpt2(**changes):
+    sizes = {"n_layer": 2, "n_embd": 12, "n_head": 3, "n_positions": 16, "vocab_size": 19}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **special, **changes))
+
+
+def llama(**changes):
+    sizes = {
+        "num_hidden_layers": 2, "hidden_size": 12, "intermediate_size": 18, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 19, "max_position_embeddings": 16,
+    }  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes}))
+
+
+MODELS = {
+    "gpt2": gpt2,  # dropout of 0.1 everywhere, as by default
+    "gpt2 eager": lambda: gpt2(attn_implementation="eager", attn_pdrop=0.0),
+    "gpt2 with cross attention": lambda: gpt2(add_cross_attention=True),
+    "gpt2 with its own head": lambda: gpt2(tie_word_embeddings=False, n_inner=7, scale_attn_by_inverse_layer_idx=True),
+    "llama": llama,
+    "llama with dropout": lambda: llama(attention_dropout=0.3),
+    "llama with one key head": lambda: llama(num_key_value_heads=1, attention_bias=True, mlp_bias=True),
+    "llama with a key head each": lambda: llama(num_key_value_heads=6, tie_word_embeddings=True),
+    "llama of few heads": lambda: llama(num_attention_heads=3, num_key_value_heads=3, intermediate_size=3),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_loss_and_gradients(world, case):
+    def run(model, ids, *encoded):
+        more = {"encoder_hidden_states": encoded[0]} if encoded else {}
+        out = model(ids, labels=ids, attention_mask=PADDING, output_hidden_states=True, **more)
+        return out.loss, out.logits, *out.hidden_states
+
+    inputs = [IDS, numbers(2, 5, 12)] if "cross" in case else [IDS]
+    for grid in tensor_grids(world):
+        held_once(compare(lambda: MODELS[case]().train(), grid, inputs, run), grid)
+
+
+def test_attention_is_divided(world):
+    for grid in tensor_grids(world):
+        model = ht.parallelize(
+            seeded(lambda: llama(hidden_size=16, num_attention_heads=8, num_key_value_heads=8)), grid
+        )
+        attention = model.model.layers[0].self_attn
+        assert attention.q_proj.weight.shape == (32 // world.size, 16)
+        assert attention.o_proj.weight.shape == (16, 32 // world.size)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama"])
+def test_three_steps_of_adamw(world, case):
+    grid = tensor_grids(world)[-1]
+    serial = seeded(MODELS[case]).double().train()
+    model = ht.parallelize(copy.deepcopy(serial), grid)
+    losses = []
+    for trained in (serial, model):
+        decay, plain = ([p for p in trained.parameters() if (p.dim() > 1) == d] for d in (True, False))
+        optimizer = torch.optim.AdamW([{"params": decay}, {"params": plain, "weight_decay": 0.0}], lr=0.01)
+        torch.manual_seed(9)
+        for _ in range(3):
+            loss = trained(IDS, labels=IDS).loss
+            optimizer.zero_grad()
+            loss.backward()
+            if trained is serial:
+                norm = torch.nn.utils.clip_grad_norm_(serial.parameters(), 0.5)
+            else:
+                norm = ht.clip_(model, 0.5)
+            optimizer.step()
+            losses.append([loss.detach(), norm.detach()])
+    torch.testing.assert_close(losses[3:], losses[:3], **CLOSE)
+    gathered = ht.gather_state_dict(model)
+    if grid.rank == 0:
+        # AdamW divides by the root of the second moment: a rounding difference of a tiny gradient comes out large
+        torch.testing.assert_close(gathered, dict(serial.state_dict()), rtol=1e-9, atol=1e-9)
+        serial.load_state_dict(gathered)
+
+
+def test_gradient_checkpointing(world):
+    grid = tensor_grids(world)[-1]
+    serial = seeded(gpt2).double().train()
+    model = ht.parallelize(copy.deepcopy(serial), grid)
+    model.activation_checkpointing_enable()
+    for trained in (serial, model):
+        torch.manual_seed(9)
+        trained(IDS, labels=IDS).loss.backward()
+    check_gradients(model, serial, grid)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama", "llama with one key head"])
+def test_generation_with_a_cache(world, case):
+    grid = tensor_grids(world)[-1]
+    serial = seeded(MODELS[case]).double().eval()
+    model = ht.parallelize(copy.deepcopy(serial), grid)
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected, got = (m.generate(IDS[:, :5], use_cache=True, **how) for m in (serial, model))
+    assert torch.equal(got, expected)
+
+
+def test_saved_for_hugging_face(world, tmp_path):
+    grid = tensor_grids(world)[-1]
+    serial = seeded(gpt2)
+    model = ht.parallelize(copy.deepcopy(serial), grid)
+    gathered = ht.gather_state_dict(model)
+    if grid.rank == 0:
+        model.save_pretrained(tmp_path, state_dict=gathered)
+        again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+        for name, tensor in serial.state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_attention_weights(world):
+    """Whole, for whoever asks: on ranks without heads too."""
+    for make in (lambda: gpt2(attn_implementation="eager", attn_pdrop=0.0), MODELS["llama of few heads"]):
+        serial = seeded(make).eval()
+        serial.set_attn_implementation("eager")
+        model = ht.parallelize(copy.deepcopy(serial), tensor_grids(world)[-1])
+        expected, got = (m(IDS, output_attentions=True).attentions for m in (serial, model))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_refusals(world):
+    grid = tensor_grids(world)[-1]
+    with pytest.raises(ValueError, match=r'h\.0\.attn .*attn_implementation=.eager.; set it to "sdpa"'):
+        ht.parallelize(seeded(lambda: gpt2(attn_implementation="eager")), grid)
+
+
+def seeded(make):
+    torch.manual_seed(3)
+    return make()
