@@ -124,9 +124,9 @@ def _to_add(mask, dtype):
 
 
 def split_multihead_attention(plan, module) -> None:
-    for option in ("bias_k", "add_zero_attn"):
-        if getattr(module, option) not in (None, False):
-            raise ValueError(f"{'add_bias_kv' if option == 'bias_k' else option} of nn.MultiheadAttention")
+    for option, is_on in (("add_bias_kv", module.bias_k is not None), ("add_zero_attn", module.add_zero_attn)):
+        if is_on:
+            raise ValueError(f"{option} is not supported")
     heads = plan.parts(module.num_heads)
     parts = [slice(part.start * module.head_dim, part.stop * module.head_dim) for part in heads]
     part = parts[plan.axis.rank]

@@ -37,7 +37,7 @@ def split_embedding(plan, module) -> None:
     """Along the longer dim, as a linear layer of the same weight is, so that the two can share it."""
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
-            raise ValueError(f"{option} of nn.Embedding")
+            raise ValueError(f"{option} is not supported")
     rows, width = module.weight.shape
     by_row = rows >= width
     parts = plan.parts(rows if by_row else width)

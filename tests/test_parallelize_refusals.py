@@ -1,0 +1,152 @@
+"""What parallelize refuses: one error, the same on every rank, before the model is changed."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+import hpctrain as ht
+
+pytestmark = pytest.mark.mpi
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("positions", torch.zeros(4))
+
+
+def network():
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.LSTM(4, 4), nn.Sequential(nn.ReLU(), Scaled()), Table(), nn.Bilinear(2, 2, 2), nn.Flatten()
+    )  # fmt: skip
+
+
+class Twice(nn.Module):
+    """One weight as the first matrix of a pair, and as the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.TransformerEncoderLayer(4, 2, 4) for _ in range(2))
+        self.b.linear2.weight = self.a.linear1.weight
+
+
+def on_every_rank(world, make, text, grid=None, **how):
+    torch.manual_seed(0)
+    model = make()
+    before = dict(model.named_parameters())
+    copies = {name: p.detach().clone() for name, p in before.items() if not p.is_meta and not is_lazy(p)}
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError) as refused:
+        ht.parallelize(model, grid or ht.Grid(tensor=world.size), **how)
+    assert re.search(text, str(refused.value)), str(refused.value)
+    assert len(set(world.allgather(str(refused.value)))) == 1
+    assert [type(module) for module in model.modules()] == kinds
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    for name, tensor in copies.items():
+        assert torch.equal(before[name], tensor)
+
+
+def test_every_offender_is_named(world):
+    names = r"1 \(LSTM\); 2\.1 \(Scaled\); 3 \(Table\); 4 \(Bilinear\)\. List paths or types in replicate=\[\.\.\.\]"
+    on_every_rank(world, network, f"^parallelize cannot divide {names}")
+    on_every_rank(world, network, r"divide 2\.1 \(Scaled\); 4 \(Bilinear\)\.", replicate=["1", "Table"])
+    torch.manual_seed(0)
+    ht.parallelize(network(), ht.Grid(tensor=world.size), replicate=["1", "2.*", "Table", "4"])
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "how"),
+    [
+        (lambda: Scaled(), r"divide the model itself \(Scaled\)", {}),
+        (lambda: nn.Sequential(nn.Embedding(4, 3, max_norm=1.0)), r"0 \(Embedding\): max_norm", {}),
+        (
+            lambda: nn.Sequential(nn.MultiheadAttention(4, 2, add_zero_attn=True)),
+            "0 .*: add_zero_attn is not supported",
+            {},
+        ),
+        (
+            lambda: nn.Sequential(nn.MultiheadAttention(4, 2, add_bias_kv=True)),
+            "0 .*: add_bias_kv is not supported",
+            {},
+        ),
+        (lambda: nn.Sequential(nn.ConvTranspose2d(2, 2, 2)), r"0 \(ConvTranspose2d\)", {}),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), r"0 \(LazyLinear\)", {}),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), "ParametrizedLinear", {}),
+        (network, r"replicate: no module has the path or type 'LSMT'", {"replicate": ["LSMT"]}),
+        (network, r"replicate must be a list of paths or types, got 'LSTM'; write \['LSTM'\]", {"replicate": "LSTM"}),
+    ],
+)
+def test_refusals(world, make, text, how):
+    on_every_rank(world, make, text, **how)
+
+
+def test_weights_shared_in_a_way_that_cannot_be_divided(world):
+    if world.size > 1:
+        on_every_rank(
+            world, Twice, r"divide b \(Tr.*'a\.linear1\.weight' is shared by modules that need it divided in diff"
+        )
+
+
+def test_weights_that_differ_between_ranks(world):
+    def make():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        if world.rank == world.size - 1:
+            with torch.no_grad():
+                model[1].bias += 1
+        return model
+
+    if world.size > 1:
+        on_every_rank(
+            world, make, rf"differs between ranks 0 and {world.size - 1}, first in '1\.bias'; call torch\.manual"
+        )
+
+
+def test_pipeline(world):
+    if world.size > 1:
+        grid = ht.Grid(pipeline=world.size)
+        on_every_rank(world, lambda: nn.Linear(2, 2), f"got a grid with pipeline={world.size}; set pipeline=1", grid)
+
+
+def test_twice(world):
+    torch.manual_seed(0)
+    grid = ht.Grid(tensor=world.size)
+    model = ht.parallelize(nn.Linear(2, 2), grid)
+    with pytest.raises(ValueError, match="already parallelized"):
+        ht.parallelize(model, grid)
+
+
+def test_models_that_parallelize_did_not_make(world):
+    for call in (ht.sync, ht.gather_state_dict, lambda model: ht.clip_(model, 1.0)):
+        with pytest.raises(ValueError, match="was not made by parallelize: pass its grid"):
+            call(nn.Linear(2, 2))
+
+
+def test_on_meta(world):
+    """Nothing is left without values."""
+
+    def make(model):
+        def build():
+            with torch.device("meta"):
+                return model()
+
+        return build
+
+    on_every_rank(world, make(network), r"1\.weight_ih_l0 is on the meta device, and how a LSTM", replicate=["*"])
+    on_every_rank(world, make(Table), "its buffer 'positions' on the meta device", replicate=["Table"])
+
+
+def test_optimizers_that_mix_elements(world):
+    torch.manual_seed(0)
+    grid = ht.Grid(tensor=world.size)
+    model = ht.parallelize(nn.Linear(2, 2), grid)
+    with pytest.raises(ValueError, match="must treat every element of a weight by itself, got LBFGS"):
+        ht.Trainer(model, grid, torch.optim.LBFGS(model.parameters()))

@@ -1,0 +1,169 @@
+"""Training a parallelized model, on tensor and data axes: equal to the plain loop on one rank."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layer_checks import whole
+from parallelize_checks import CLOSE, numbers
+from torch import nn
+
+import hpctrain as ht
+from hpctrain.shard import split
+
+pytestmark = pytest.mark.mpi
+
+BATCH = 9
+GRIDS = {
+    1: [{}],
+    2: [{"tensor": 2}, {"data": 2}],
+    4: [{"tensor": (2, 2, 1)}, {"data": 2, "tensor": 2}, {"data": 4}],
+    8: [{"data": 2, "tensor": (2, 1, 2)}],
+}
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(20, 12), nn.LayerNorm(12)
+        )
+        self.mixer = nn.TransformerEncoderLayer(4, 2, 7, dropout=0.0, batch_first=True)
+        self.gate = nn.Bilinear(4, 4, 4)
+        self.head, self.unused = nn.Linear(12, 10), nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = self.mixer(self.body(x).view(-1, 3, 4))
+        return self.head((x + self.gate(x, x)).flatten(1))
+
+
+def batch(step):
+    return numbers(BATCH, 1, 4, 4, seed=step), torch.arange(BATCH) * (step + 3) % 10
+
+
+def loss_of(model, part):
+    x, y = part
+    return F.cross_entropy(model(x), y, reduction="sum") / BATCH
+
+
+def network():
+    torch.manual_seed(2)
+    return Network().double()
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["loop", "trainer"])
+def test_three_steps(world, optimizer, way):
+    for sizes in GRIDS[world.size]:
+        grid = ht.Grid(**sizes)
+        serial = network()
+        model = ht.parallelize(copy.deepcopy(serial), grid, replicate=["gate"])
+        ours, theirs = (OPTIMIZERS[optimizer](m.parameters()) for m in (model, serial))
+        trainer = ht.Trainer(model, grid, ours, max_norm=0.5) if way == "trainer" else None
+        mine = split(BATCH, grid.data.size, grid.data.rank)
+        for step in range(3):
+            theirs.zero_grad()
+            expected = loss_of(serial, batch(step))
+            expected.backward()
+            expected_norm = nn.utils.clip_grad_norm_(serial.parameters(), 0.5)
+            theirs.step()
+            part = tuple(tensor[mine] for tensor in batch(step))
+            if trainer:
+                loss, norm = trainer.step([part], loss_of)
+            else:
+                ours.zero_grad()
+                share = loss_of(model, part)
+                share.backward()
+                ht.sync(model)
+                norm = float(ht.clip_(model, 0.5))
+                ours.step()
+                loss = grid.data.comm.allreduce(share.item())
+            assert loss == pytest.approx(expected.item(), rel=1e-11)
+            assert norm == pytest.approx(expected_norm.item(), rel=1e-11)
+        gathered = ht.gather_state_dict(model)
+        if grid.rank == 0:
+            for name, tensor in serial.state_dict().items():
+                if way == "trainer" and "unused" in name:
+                    continue  # its gradient is none here and zero there: weight decay makes a difference
+                torch.testing.assert_close(gathered[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+        copies = world.allgather(model.gate.weight.detach())
+        assert all(torch.equal(copies[0], other) for other in copies)
+
+
+def test_accumulation(world):
+    """Several batches of a step are summed, with one sum over replicas."""
+    grid = ht.Grid(**GRIDS[world.size][-1])
+    serial = network().eval()
+    for module in serial.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.track_running_stats, module.momentum = True, 0.0
+    model = ht.parallelize(copy.deepcopy(serial), grid, replicate=["gate"])
+    model.train = lambda mode=True: model  # statistics of the whole batch would not be those of its parts
+    trainer = ht.Trainer(model, grid, torch.optim.SGD(model.parameters(), lr=0.1))
+    mine = split(BATCH, grid.data.size, grid.data.rank)
+    x, y = (tensor[mine] for tensor in batch(0))
+    loss, _ = trainer.step([(x[:1], y[:1]), (x[1:], y[1:])], loss_of)
+    assert loss == pytest.approx(loss_of(serial, batch(0)).item(), rel=1e-12)
+    loss_of(serial, batch(0)).backward()
+    torch.optim.SGD(serial.parameters(), lr=0.1).step()
+    gathered = ht.gather_state_dict(model)
+    if grid.rank == 0:
+        torch.testing.assert_close(gathered, dict(serial.state_dict()), **CLOSE)
+
+
+def test_not_finite(world):
+    grid = ht.Grid(tensor=world.size)
+    torch.manual_seed(0)
+    model = ht.parallelize(nn.Linear(4, 4), grid)
+    before = model.weight.detach().clone()
+    trainer = ht.Trainer(model, grid, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(FloatingPointError, match="not both finite"):
+        trainer.step([None], lambda model, _: model(torch.full((1, 4), torch.inf)).sum())
+    assert torch.equal(model.weight, before)
+
+
+def test_gradients_that_only_some_replicas_have(world):
+    grid = ht.Grid(data=world.size)
+    torch.manual_seed(0)
+    model = ht.parallelize(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), grid)
+    model[0](torch.ones(1, 2)).sum().backward()
+    if grid.data.rank == world.size - 1:
+        model[1](torch.ones(1, 2)).sum().backward()
+    ht.sync(model)
+    assert torch.equal(model[0].bias.grad, torch.full((2,), float(world.size)))
+    assert torch.equal(model[1].bias.grad, torch.ones(2))
+    for parameter in model.parameters():
+        parameter.grad = None
+    ht.sync(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_models_of_layers(world):
+    """sync and clip_ complete the partial sums of ht.layers too."""
+    grid = ht.Grid(**GRIDS[world.size][-1])
+    key = ht.Key(1)
+    made = {"key": key, "dtype": torch.float64}
+    layer = ht.layers.Linear(grid, 6, 4, to="inner", **made)
+    weight = whole((4, 6), "unused")
+    with torch.no_grad():
+        layer.weight.copy_(weight[layer.weight.shard.slices])
+    tokens = ht.layers.Tokens.of(grid, sequences=3, length=2)
+    x, y, z = grid.tensor.x, grid.tensor.y, grid.tensor.z
+    rows = split(3, z.size, z.rank)
+    rows = numbers(6, 6)[2 * rows.start : 2 * rows.stop].split(list(tokens.rows.counts))[x.rank]
+    out = layer(rows[:, split(6, y.size, y.rank)], tokens)
+    (out**2).sum().backward()
+    ht.sync(layer, grid)
+    bias = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    (F.linear(numbers(6, 6), weight, bias) ** 2).sum().mul(grid.data.size).backward()
+    torch.testing.assert_close(layer.weight.grad, weight.grad[layer.weight.shard.slices], **CLOSE)
+    torch.testing.assert_close(layer.bias.grad, bias.grad[layer.bias.shard.slices], **CLOSE)
+    norm = torch.cat([weight.grad.flatten(), bias.grad]).norm()
+    assert float(ht.clip_(layer, 1.0, grid)) == pytest.approx(float(norm), rel=1e-12)
