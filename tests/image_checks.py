@@ -1,6 +1,7 @@
 """A layer of images on this grid against torch's own layer on whole images: outputs and all gradients, in float64."""
 
 import copy
+import functools
 import math
 
 import torch
@@ -14,8 +15,13 @@ DOUBLE = {"dtype": torch.float64}
 
 
 def tensor_grids(world):
-    """All (x, y, z) boxes of the ranks."""
-    return [Grid(tensor=box) for data, pipeline, box in all_grids(world.size) if data == pipeline == 1]
+    """All (x, y, z) boxes of the ranks, made once: their shared memory takes longer than most tests."""
+    return _boxes(world.size)
+
+
+@functools.cache
+def _boxes(ranks):
+    return [Grid(tensor=box) for data, pipeline, box in all_grids(ranks) if data == pipeline == 1]
 
 
 def whole(shape, name="x"):

@@ -11,6 +11,7 @@ from hpctrain.shard import split
 pytestmark = pytest.mark.mpi
 
 CLASSES, BATCH, STEPS = 5, 6, 3
+SIZE = 9, 7  # of which 5 rows, then 3, then 1 are left: fewer than ranks
 
 
 class Residual(torch.nn.Module):
@@ -46,8 +47,7 @@ def serial():
     return Residual(nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Flatten(), nn.Linear)
 
 
-@pytest.mark.parametrize("size", [(9, 7), (3, 4)])
-def test_training_equals_serial(world, size):
+def test_training_equals_serial(world):
     targets = torch.arange(BATCH) * 3 % CLASSES
     for grid in tensor_grids(world):
         ours = on(grid)
@@ -58,7 +58,7 @@ def test_training_equals_serial(world, size):
         tokens = ht.Tokens.of(grid, BATCH, 1)
         mine = targets[split(BATCH, grid.tensor.z.size, grid.tensor.z.rank)]
         for step in range(STEPS):
-            x = whole((BATCH, 3, *size), f"images {step}")
+            x = whole((BATCH, 3, *SIZE), f"images {step}")
             optimizers[1].zero_grad()
             expected = torch.nn.functional.cross_entropy(theirs.head(theirs.features(x)), targets)
             expected.backward()
