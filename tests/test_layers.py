@@ -1,4 +1,4 @@
-"""Each layer against torch's own, forward and gradients, on every tensor grid of the ranks there are."""
+"""Linear, Embedding, Dropout and what all layers share, on every tensor grid of the ranks there are."""
 
 import math
 
@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from layer_checks import DOUBLE, KEY, Layout, check, gradients_over, tensor_grids, weights_of, whole
 
 from hpctrain import Grid
-from hpctrain.layers import MLP, Attention, CrossEntropy, Dropout, Embedding, Linear, Tokens
-from hpctrain.shard import split
+from hpctrain.layers import Attention, Dropout, Embedding, Linear, Tokens
 
 pytestmark = pytest.mark.mpi
 
@@ -54,46 +53,6 @@ def test_embedding(world, vocabulary):
         for _, gradient in gradients_over(grid, layer).items():
             if grid.rank == 0:
                 torch.testing.assert_close(gradient, weights["weight"].grad, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("vocabulary", [32, 13, 2])
-def test_cross_entropy(world, vocabulary):
-    for grid in tensor_grids(world):
-        sequences, length = 3, 4
-        layout = Layout(grid, sequences, length)
-        layer = CrossEntropy(grid, vocabulary)
-        logits = whole((sequences * length, vocabulary), "logits", False).mul(50).requires_grad_()  # far apart
-        targets = torch.arange(sequences * length) * 5 % vocabulary
-        expected = F.cross_entropy(logits, targets)
-        expected.backward()
-        block = layout.inner(logits.detach()).clone().requires_grad_()
-        share = layer(block, targets[layout.block], 1 / len(targets))
-        assert world.allreduce(share.item()) == pytest.approx(expected.item(), rel=1e-12)
-        share.backward()
-        torch.testing.assert_close(block.grad, layout.inner(logits.grad), rtol=1e-12, atol=1e-14)
-
-
-def test_cross_entropy_refuses_a_second_backward(world):
-    """The first one uses up what forward kept; a second must not silently give something else."""
-    grid = Grid(tensor=world.size)
-    logits = torch.zeros(4, split(8, world.size, world.rank).stop - split(8, world.size, world.rank).start)
-    share = CrossEntropy(grid, 8)(logits.requires_grad_(), torch.zeros(4, dtype=torch.int64), 1.0)
-    share.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward a second time"):
-        share.backward()
-
-
-def test_mlp(world):
-    for grid in tensor_grids(world):
-        layout = Layout(grid, 3, 5)
-        layer = MLP(grid, 7, 10, key=KEY, **DOUBLE)
-
-        def serial(w, x):
-            hidden = F.gelu(F.linear(x, w["up.weight"], w["up.bias"]), approximate="tanh")
-            return F.linear(hidden, w["down.weight"], w["down.bias"])
-
-        x = whole((15, 7), "x")
-        check(layout, layer, serial, x, layout.residual, layout.residual)
 
 
 def test_dropout_masks_do_not_depend_on_the_grid(world):

@@ -11,50 +11,81 @@ from hpctrain.shard import split, subsplit
 
 
 class CrossEntropy(torch.nn.Module):
-    """Sum over the rows of -log softmax(logits)[target], times `scale`; any vocabulary size.
+    """Sum of -log softmax(logits)[target] over the rows that are not ignored, times `scale`; any vocabulary size.
+
+    Equals torch.nn.functional.cross_entropy(reduction="sum", label_smoothing=…, ignore_index=…) times `scale`.
+
+    Args:
+        label_smoothing: the part of the target, from 0 to 1, that is spread evenly over the whole vocabulary.
+        ignore_index: rows of this target count nothing and get no gradient; any integer.
 
     Shapes: logits (rows, vocabulary) in the inner layout, targets (rows,) int64. Each rank returns its share of the
     loss: the sum over all ranks of the tensor axis is the loss. Backward must start from the same gradient on all.
+    A target outside the vocabulary, other than `ignore_index`, makes the loss and its row's gradient NaN.
+
+    Raises:
+        ValueError: when label_smoothing is not from 0 to 1.
     """
 
-    def __init__(self, grid, vocabulary: int):
+    def __init__(self, grid, vocabulary: int, label_smoothing: float = 0.0, ignore_index: int = -100):
         super().__init__()
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
         x, y = grid.tensor.x, grid.tensor.y
+        self.vocabulary, self.label_smoothing, self.ignore_index = vocabulary, label_smoothing, ignore_index
         self.plane = grid.plane("x", "y")
         self.first = subsplit(split(vocabulary, x.size, x.rank), y.size, y.rank).start
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
-        return _CrossEntropy.apply(logits, targets, self.plane, self.first, scale)
+        return _CrossEntropy.apply(logits, targets, scale, self)
+
+    def row_weights(self, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """1 for the rows that count, 0 for the ignored ones, NaN for targets outside the vocabulary."""
+        inside = (targets >= 0) & (targets < self.vocabulary)
+        weights = torch.where(inside, 1.0, math.nan).to(dtype)
+        return weights.masked_fill_(targets == self.ignore_index, 0.0)
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """The target is `sharp` at one word and `smooth` at every word. As these sum to one over the vocabulary, a row's
+    loss is the logarithm of its normaliser less its logits weighted by the target: one more number a rank."""
+
     @staticmethod
-    def forward(ctx, logits, targets, plane, first, scale):
+    def forward(ctx, logits, targets, scale, layer):
         rows, held = logits.shape
-        local = targets - first
+        plane, sharp, smooth = layer.plane, 1 - layer.label_smoothing, layer.label_smoothing / layer.vocabulary
+        local = targets - layer.first
         found = ((local >= 0) & (local < held)).nonzero().squeeze(1)
         place = found, local[found]
-        # One exchange: each rank's log-sum-exp, and the logit of the target where it lies here.
+        # One exchange: each rank's log-sum-exp, and its part of the logits weighted by the target.
         partial = logits.new_zeros(2, rows)
         softmax = logits.softmax(1)
         if held:
             partial[0] = logits.amax(1) - softmax.amax(1).log_()
         else:
             partial[0] = -math.inf
-        partial[1, found] = logits[place]
+        partial[1, found] = logits[place] * sharp
+        if smooth:
+            partial[1] += logits.sum(1) * smooth
         parts = comm.all_gather(partial, plane).view(plane.size, 2, rows)
         normaliser = parts[:, 0].logsumexp(0)
-        ctx.softmax, ctx.place, ctx.scale = softmax, place, scale
+        weights = layer.row_weights(targets, logits.dtype)
+        ctx.softmax, ctx.place, ctx.sharp, ctx.smooth = softmax, place, sharp, smooth
+        ctx.weights = weights * scale
         ctx.share = (partial[0] - normaliser).exp_()  # of the whole row's softmax that lies here
-        loss = (normaliser - parts[:, 1].sum(0)).sum() * scale
+        loss = (normaliser - parts[:, 1].sum(0)) @ ctx.weights
         return loss if plane.rank == 0 else torch.zeros_like(loss)
 
     @staticmethod
     def backward(ctx, grad):
         if ctx.softmax is None:
             raise RuntimeError("CrossEntropy cannot run backward a second time: the first one used up its softmax")
-        factor = grad * ctx.scale
+        weights = ctx.weights * grad
         grad_logits, ctx.softmax = ctx.softmax, None
-        grad_logits *= (ctx.share * factor)[:, None]
-        grad_logits[ctx.place] -= factor
-        return grad_logits, None, None, None, None
+        share = (ctx.share * weights)[:, None]
+        if ctx.smooth:
+            torch.addcmul((weights * -ctx.smooth)[:, None], grad_logits, share, out=grad_logits)
+        else:
+            grad_logits *= share
+        grad_logits[ctx.place] -= weights[ctx.place[0]] * ctx.sharp
+        return grad_logits, None, None, None

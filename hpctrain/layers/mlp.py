@@ -6,19 +6,74 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.layers.linear import Linear
+from hpctrain.layers.parameter import drawn_key
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import Key
 
 
 class MLP(torch.nn.Module):
-    """Linear to `hidden` features, GELU (tanh form, as in GPT-2), Linear back; (rows, width) in the residual layout."""
+    """Linear to `hidden` features, activation, Linear back; (rows, width) in the residual layout.
 
-    def __init__(self, grid, width: int, hidden: int, *, std: float | None = None, std_out: float | None = None,
-                 key: Key, dtype=None, device=None):  # fmt: skip
+    Args:
+        activation: "gelu_tanh" (GELU in the tanh form of GPT-2), "gelu", "relu", or "swiglu": silu(gate) · up, as in
+            Llama, where gate and up are one matrix of 2 hidden rows ordered (feature, {gate, up}), so that every rank
+            holds the two that it multiplies.
+        bias: of both matrices.
+        std, std_out: standard deviations of the initial weights of `up` and `down`.
+
+    Raises:
+        ValueError: when the activation is none of these.
+    """
+
+    def __init__(self, grid, width: int, hidden: int, activation: str = "gelu_tanh", *, bias: bool = True,
+                 std: float | None = None, std_out: float | None = None, key: Key | None = None, dtype=None,
+                 device=None):  # fmt: skip
         super().__init__()
-        made = {"dtype": dtype, "device": device}
-        self.up = Linear(grid, width, hidden, to="inner", std=std, key=key / "up", **made)
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+        self.activation, key = activation, drawn_key(grid, key)
+        made = {"bias": bias, "dtype": dtype, "device": device}
+        unit = 2 if activation == "swiglu" else 1
+        self.up = Linear(grid, width, unit * hidden, to="inner", out_unit=unit, std=std, key=key / "up", **made)
         self.down = Linear(grid, hidden, width, to="residual", std=std_out, key=key / "down", **made)
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x, tokens), approximate="tanh"), tokens)
+        return self.down(_ACTIVATIONS[self.activation](self.up(x, tokens)), tokens)
+
+    def extra_repr(self):
+        return self.activation
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) · up of (rows, features × {gate, up}). Keeps nothing but that.
+
+    The gates are copied together first: torch's exponential is vectorised only where they lie side by side.
+    """
+
+    @staticmethod
+    def forward(ctx, both):
+        ctx.save_for_backward(both)
+        gate, up = _columns(both)
+        return F.silu(gate.clone(memory_format=torch.contiguous_format), inplace=True).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = _columns(*ctx.saved_tensors)
+        gate = gate.contiguous()
+        grad_both = grad.new_empty(len(grad), 2 * grad.shape[1])
+        grad_gate, grad_up = _columns(grad_both)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return grad_both
+
+
+def _columns(both):
+    return both.unflatten(1, (-1, 2)).unbind(2)
+
+
+_ACTIVATIONS = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "swiglu": _SwiGLU.apply,
+}

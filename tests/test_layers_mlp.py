@@ -1,0 +1,69 @@
+"""The MLP against torch's and Hugging Face's own, on every tensor grid of the ranks there are."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layer_checks import DOUBLE, KEY, Layout, check, randomise, tensor_grids, whole
+
+from hpctrain import Grid
+from hpctrain.layers import MLP
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize(
+    ("activation", "hidden", "bias", "function"),
+    [
+        ("gelu_tanh", 10, True, lambda x: F.gelu(x, approximate="tanh")),
+        ("gelu", 16, False, F.gelu),
+        ("relu", 10, True, F.relu),
+        ("relu", 2, False, F.relu),
+        ("swiglu", 16, True, lambda x: F.silu(x[:, 0::2]) * x[:, 1::2]),
+        ("swiglu", 3, True, lambda x: F.silu(x[:, 0::2]) * x[:, 1::2]),  # ranks without features
+    ],
+)
+def test_mlp(world, activation, hidden, bias, function):
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 3, 5)
+        layer = randomise(MLP(grid, 7, hidden, activation, bias=bias, key=KEY, **DOUBLE))
+
+        def serial(w, x):
+            between = function(F.linear(x, w["up.weight"], w.get("up.bias")))
+            return F.linear(between, w["down.weight"], w.get("down.bias"))
+
+        check(layout, layer, serial, whole((15, 7), "x"), layout.residual, layout.residual)
+
+
+def test_default_is_gpt_2_s(world):
+    layer = MLP(Grid(tensor=world.size), 4, 8, key=KEY)
+    assert layer.activation == "gelu_tanh"
+    assert {name for name, _ in layer.named_parameters()} == {"up.weight", "up.bias", "down.weight", "down.bias"}
+
+
+@pytest.mark.parametrize(
+    ("width", "hidden", "bias", "sequences", "length"),
+    [(6, 11, False, 3, 5), (8, 16, True, 2, 4), (2, 1, False, 1, 1)],  # one element: its columns already lie together
+)
+def test_swiglu_against_hugging_face(world, width, hidden, bias, sequences, length):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    config = LlamaConfig(hidden_size=width, intermediate_size=hidden, mlp_bias=bias, num_attention_heads=1)
+    theirs = LlamaMLP(config).double()
+
+    def serial(w, x):
+        weights = {}
+        for kind in ("weight", "bias") if bias else ("weight",):
+            weights["gate_proj." + kind], weights["up_proj." + kind] = w["up." + kind][0::2], w["up." + kind][1::2]
+            weights["down_proj." + kind] = w["down." + kind]
+        return torch.func.functional_call(theirs, weights, x)
+
+    for grid in tensor_grids(world):
+        layout = Layout(grid, sequences, length)
+        layer = randomise(MLP(grid, width, hidden, "swiglu", bias=bias, key=KEY, **DOUBLE))
+        check(layout, layer, serial, whole((sequences * length, width), "x"), layout.residual, layout.residual)
+
+
+def test_an_unknown_activation_is_refused(world):
+    with pytest.raises(ValueError, match="activation must be one of gelu_tanh, gelu, relu, swiglu, got 'tanh'"):
+        MLP(Grid(tensor=world.size), 4, 8, "tanh", key=KEY)
