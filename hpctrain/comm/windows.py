@@ -74,8 +74,8 @@ class Workspace:
     """All-gather and reduce-scatter along an axis for passing use, through shared memory where the axis is on one node.
 
     A gathered tensor is written once, in place, and read there by all; a partial product is written where the others
-    will read it. What a call returns is valid until the next one on the same axis, of which there may be `room`: there are
-    two windows in turn, and the barrier of one call says that everybody is done with the window of the call before.
+    will read it. There are two windows in turn. What a call returns is valid until the next call other than `room` on
+    the same axis: the barrier in there says that everybody is done with the older window, which the call after takes.
     """
 
     def __init__(self, axis):
@@ -179,9 +179,8 @@ class Workspace:
         rows, held = sum(counts), widths[axis.rank]
         if not (axis.one_node and part.is_cpu):
             packed = torch.cat([block.reshape(-1) for block in part.split(widths, 1)])
-            return all_to_all(packed, axis, [len(part) * w for w in widths], [c * held for c in counts]).view(
-                rows, held
-            )
+            sends, receives = [len(part) * width for width in widths], [count * held for count in counts]
+            return all_to_all(packed, axis, sends, receives).view(rows, held)
         whole = self._matrix(rows, sum(widths), part)
         whole.narrow(0, sum(counts[: axis.rank]), len(part)).copy_(part)
         self._windows[self._turn].barrier()

@@ -1,4 +1,4 @@
-"""Parallel matrix products on the tensor axes of a grid, differentiable, with what they and any other must communicate."""
+"""Parallel matrix products on the tensor axes of a grid, differentiable, and what any such product must communicate."""
 
 from hpctrain.matmul.agarwal import Agarwal
 from hpctrain.matmul.bounds import lower_bound

@@ -24,8 +24,9 @@ class Agarwal(Matmul):
         nt(c, b, rows)   A = C Bᵀ
         tn(a, c, rows)   B = Aᵀ C
 
-    `rows` holds how the rows of a block of A are spread over z, of B over x, and of C over y, in three tuples; the first
-    and the last are parts of one dim. The panels of one matrix arrive, or its sums leave, while others are multiplied.
+    `rows` holds how the rows of a block of A are spread over z, of B over x, and of C over y, in three tuples; the
+    first and the last are parts of one dim. Panels arrive, or their sums leave, while others are
+    multiplied.
 
     Source: Agarwal, Balle, Gustavson, Joshi and Palkar, "A three-dimensional approach to parallel matrix
     multiplication" (1995).

@@ -105,9 +105,7 @@ class Matmul:
 
     def _bind(self):
         if self._a_shape is None or self._b_shape is None:
-            raise ValueError(
-                "the sizes of A and B are not known: make their blocks by scatter_a and scatter_b, or bind"
-            )
+            raise ValueError("the sizes of A and B are not known: make blocks by scatter_a and scatter_b, or call bind")
         (m, k), (rows, n) = self._a_shape, self._b_shape
         if k != rows:
             raise ValueError(f"A of {m} × {k} cannot be multiplied by B of {rows} × {n}")

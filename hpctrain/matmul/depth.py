@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from hpctrain import comm
 from hpctrain.matmul.panels import Direct
 from hpctrain.matmul.plane import Plane
@@ -11,7 +9,7 @@ from hpctrain.shard import split_sizes
 
 
 class TwoHalfD(Plane):
-    """Cannon's product on each of c planes of q × q ranks, which share the work: 1/c of every panel is done on each depth.
+    """Cannon's product on each of c planes of q × q ranks; each depth does 1/c of every panel.
 
     Blocks are those of `Plane`, with their rows further spread over z. The dim that is cut over both x and y is cut
     over z too, where its rows are: depth d multiplies the panels' parts that it holds as rows of B (of C, in `tn`).

@@ -135,7 +135,7 @@ class Direct:
     def _room(self, step):
         shape = list(self.block.shape)
         shape[self.dim] = self.order[step].width
-        return self._scratch.take(("operand", self.dim, step % 2), shape, self.block)
+        return self._scratch.take(("operand", self.axis.name, step % 2), shape, self.block)
 
 
 class Broadcast(Direct):

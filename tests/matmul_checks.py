@@ -1,0 +1,52 @@
+"""What the tests of `hpctrain.matmul` share."""
+
+import torch
+
+from hpctrain import Grid, matmul
+from hpctrain.grid import all_grids
+
+ALGORITHMS = ("Cannon", "Summa", "TwoHalfD", "Agarwal")
+
+# How operands and results travel: which axes are taken to lie on one node.
+WAYS = {
+    "shared memory": "xyz",
+    "messages": "",
+    "x across nodes": "yz",
+}
+
+
+def legal(algorithm, box):
+    """The grids that each algorithm is for, written out once more."""
+    x, y, z = box
+    return {"Cannon": x == y and z == 1, "Summa": z == 1, "TwoHalfD": x == y, "Agarwal": True}[algorithm]
+
+
+def grids(world, way):
+    """Every box of the ranks, with sends that wait for their receivers where there are messages."""
+    for data, pipeline, box in all_grids(world.size):
+        if data == pipeline == 1:
+            grid = Grid(tensor=box)
+            t = grid.tensor
+            for axis in (t.x, t.y, t.z):
+                axis.one_node = axis.name in WAYS[way]
+            grid.wire.synchronous = way == "messages"
+            yield box, grid
+
+
+def products(world, way, algorithms=ALGORITHMS):
+    """(grid, product) for every algorithm on every grid that is legal for it."""
+    for box, grid in grids(world, way):
+        for algorithm in algorithms:
+            if legal(algorithm, box):
+                yield grid, getattr(matmul, algorithm)(grid.tensor)
+
+
+def whole(*shape, seed=0, dtype=torch.float64):
+    """A matrix that every rank knows whole."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(actual, expected, tolerance=1e-12):
+    """Equal to `tolerance` of the largest element, as rounding is relative to the terms of a sum, not to the sum."""
+    scale = float(expected.abs().max()) if expected.numel() else 1.0
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(scale, 1.0))
