@@ -25,8 +25,7 @@ class Agarwal(Matmul):
         tn(a, c, rows)   B = Aᵀ C
 
     `rows` holds how the rows of a block of A are spread over z, of B over x, and of C over y, in three tuples; the
-    first and the last are parts of one dim. Panels arrive, or their sums leave, while others are
-    multiplied.
+    first and the last are parts of one dim. Panels arrive, or their sums leave, while others are multiplied.
 
     Source: Agarwal, Balle, Gustavson, Joshi and Palkar, "A three-dimensional approach to parallel matrix
     multiplication" (1995).
