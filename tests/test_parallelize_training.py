@@ -1,6 +1,7 @@
 """Training a parallelized model, on tensor and data axes: equal to the plain loop on one rank."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -145,25 +146,35 @@ def test_gradients_that_only_some_replicas_have(world):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_models_of_layers(world):
-    """sync and clip_ complete the partial sums of ht.layers too."""
+@pytest.mark.parametrize("way", ["loop", "trainer"])
+def test_models_of_layers(world, way):
+    """sync, clip_ and Trainer complete the partial sums of ht.layers too."""
     grid = ht.Grid(**GRIDS[world.size][-1])
-    key = ht.Key(1)
-    made = {"key": key, "dtype": torch.float64}
-    layer = ht.layers.Linear(grid, 6, 4, to="inner", **made)
-    weight = whole((4, 6), "unused")
+    layer = ht.layers.Linear(grid, 6, 4, to="inner", key=ht.Key(1), dtype=torch.float64)
+    weight = whole((4, 6), "weight")
     with torch.no_grad():
         layer.weight.copy_(weight[layer.weight.shard.slices])
     tokens = ht.layers.Tokens.of(grid, sequences=3, length=2)
     x, y, z = grid.tensor.x, grid.tensor.y, grid.tensor.z
     rows = split(3, z.size, z.rank)
     rows = numbers(6, 6)[2 * rows.start : 2 * rows.stop].split(list(tokens.rows.counts))[x.rank]
-    out = layer(rows[:, split(6, y.size, y.rank)], tokens)
-    (out**2).sum().backward()
-    ht.sync(layer, grid)
+    x = rows[:, split(6, y.size, y.rank)]
+
+    def share(layer, x):
+        return (layer(x, tokens) ** 2).sum()
+
     bias = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    (F.linear(numbers(6, 6), weight, bias) ** 2).sum().mul(grid.data.size).backward()
-    torch.testing.assert_close(layer.weight.grad, weight.grad[layer.weight.shard.slices], **CLOSE)
-    torch.testing.assert_close(layer.bias.grad, bias.grad[layer.bias.shard.slices], **CLOSE)
-    norm = torch.cat([weight.grad.flatten(), bias.grad]).norm()
-    assert float(ht.clip_(layer, 1.0, grid)) == pytest.approx(float(norm), rel=1e-12)
+    expected = (F.linear(numbers(6, 6), weight, bias) ** 2).sum() * grid.data.size
+    expected.backward()
+    expected_norm = torch.cat([weight.grad.flatten(), bias.grad]).norm()
+    if way == "trainer":
+        trainer = ht.Trainer(layer, grid, torch.optim.SGD(layer.parameters(), lr=0.1))
+        loss, norm = trainer.step([x], share)
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+    else:
+        share(layer, x).backward()
+        ht.sync(layer, grid)
+        norm = float(ht.clip_(layer, math.inf, grid))
+    assert norm == pytest.approx(float(expected_norm), rel=1e-12)
+    for parameter, dense in ((layer.weight, weight), (layer.bias, bias)):
+        torch.testing.assert_close(parameter.grad, dense.grad[parameter.shard.slices], **CLOSE)

@@ -32,9 +32,14 @@ class SplitDropout:
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.p == 0:
-            return x
-        return x * kept((*x.shape[:-1], self.features), self.p, x.dim() - 1, self.part, x)
+        return drop(x, self, self.features, self.part)
+
+
+def drop(x: torch.Tensor, module: torch.nn.Dropout, features: int, part: slice) -> torch.Tensor:
+    """What nn.Dropout makes of `part` of so many features."""
+    if not module.training or module.p == 0:
+        return x
+    return x * kept((*x.shape[:-1], features), module.p, x.dim() - 1, part, x)
 
 
 def attention(q, k, v, mask, *, scale: float, causal: bool, dropout: float, heads: int, part: slice):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpctrain import comm
-from hpctrain.convert import attention, huggingface, norms, products, tables
+from hpctrain.convert import attention, chains, huggingface, norms, products, tables
 from hpctrain.convert.initial import check_buffers, give_buffers
 from hpctrain.convert.plan import Plan
 from hpctrain.layers.parameter import drawn_key
@@ -27,6 +27,7 @@ _OWNERS = {
 }
 # Modules whose children are divided together.
 _UNITS = {
+    nn.Sequential: chains.split_chain,
     **dict.fromkeys((nn.TransformerEncoderLayer, nn.TransformerDecoderLayer), attention.split_feed_forward),
     "GPT2Attention": huggingface.split_gpt2_attention,
     "GPT2MLP": huggingface.split_gpt2_mlp,
@@ -44,12 +45,14 @@ def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] =
 
     Each element of a weight lies on one rank of the tensor axis: by columns of the first matrix and rows of the second
     of an MLP, by heads of attention, along the longer side of any other. Norms gather their weights and work on every
-    rank. Optimizers that mix the elements of a weight (LBFGS, Adafactor, Muon) would see its parts.
+    rank. Optimizers that mix the elements of a weight (LBFGS, Adafactor, Muon) would see its parts, and so would a
+    forward that reads the weights of its modules instead of calling them: list those modules in `replicate`.
 
     Divided are: nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.MultiheadAttention,
     nn.TransformerEncoderLayer and DecoderLayer, nn.Conv*d, nn.BatchNorm*d, and Hugging Face's GPT-2 and Llama. Modules
     without parameters and buffers stay as they are. Dropout draws from torch's generator the masks that one rank would
-    draw, inside attention too; so the generators must have the same seed on all ranks of the tensor axis.
+    draw, inside attention too (on a GPU, torch's fused kernels draw others); so the generators must have the same seed
+    on all ranks of the tensor axis.
 
     Parameters on the meta device are drawn slice by slice from streams that `torch.manual_seed` decides, in torch's or
     Hugging Face's distributions, and the same on every grid; no rank ever holds a whole one.

@@ -21,14 +21,20 @@ class Plan:
 
     def __init__(self, model: torch.nn.Module, grid):
         self.axis, self.data, self.config = grid.tensor, grid.data, getattr(model, "config", None)
-        self.names = {}
+        self.names: dict[int, str] = {}
+        self._shared = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.names.setdefault(id(parameter), name)
+            if self.names.setdefault(id(parameter), name) != name:
+                self._shared.add(id(parameter))
         self.claimed, self._shards, self._places, self._changes, self._draws = set(), {}, {}, [], {}
 
     def parts(self, length: int, unit: int = 1) -> list[slice]:
         """Every rank's range of `length`, balanced, cut at multiples of `unit`."""
         return [split(length, self.axis.size, rank, unit) for rank in range(self.axis.size)]
+
+    def is_shared(self, parameter) -> bool:
+        """Whether several modules have the parameter."""
+        return id(parameter) in self._shared
 
     def split(self, module, name: str, dim: int, part: slice | None = None, fused: int = 1) -> None:
         """This rank keeps `part` of a parameter along `dim`, by default a balanced one.

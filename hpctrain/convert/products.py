@@ -24,11 +24,14 @@ class SplitLinear:
     feature_dim = -1  # of activations
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x, self.enters, self.leaves)
+
+    def run(self, x: torch.Tensor, enters: bool, leaves: bool) -> torch.Tensor:
         axis, dim = self.axis, x.dim() + self.feature_dim
         if self.by_output:
-            y = self.multiply(self.enter(x) if self.enters else x, self.bias)
-            return gather(y, axis, self.counts, dim) if self.leaves else y
-        y = self.multiply(take(x, axis, self.counts, dim) if self.enters else x, None)
+            y = self.multiply(self.enter(x) if enters else x, self.bias)
+            return gather(y, axis, self.counts, dim) if leaves else y
+        y = self.multiply(take(x, axis, self.counts, dim) if enters else x, None)
         if self.bias is not None:  # each rank adds its part of the bias to its summand
             start = self.bias.shard.slices[0].start
             y.narrow(dim, start, len(self.bias)).add_(self.bias.view(-1, *[1] * (-1 - self.feature_dim)))

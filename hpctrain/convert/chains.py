@@ -1,0 +1,63 @@
+"""nn.Sequential: linear layers in pairs, with what lies between them left divided."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hpctrain.convert.attention import drop
+from hpctrain.convert.products import SplitLinear, split_linear
+
+# They treat every feature by itself.
+_POINTWISE = (
+    nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,
+    nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanh,
+)  # fmt: skip
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Chained:
+    """Mixin for nn.Sequential. Its modules, called one by one, take and return whole activations nevertheless.
+
+    Attributes:
+        planned: those that the sequence had; a slice of it, or one that was changed, runs them one by one.
+        divided: {position: (features, this rank's part)} of the modules whose output stays divided.
+    """
+
+    planned = ()
+
+    def forward(self, x):
+        hooked = any(getattr(module, hooks) for module in self for hooks in _HOOKS)  # they are shown whole activations
+        if hooked or [id(module) for module in self] != [id(module) for module in self.planned]:
+            return super().forward(x)
+        for position, module in enumerate(self):
+            before, after = self.divided.get(position - 1), self.divided.get(position)
+            if isinstance(module, SplitLinear):
+                x = module.run(x, enters=before is None, leaves=after is None)
+            elif before and isinstance(module, nn.Dropout):
+                x = drop(x, module, *before)
+            else:
+                x = module(x)
+        return x
+
+
+def split_chain(plan, module) -> None:
+    """Find pairs of linear layers whose hidden features are at least as many as those that go in and out."""
+    divided, first, between = {}, None, []
+    for position, child in enumerate(module):
+        if type(child) is nn.Linear and child not in plan.claimed and not plan.is_shared(child.weight):
+            if first is not None and module[first].out_features >= max(module[first].in_features, child.out_features):
+                split_linear(plan, module[first], by_output=True)
+                split_linear(plan, child, by_output=False)
+                features = module[first].out_features
+                part = plan.parts(features)[plan.axis.rank]
+                divided.update(dict.fromkeys((first, *between), (features, part)))
+                first = None
+            else:
+                first = position
+            between = []
+        elif type(child) in _POINTWISE:
+            between.append(position)
+        else:
+            first = None
+    if divided:
+        plan.become(module, Chained, divided=divided, planned=tuple(module))

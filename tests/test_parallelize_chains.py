@@ -1,0 +1,68 @@
+"""Pairs of linear layers in nn.Sequential: nothing is made whole between them, unless somebody looks."""
+
+import pytest
+import torch
+from parallelize_checks import compare, held_once, numbers, tensor_grids
+from torch import nn
+
+import hpctrain as ht
+
+pytestmark = pytest.mark.mpi
+
+CHAINS = {
+    "pair": lambda: nn.Sequential(nn.Linear(5, 9), nn.Dropout(0.2), nn.GELU(), nn.Linear(9, 3)),
+    "two pairs": lambda: nn.Sequential(
+        nn.LayerNorm(5), nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 5, bias=False), nn.Tanh(),
+        nn.Linear(5, 6), nn.Linear(6, 6),
+    ),
+    "interrupted": lambda: nn.Sequential(nn.Linear(5, 9), nn.Softmax(-1), nn.Linear(9, 4), nn.LayerNorm(4)),
+    "narrow": lambda: nn.Sequential(nn.Linear(5, 2), nn.ReLU(), nn.Linear(2, 5)),
+    "nested": lambda: nn.Sequential(
+        nn.Sequential(nn.Linear(5, 7), nn.SiLU(), nn.Linear(7, 7)), nn.ReLU(), nn.Linear(7, 2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHAINS)
+def test_chain(world, case):
+    for grid in tensor_grids(world):
+        held_once(compare(CHAINS[case], grid, [numbers(2, 3, 5)]), grid)
+
+
+def test_bytes(world):
+    """A pair sums its output forward and the gradient of its input backward; what lies between is never sent."""
+    grid = ht.Grid(tensor=world.size)
+    torch.manual_seed(0)
+    model = ht.parallelize(nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 8)), grid)
+    x = torch.ones(16, 4, requires_grad=True)
+    grid.wire.traffic.clear()
+    model(x).sum().backward()
+    assert grid.wire.traffic.total("sent") == 2 * (world.size - 1) * 16 * (4 + 8) * 4 // world.size
+
+
+def test_modules_one_by_one(world):
+    """Called by themselves, sliced out or watched by a hook, the modules take and return whole activations."""
+    seen = []
+
+    def run(model, x):
+        y = model(x)
+        handle = model[1].register_forward_hook(lambda module, args, output: seen.append(output))
+        z = model(x)
+        handle.remove()
+        one_by_one = model[2](model[1](model[0](x)))
+        model.insert(1, nn.Identity())
+        changed = model(x)
+        del model[1]
+        return y, z, seen.pop(), one_by_one, model[:2](x), changed
+
+    for grid in tensor_grids(world):
+        compare(lambda: nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3)), grid, [numbers(4, 5)], run)
+
+
+def test_shared_layer(world):
+    def make():
+        layer = nn.Linear(6, 6)
+        return nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(6, 8), nn.Linear(8, 2))
+
+    for grid in tensor_grids(world):
+        compare(make, grid, [numbers(4, 6)])
