@@ -6,6 +6,7 @@ import pytest
 import torch
 from parallelize_checks import tensor_grids
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpctrain as ht
 
@@ -55,6 +56,27 @@ def test_distributions(world):
     check_distributions(got, expected)
     assert torch.equal(got["table.weight"][3], torch.zeros(40))
     assert not torch.equal(got["layer.linear1.weight"].flatten()[:100], got["kept.weight"].flatten()[:100])
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor that any operation makes, those on the meta device aside."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not out.is_meta:
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+def test_no_rank_makes_a_whole_weight(world):
+    shape = 3072, 1024
+    for grid in tensor_grids(world):
+        with Largest() as largest:
+            build(grid, lambda: nn.Sequential(nn.Linear(*shape), nn.Linear(*shape[::-1], bias=False)))
+        part = -(-3072 // world.size) * 1024
+        assert part <= largest.numel <= max(part, 2**20)  # numbers are drawn a million at a time
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

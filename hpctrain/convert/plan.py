@@ -94,7 +94,8 @@ class Plan:
                 data = torch.empty(shard.shape, dtype=original.dtype, device="cpu")
                 fill_slice(data, shard, self._draws[identity](key / self.names[identity]))
             else:
-                data = original.detach().view(shard.global_shape)[shard.slices].clone()
+                whole = original.detach().reshape(shard.global_shape)
+                data = whole[shard.slices].clone(memory_format=torch.contiguous_format)
             if data.dim() > original.dim():  # as many dims as before: optimizers tell weights from biases by that
                 dim = next(d for d, length in enumerate(original.shape) if length != shard.global_shape[d])
                 data = data.flatten(dim, dim + 1)
