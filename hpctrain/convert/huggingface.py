@@ -71,9 +71,8 @@ class SharedHead(SplitLinear):
 
     def multiply(self, x, bias):
         part = super().multiply(x, bias)
-        rows = part.reshape(-1, part.shape[-1]).t()
-        whole = functional.all_gather(rows, self.axis, self.counts).t()
-        return whole[:, self.needed].reshape(*part.shape[:-1], -1)
+        whole = functional.all_gather(part.flatten(0, -2).t(), self.axis, self.counts).t()
+        return whole[:, self.needed].unflatten(0, part.shape[:-1])
 
 
 def split_gpt2_attention(plan, module) -> None:
