@@ -19,7 +19,9 @@ BATCH = 9
 GRIDS = {
     1: [{}],
     2: [{"tensor": 2}, {"data": 2}],
+    3: [{"tensor": 3}, {"data": 3}],
     4: [{"tensor": (2, 2, 1)}, {"data": 2, "tensor": 2}, {"data": 4}],
+    6: [{"data": 2, "tensor": 3}],
     8: [{"data": 2, "tensor": (2, 1, 2)}],
 }
 

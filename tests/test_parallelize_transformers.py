@@ -7,6 +7,7 @@ import torch
 from parallelize_checks import CLOSE, check_gradients, compare, held_once, numbers, tensor_grids
 
 import hpctrain as ht
+from hpctrain.shard import split_sizes
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.mpi
@@ -60,8 +61,9 @@ def test_attention_is_divided(world):
             seeded(lambda: llama(hidden_size=16, num_attention_heads=8, num_key_value_heads=8)), grid
         )
         attention = model.model.layers[0].self_attn
-        assert attention.q_proj.weight.shape == (32 // world.size, 16)
-        assert attention.o_proj.weight.shape == (16, 32 // world.size)
+        features = 4 * split_sizes(8, world.size)[grid.tensor.rank]
+        assert attention.q_proj.weight.shape == (features, 16)
+        assert attention.o_proj.weight.shape == (16, features)
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama"])
