@@ -6,7 +6,10 @@ import torch
 
 from hpctrain import comm
 from hpctrain.matmul.base import Matmul
-from hpctrain.matmul.panels import Direct, Held, contract, operand, panels, result, spread, turned
+from hpctrain.matmul.operands import Direct, Held, operand
+from hpctrain.matmul.panels import panels, turned
+from hpctrain.matmul.results import result
+from hpctrain.matmul.walks import contract, spread
 from hpctrain.shard import split, split_sizes
 
 
@@ -26,6 +29,9 @@ class Agarwal(Matmul):
 
     `rows` holds how the rows of a block of A are spread over z, of B over x, and of C over y, in three tuples; the
     first and the last are parts of one dim. Panels arrive, or their sums leave, while others are multiplied.
+
+    A product moves mk/(xy) (1-1/z) + kn/(yz) (1-1/x) + mn/(xz) (1-1/y) words to every rank: the lower
+    bound, where the blocks of the three matrices have one size (Al Daas et al. 2022, section 5).
 
     Source: Agarwal, Balle, Gustavson, Joshi and Palkar, "A three-dimensional approach to parallel matrix
     multiplication" (1995).

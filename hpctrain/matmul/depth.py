@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain import comm
-from hpctrain.matmul.panels import Direct
+from hpctrain.matmul.operands import Direct
 from hpctrain.matmul.plane import Plane
 from hpctrain.shard import split_sizes
 
@@ -20,6 +20,8 @@ class TwoHalfD(Plane):
 
     In `sizes = (over x, over y)`, the part of each x is the tuple of its parts over z. `rows` holds the parts over z of
     this x's block of the dim that is rows of the other operands: m in `nn` and `nt`, k in `tn`.
+
+    A product moves mk ((1-1/q)/(qc) + (1-1/c)/(q²c)) + kn (1-1/q)/(qc) + mn (1-1/c)/q² words to every rank.
 
     Source: Solomonik and Demmel, "Communication-optimal parallel 2.5D matrix multiplication and LU factorization
     algorithms" (2011), algorithm 2, which replicates both operands on every depth. A depth needs no more than its part.

@@ -16,14 +16,19 @@ from __future__ import annotations
 import torch
 
 from hpctrain.matmul.base import Matmul
-from hpctrain.matmul.panels import Broadcast, Direct, contract, operand, panels, result, spread, turned
+from hpctrain.matmul.operands import Broadcast, Direct, operand
+from hpctrain.matmul.panels import panels, turned
+from hpctrain.matmul.results import result
+from hpctrain.matmul.walks import contract, spread
 from hpctrain.shard import split_sizes
 
 
 class Plane(Matmul):
     """What Cannon's product and SUMMA have in common.
 
-    Block products take, and `cut` gives for a dim in balanced parts, `sizes = (parts over x, parts over y)`.
+    Block products take, and `cut` gives for a dim in balanced parts, `sizes = (parts over x, parts over y)`. Each
+    of the three moves mk (y-1)/(xy) + kn (x-1)/(xy) words to every rank, with m, k and n those of the product C = A B
+    whose forward or backward it is.
     """
 
     layouts = ((("x", "z"), ("y",)),) * 3

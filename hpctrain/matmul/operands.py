@@ -1,0 +1,94 @@
+"""How the panels of an operand reach the ranks that multiply them."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain import comm
+from hpctrain.matmul.panels import Scratch, in_place
+
+
+class Held:
+    """An operand that this rank reads whole: nothing travels."""
+
+    def __init__(self, whole: torch.Tensor, dim: int, order):
+        self.whole, self.dim, self.order = whole, dim, order
+
+    def start(self, step: int) -> None:
+        pass
+
+    def take(self, step: int) -> torch.Tensor:
+        return self.whole.narrow(self.dim, self.order[step].at, self.order[step].width)
+
+    def finish(self) -> None:
+        pass
+
+
+class Direct:
+    """Each panel is sent straight from its owner to every rank whose step needs it.
+
+    Where the ranks take the panels in different turns, each rank sends to one other at a time, as in Cannon's product.
+
+    Args:
+        axis: along which the operand's panels are spread.
+        side: whether the axis is the first or the second (0 or 1) that the dim is cut over.
+        block: this rank's block, whose dim `dim` is the one that is cut into panels.
+        orders: for each rank of the axis, its panels in the order of its steps.
+        scratch: holds two panels.
+    """
+
+    def __init__(self, axis, side: int, block: torch.Tensor, dim: int, orders: list, scratch: Scratch):
+        self.axis, self.side, self.block, self.dim, self.orders = axis, side, block, dim, orders
+        self.order, self._scratch = orders[axis.rank], scratch
+        self._coming = [None, None]
+        self._sent = []
+
+    def start(self, step: int) -> None:
+        """Begin to bring the panel of this step; the one two steps before is lost."""
+        here, side = self.axis.rank, self.side
+        owner = self.order[step].owner[side]
+        if owner != here:
+            self._coming[step % 2] = comm.recv_start(self._room(step), self.axis, owner)
+        for rank, order in enumerate(self.orders):
+            if rank != here and order[step].owner[side] == here:
+                self._sent.append(comm.send_start(self._part(order[step]), self.axis, rank))
+
+    def take(self, step: int) -> torch.Tensor:
+        """The panel of this step."""
+        panel = self.order[step]
+        if panel.owner[self.side] == self.axis.rank:
+            return self._part(panel)
+        return self._coming[step % 2].wait()
+
+    def finish(self) -> None:
+        for work in self._sent:
+            work.wait()
+
+    def _part(self, panel):
+        return self.block.narrow(self.dim, panel.start[self.side], panel.width)
+
+    def _room(self, step):
+        shape = list(self.block.shape)
+        shape[self.dim] = self.order[step].width
+        return self._scratch.take(("operand", self.axis.name, step % 2), shape, self.block)
+
+
+class Broadcast(Direct):
+    """Each panel is broadcast along the axis, whose ranks take the panels in one order, as in SUMMA."""
+
+    def start(self, step: int) -> None:
+        panel = self.order[step]
+        owner = panel.owner[self.side]
+        if owner == self.axis.rank:
+            self._sent.append(comm.broadcast_start(self._part(panel).contiguous(), self.axis, owner))
+        else:
+            self._coming[step % 2] = comm.broadcast_start(self._room(step), self.axis, owner)
+
+
+def operand(kind: type, axis, side: int, block, dim: int, sizes, orders: list, scratch: Scratch):
+    """The operand of which this rank holds `block`: read in place where the axis is on one node, else `kind`."""
+    if not in_place(axis, block):
+        return kind(axis, side, block, dim, orders, scratch)
+    workspace = comm.workspace(axis)
+    whole = workspace.gather_columns(block, sizes) if dim else workspace.gather(block, sizes)
+    return Held(whole, dim, orders[axis.rank])
