@@ -13,6 +13,7 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpctrain.algorithms import check_algorithm
 from hpctrain.grid import check_ranks, grid_shape
 
 
@@ -56,6 +57,11 @@ class GridSizes:
 
 
 @dataclass
+class Tensor:
+    algorithm: str = "agarwal"  # the matrix product: "agarwal", "megatron", "cannon", "summa" or "two_half_d"
+
+
+@dataclass
 class Train:
     batch: int = 8  # sequences a step, over all replicas
     microbatches: int = 1  # of a replica's part of the batch
@@ -76,6 +82,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     grid: GridSizes = field(default_factory=GridSizes)
+    tensor: Tensor = field(default_factory=Tensor)
     train: Train = field(default_factory=Train)
     precision: Precision = field(default_factory=Precision)
 
@@ -142,6 +149,7 @@ def check(config: Config) -> None:
     _one_of("run.device", run.device, ("auto", "cpu", "cuda"))
     _one_of("model.kind", model.kind, ("gpt2",))
     _one_of("precision.compute", config.precision.compute, ("fp32", "fp64"))
+    check_algorithm(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])
     if not run.name or "/" in run.name or run.name in (".", ".."):
         raise ValueError(f"run.name must be a plain folder name, got {run.name!r}")
     if model.width % model.heads:

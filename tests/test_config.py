@@ -67,6 +67,10 @@ def test_values(override, attribute, value):
         ("grid.data=0", "grid.data must be an integer of at least 1, got 0"),
         ("model.kind=bert", "model.kind must be \"gpt2\", got 'bert'"),
         ("precision.compute=fp8", 'precision.compute must be "fp32" or "fp64", got \'fp8\''),
+        (
+            "tensor.algorithm=strassen",
+            "tensor.algorithm must be one of agarwal, megatron, cannon, summa, two_half_d, got 'strassen'",
+        ),
         ("run.device=tpu", 'run.device must be "auto" or "cpu" or "cuda", got \'tpu\''),
         ("model.heads=5", "model.width must be a multiple of model.heads = 5, got 128"),
         ("model.dropout=1.0", "model.dropout must be at least 0 and below 1, got 1.0"),
@@ -91,7 +95,7 @@ def test_mistakes_are_named(override, message):
         ("[run\n", "is not valid TOML"),
         ("steps = 3\n", "steps stands outside a section"),
         ("[run]\nsteps = '3'\n", "run.steps must be int, got '3'"),
-        ("[quantum]\na = 1\n", "unknown section quantum; known are run, model, data, grid, train, precision"),
+        ("[quantum]\na = 1\n", "unknown section quantum; known are run, model, data, grid, tensor, train, precision"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, text, message):

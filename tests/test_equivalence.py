@@ -29,24 +29,28 @@ def batches(shape, steps=STEPS):
     return [torch.randint(shape.vocabulary, (BATCH, LENGTH + 1), generator=generator) for _ in range(steps)]
 
 
-def microbatches(grid, batch, step, count):
+def microbatches(grid, batch, step, count, algorithm="agarwal"):
     """This rank's part of a global batch, cut by hand."""
     mine = split(len(batch), grid.data.size, grid.data.rank)
     made = []
     for m in range(count):
         part = subsplit(mine, count, m)
-        tokens = Tokens.of(grid, part.stop - part.start, LENGTH, part.start, step)
+        tokens = Tokens.of(grid, part.stop - part.start, LENGTH, part.start, step, algorithm)
         rows = batch[tokens.first : tokens.first + tokens.sequences]
-        made.append(Microbatch(tokens, rows[:, :-1].reshape(-1), rows[:, 1:].reshape(-1), 1 / (len(batch) * LENGTH)))
+        targets = batch[tokens.inner.start : tokens.inner.stop, 1:].reshape(-1)
+        made.append(Microbatch(tokens, rows[:, :-1].reshape(-1), targets, 1 / (len(batch) * LENGTH)))
     return made
 
 
-def train_on(grid, shape, count, clip, steps=STEPS):
-    model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)
+def train_on(grid, shape, count, clip, steps=STEPS, algorithm="agarwal"):
+    model = GPT2(grid, shape, algorithm=algorithm, key=Key(3), dtype=torch.float64)
     trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), count, clip)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 1e-2
-    results = [trainer.step(microbatches(grid, batch, step, count)) for step, batch in enumerate(batches(shape, steps))]
+    results = [
+        trainer.step(microbatches(grid, batch, step, count, algorithm))
+        for step, batch in enumerate(batches(shape, steps))
+    ]
     return model, [loss for loss, _ in results], [norm for _, norm in results]
 
 
@@ -81,9 +85,9 @@ def masks(model, shape):
     return at
 
 
-def check(grid, shape, count, clip):
+def check(grid, shape, count, clip, **how):
     weights, losses, norms = serial(shape, clip)
-    model, *got = train_on(grid, shape, count, clip)
+    model, *got = train_on(grid, shape, count, clip, **how)
     assert got[0] == pytest.approx(losses, rel=1e-12)
     assert got[1] == pytest.approx(norms, rel=1e-11)
     for name, whole in whole_parameters(model, grid):
@@ -126,6 +130,39 @@ def test_variants(world, change, count, clip):
     shape = dataclasses.replace(UNEVEN, **change)
     for data, pipeline, tensor in CORNERS.get(world.size, []):
         check(Grid(data, pipeline, tensor), fitting(shape, pipeline), count, clip)
+
+
+# Every form of tensor grid that each algorithm works on, alone and with the other axes.
+PLANES = {
+    "megatron": {1: [(1, 1, 1)], 2: [(1, 1, (2, 1, 1))], 4: [(2, 1, (2, 1, 1)), (1, 1, (4, 1, 1))]},
+    "cannon": {1: [(1, 1, 1)], 4: [(1, 1, (2, 2, 1))], 8: [(1, 2, (2, 2, 1))]},
+    "summa": {
+        2: [(1, 1, (2, 1, 1)), (1, 1, (1, 2, 1))],
+        3: [(1, 1, (1, 3, 1))],
+        4: [(1, 1, (2, 2, 1)), (2, 1, (1, 2, 1))],
+        6: [(1, 1, (3, 2, 1)), (1, 1, (2, 3, 1))],
+        8: [(1, 1, (2, 4, 1)), (2, 2, (2, 1, 1))],
+    },
+    "two_half_d": {2: [(1, 1, (1, 1, 2))], 4: [(1, 1, (2, 2, 1)), (1, 2, (1, 1, 2))], 8: [(1, 1, (2, 2, 2))]},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "synchronous"),
+    [
+        ({}, False),
+        ({"dropout": 0.3}, True),  # and every message an MPI_Ssend
+        ({"tied": False, "layers": 8, "width": 16, "heads": 4, "vocabulary": 32}, False),  # all even
+        ({"heads": 1, "width": 5, "vocabulary": 3}, False),  # ranks without heads, without words
+    ],
+)
+@pytest.mark.parametrize("algorithm", PLANES)
+def test_algorithms(world, algorithm, change, synchronous):
+    shape = dataclasses.replace(UNEVEN, **change)
+    for data, pipeline, tensor in PLANES[algorithm].get(world.size, []):
+        grid = Grid(data, pipeline, tensor)
+        grid.wire.synchronous = synchronous
+        check(grid, fitting(shape, pipeline), count=2, clip=1.0, algorithm=algorithm)
 
 
 def test_synchronous_sends(world):

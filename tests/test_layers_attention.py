@@ -122,7 +122,7 @@ def test_attention_moves_what_its_projections_move(world):
         layout = Layout(grid, 3, 4)
         layer = Attention(grid, 16, 6, kv_heads=3, head_width=4, rotary=100.0, key=KEY, **DOUBLE)
         block = layout.residual(whole((12, 16), "x").detach()).clone().requires_grad_()
-        held = layer.proj.inner.widths[grid.tensor.y.rank]
+        held = layer.proj.product.inner.widths[grid.tensor.y.rank]
 
         def moved(y):
             y.sum().backward()

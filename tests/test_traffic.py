@@ -1,6 +1,7 @@
 """The bytes that the ledger counts in one training step equal the formula, on every grid whose sizes divide."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -17,17 +18,18 @@ from hpctrain.train.trainer import Trainer
 EVEN = GPT2Shape(layers=8, width=32, heads=8, context=8, vocabulary=64)
 
 
-def counted(grid, shape, batch, count):
+def counted(grid, shape, batch, count, algorithm="agarwal"):
     """One training step's ledger: bytes received and sent, {axis: bytes}."""
-    model = GPT2(grid, shape, key=Key(0), dtype=torch.float32)
+    model = GPT2(grid, shape, algorithm=algorithm, key=Key(0), dtype=torch.float32)
     trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), count)
     each = batch // (grid.data.size * count)
     first = grid.data.rank * each * count
-    tokens = [Tokens.of(grid, each, shape.context, first + m * each) for m in range(count)]
+    tokens = [Tokens.of(grid, each, shape.context, first + m * each, 0, algorithm) for m in range(count)]
     ids = [torch.zeros(t.sequences * shape.context, dtype=torch.int64) for t in tokens]
+    targets = [torch.zeros(len(t.inner) * shape.context, dtype=torch.int64) for t in tokens]
     scale = 1 / (batch * shape.context)
     grid.wire.traffic.clear()
-    trainer.step([Microbatch(t, i, i, scale) for t, i in zip(tokens, ids)])
+    trainer.step([Microbatch(*parts, scale) for parts in zip(tokens, ids, targets)])
     tables = []
     for what in ("received", "sent"):
         table = dict.fromkeys(("data", "pipeline", "tensor"), 0)
@@ -52,6 +54,27 @@ def test_ledger_equals_formula(world, tied):
             a: b for a, b in received.items() if a != "pipeline"
         }
         assert world.allreduce(sent["pipeline"]) == world.allreduce(received["pipeline"])
+
+
+PLANES = [
+    ("cannon", (1, 1, (2, 2, 1))), ("cannon", (1, 2, (2, 2, 1))), ("cannon", (2, 1, (2, 2, 1))),
+    ("summa", (1, 1, (2, 1, 1))), ("summa", (1, 1, (1, 2, 1))), ("summa", (1, 1, (4, 1, 1))),
+    ("summa", (1, 1, (2, 4, 1))), ("summa", (1, 1, (4, 2, 1))),
+    ("two_half_d", (1, 1, (1, 1, 2))), ("two_half_d", (1, 2, (1, 1, 2))), ("two_half_d", (1, 1, (2, 2, 2))),
+]  # fmt: skip
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("algorithm", "place"), PLANES)
+def test_ledger_equals_formula_on_planes(world, algorithm, place):
+    data, pipeline, tensor = place
+    if data * pipeline * math.prod(tensor) != world.size:
+        pytest.skip(f"{algorithm} on {place} takes another number of ranks")
+    grid = Grid(data, pipeline, tensor)
+    shape = dataclasses.replace(EVEN, layers=2)
+    received, _ = counted(grid, shape, batch=16, count=2, algorithm=algorithm)
+    expected = step_traffic(shape, grid.shape, 16, 2, stage=grid.pipeline.rank, algorithm=algorithm)
+    assert received == pytest.approx(expected, abs=0)
 
 
 def test_formula_by_hand():

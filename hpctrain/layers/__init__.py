@@ -7,12 +7,14 @@ them, so that nothing is re-arranged in between:
     residual   rows over (z, x), columns over y       norms, dropout, residual sums, pipeline messages
     inner      rows over z, columns over (x, y)       attention heads, MLP, logits
 
-Rows are cut over z at whole sequences, over x at any row. See `layers.linear` for the products.
+Rows are cut over z at whole sequences, over x at any row. That is with Agarwal's product; layers take `algorithm=` for
+others, of which some have but one layout: see `layers.algorithm`.
 
 Images are (batch, channels, height, width) with the batch over z, channels over x and height over y; see
 `layers.spatial`. `Flatten` takes them to the residual layout.
 """
 
+from hpctrain.layers.algorithm import algorithm_of
 from hpctrain.layers.attention import Attention
 from hpctrain.layers.batch_norm import BatchNorm2d
 from hpctrain.layers.conv import Conv2d
@@ -37,6 +39,7 @@ __all__ = [
     "Dropout",
     "Embedding",
     "Flatten",
+    "algorithm_of",
     "image_block",
     "LayerNorm",
     "Linear",

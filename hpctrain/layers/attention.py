@@ -1,4 +1,4 @@
-"""Multi-head and grouped-query self-attention: groups of heads over (x, y), sequences over z."""
+"""Multi-head and grouped-query self-attention: groups of heads and whole sequences in the inner layout."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 import torch
 import torch.nn.functional as F
 
+from hpctrain.layers.algorithm import algorithm_of
 from hpctrain.layers.dropout import check_probability, drop
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.parameter import drawn_key
 from hpctrain.layers.rotary import rotate
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import Key
-from hpctrain.shard import split, subsplit
 
 
 class Attention(torch.nn.Module):
@@ -28,11 +28,12 @@ class Attention(torch.nn.Module):
         width: features of the residual stream; a multiple of `heads` unless `head_width` is given.
         heads: query heads, any number.
         dropout: of the attention probabilities.
-        kv_heads: key and value heads, a divisor of `heads`; by default as many. The ranks of (x, y) hold whole groups,
-            the first ones one more.
+        kv_heads: key and value heads, a divisor of `heads`; by default as many. Ranks hold whole groups, the first
+            ones one more.
         head_width: features of a head, by default width / heads.
         causal: attend to no later position.
         rotary: base of the rotary position embedding of queries and keys, such as 10000.0; None for no embedding.
+        algorithm: the matrix product of the projections; see `Linear`.
         qkv_bias, proj_bias: whether the two projections have a bias.
         std, std_out: standard deviations of the initial weights of `qkv` and `proj`.
 
@@ -46,8 +47,8 @@ class Attention(torch.nn.Module):
     def __init__(
         self, grid, width: int, heads: int, dropout: float = 0.0, *, kv_heads: int | None = None,
         head_width: int | None = None, causal: bool = True, rotary: float | None = None, qkv_bias: bool = True,
-        proj_bias: bool = True, std: float | None = None, std_out: float | None = None, key: Key | None = None,
-        dtype=None, device=None,
+        proj_bias: bool = True, algorithm="agarwal", std: float | None = None, std_out: float | None = None,
+        key: Key | None = None, dtype=None, device=None,
     ):  # fmt: skip
         super().__init__()
         if head_width is None and width % heads:
@@ -64,7 +65,8 @@ class Attention(torch.nn.Module):
         self.causal, self.rotary, self.p = causal, rotary, check_probability(dropout)
         self.key = key = drawn_key(grid, key)
 
-        made = {"dtype": dtype, "device": device}
+        algorithm = algorithm_of(grid, algorithm)
+        made = {"algorithm": algorithm, "dtype": dtype, "device": device}
         unit, unit_out = (self.queries + 2) * self.head_width, self.queries * self.head_width
         self.qkv = Linear(
             grid, width, groups * unit, qkv_bias, to="inner", out_unit=unit, std=std, key=key / "qkv", **made
@@ -73,12 +75,11 @@ class Attention(torch.nn.Module):
             grid, groups * unit_out, width, proj_bias, to="residual", in_unit=unit_out, std=std_out,
             key=key / "proj", **made,
         )  # fmt: skip
-        x, y = grid.tensor.x, grid.tensor.y
-        self.mine = subsplit(split(groups, x.size, x.rank), y.size, y.rank)
+        self.mine = algorithm.inner(groups)
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         groups = self.mine.stop - self.mine.start
-        shape = (tokens.sequences, tokens.length, groups, self.queries + 2, self.head_width)
+        shape = (len(tokens.inner), tokens.length, groups, self.queries + 2, self.head_width)
         q, k, v = self.qkv(x, tokens).view(shape).split((self.queries, 1, 1), 3)
         if self.rotary is not None:
             q, k = rotate(q, self.rotary), rotate(k, self.rotary)
@@ -90,7 +91,7 @@ class Attention(torch.nn.Module):
                 q, k, v, is_causal=self.causal, enable_gqa=self.queries > 1
             )  # fmt: skip
         held = groups * self.queries * self.head_width
-        return self.proj(attended.transpose(1, 2).reshape(tokens.sequences * tokens.length, held), tokens)
+        return self.proj(attended.transpose(1, 2).reshape(len(tokens.inner) * tokens.length, held), tokens)
 
     def _attend_with_dropout(self, q, k, v, tokens):
         # torch's fused attention draws its own masks, which would depend on the grid.
@@ -110,7 +111,7 @@ class Attention(torch.nn.Module):
         first, heads = (groups * self.queries for groups in (self.mine.start, self.mine.stop - self.mine.start))
         masks = [
             self.key.mask((sequence * self.heads + first) * area, heads * area, self.p, tokens.step)
-            for sequence in range(tokens.first, tokens.first + tokens.sequences)
+            for sequence in tokens.inner
         ]
-        shape = (tokens.sequences, heads, tokens.length, tokens.length)
+        shape = (len(tokens.inner), heads, tokens.length, tokens.length)
         return torch.stack(masks).view(shape) if masks else torch.ones(shape, dtype=torch.bool)

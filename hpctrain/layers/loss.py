@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is spread over (x, y); no rank sees a whole row of logits."""
+"""Cross entropy of logits in the inner layout: the vocabulary is spread over ranks, and none sees a whole row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 
 from hpctrain import comm
-from hpctrain.shard import split, subsplit
+from hpctrain.layers.algorithm import algorithm_of
 
 
 class CrossEntropy(torch.nn.Module):
@@ -18,6 +18,7 @@ class CrossEntropy(torch.nn.Module):
     Args:
         label_smoothing: the part of the target, from 0 to 1, that is spread evenly over the whole vocabulary.
         ignore_index: rows of this target count nothing and get no gradient; any integer.
+        algorithm: of the layer that makes the logits; see `Linear`.
 
     Shapes: logits (rows, vocabulary) in the inner layout, targets (rows,) int64. Each rank returns its share of the
     loss: the sum over all ranks of the tensor axis is the loss. Backward must start from the same gradient on all.
@@ -27,14 +28,14 @@ class CrossEntropy(torch.nn.Module):
         ValueError: when label_smoothing is not from 0 to 1.
     """
 
-    def __init__(self, grid, vocabulary: int, label_smoothing: float = 0.0, ignore_index: int = -100):
+    def __init__(self, grid, vocabulary: int, label_smoothing: float = 0.0, ignore_index: int = -100,
+                 algorithm="agarwal"):  # fmt: skip
         super().__init__()
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
-        x, y = grid.tensor.x, grid.tensor.y
         self.vocabulary, self.label_smoothing, self.ignore_index = vocabulary, label_smoothing, ignore_index
-        self.plane = grid.plane("x", "y")
-        self.first = subsplit(split(vocabulary, x.size, x.rank), y.size, y.rank).start
+        algorithm = algorithm_of(grid, algorithm)
+        self.plane, self.first = algorithm.columns, algorithm.inner(vocabulary).start
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
         return _CrossEntropy.apply(logits, targets, scale, self)

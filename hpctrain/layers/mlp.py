@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from hpctrain.layers.algorithm import algorithm_of
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.parameter import drawn_key
 from hpctrain.layers.tokens import Tokens
@@ -19,6 +20,7 @@ class MLP(torch.nn.Module):
             Llama, where gate and up are one matrix of 2 hidden rows ordered (feature, {gate, up}), so that every rank
             holds the two that it multiplies.
         bias: of both matrices.
+        algorithm: the matrix product; see `Linear`.
         std, std_out: standard deviations of the initial weights of `up` and `down`.
 
     Raises:
@@ -26,13 +28,13 @@ class MLP(torch.nn.Module):
     """
 
     def __init__(self, grid, width: int, hidden: int, activation: str = "gelu_tanh", *, bias: bool = True,
-                 std: float | None = None, std_out: float | None = None, key: Key | None = None, dtype=None,
-                 device=None):  # fmt: skip
+                 algorithm="agarwal", std: float | None = None, std_out: float | None = None, key: Key | None = None,
+                 dtype=None, device=None):  # fmt: skip
         super().__init__()
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
         self.activation, key = activation, drawn_key(grid, key)
-        made = {"bias": bias, "dtype": dtype, "device": device}
+        made = {"bias": bias, "algorithm": algorithm_of(grid, algorithm), "dtype": dtype, "device": device}
         unit = 2 if activation == "swiglu" else 1
         self.up = Linear(grid, width, unit * hidden, to="inner", out_unit=unit, std=std, key=key / "up", **made)
         self.down = Linear(grid, hidden, width, to="residual", std=std_out, key=key / "down", **made)

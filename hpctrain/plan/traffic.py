@@ -7,7 +7,13 @@ from hpctrain.shard import split_sizes
 
 
 def step_traffic(
-    shape: GPT2Shape, grid: dict[str, int], batch: int, microbatches: int, itemsize: int = 4, stage: int = 0
+    shape: GPT2Shape,
+    grid: dict[str, int],
+    batch: int,
+    microbatches: int,
+    itemsize: int = 4,
+    stage: int = 0,
+    algorithm: str = "agarwal",
 ) -> dict[str, float]:
     """Bytes that a rank of pipeline stage `stage` receives in one training step of a GPT-2, {axis: bytes}.
 
@@ -15,7 +21,7 @@ def step_traffic(
     pipeline. Every gather, scatter and sum over p ranks counts (p-1)/p of what it gathers, scatters or (twice) sums.
 
     Source: the volumes of Agarwal's product, mk/(pm pk) (1 - 1/pn) + kn/(pk pn) (1 - 1/pm) + mn/(pm pn) (1 - 1/pk)
-    words a rank; here the backward products gather again what was not kept.
+    words a rank; here the backward products gather again what was not kept. Those of the others are in `matmul`.
 
     Args:
         shape: sizes of the model.
@@ -23,7 +29,9 @@ def step_traffic(
         batch: sequences of the global batch.
         microbatches: of a replica's part of it.
         itemsize: bytes of a number.
+        algorithm: the matrix product of the layers.
     """
+    plane = algorithm in ("cannon", "summa", "two_half_d")
     d, p, x, y, z = (grid[axis] for axis in ("data", "pipeline", "x", "y", "z"))
     first, last = stage == 0, stage == p - 1
     layers = split_sizes(shape.layers, p)[stage]
@@ -35,6 +43,9 @@ def step_traffic(
         return (size - 1) / size
 
     def linear(n_in, n_out, to_inner):
+        if plane:  # three products of the same volume, in each of which the output features are cut over x and y
+            outputs = rows * n_out * (part(y) + part(z) / y) / x
+            return 3 * (outputs + n_out * n_in * part(x) / (y * z) + rows * n_in * (z - 1) / (x * y))
         over_in, over_out = (y, x) if to_inner else (x, y)
         # the input is spread over the axis of the output's block and gathered along it, and the other way round
         gather_in = part(over_out) * rows * n_in / over_in
@@ -54,14 +65,14 @@ def step_traffic(
     )
     tables = (vocabulary + shape.context) * width / (x * y)
     embedding = 2 * part(x) * rows * width / y + 2 * part(z) * tables
-    loss = part(x * y) * x * y * 2 * rows
+    loss = (y - 1) * 2 * rows / x if plane else (x * y - 1) * 2 * rows
     head = norm + linear(width, vocabulary, True) + loss
     tensor = microbatches * (layers * block + first * embedding + last * head)
 
     # Gradients of vectors, summed over the tensor axes along which they are repeated, then everything over data.
     norms = 2 * (2 * layers + last) * width / y
-    biases_inner = layers * 7 * width / (x * y)
-    biases_residual = layers * 2 * width / y
+    biases_inner = 0 if plane else layers * 7 * width / (x * y)
+    biases_residual = layers * (9 if plane else 2) * width / y
     tensor += 2 * part(x * z) * (norms + biases_residual) + 2 * part(z) * biases_inner
     weights = (layers * 12 * width * width) / (x * y * z)
     table = vocabulary * width / (x * y * z)

@@ -15,7 +15,7 @@ from hpctrain.shard import split, subsplit
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Tokens of one microbatch in this rank's z block; ids and targets are (sequences × length,) int64.
+    """One microbatch: the ids of this rank's z block, the targets of the rows it holds in the inner layout, both int64.
 
     `ids` are there on the first pipeline stage, `targets` on the last. `scale` is one over the number of targets in
     the global batch of the step.
@@ -30,14 +30,14 @@ class Microbatch:
 class Samples:
     """A corpus cut into samples of `context` + 1 tokens, the last of each being the first of the next.
 
-    The last `validation` part of the samples is held out.
+    The last `validation` part of the samples is held out. `algorithm` is that of the model's layers.
 
     Raises:
         ValueError: when there are too few tokens for one training and one validation sample.
     """
 
-    def __init__(self, tokens: ShardedTokens, context: int, validation: float, key: Key):
-        self.tokens, self.context = tokens, context
+    def __init__(self, tokens: ShardedTokens, context: int, validation: float, key: Key, algorithm="agarwal"):
+        self.tokens, self.context, self.algorithm = tokens, context, algorithm
         total = (tokens.tokens - 1) // context
         held_out = max(1, round(total * validation))
         if total - held_out < 1:
@@ -75,11 +75,12 @@ class Samples:
         made = []
         for m in range(microbatches):
             part = subsplit(mine, microbatches, m)
-            tokens = Tokens.of(grid, part.stop - part.start, length, part.start, step)
+            tokens = Tokens.of(grid, part.stop - part.start, length, part.start, step, self.algorithm)
             ids = targets = None
             if first or last:
                 rows = self.read(numbers[tokens.first : tokens.first + tokens.sequences])
                 ids = rows[:, :-1].reshape(-1).to(device) if first else None
-                targets = rows[:, 1:].reshape(-1).to(device) if last else None
+                inner = slice(tokens.inner.start - tokens.first, tokens.inner.stop - tokens.first)
+                targets = rows[inner, 1:].reshape(-1).to(device) if last else None
             made.append(Microbatch(tokens, ids, targets, scale))
         return made

@@ -8,7 +8,6 @@ from hpctrain import comm
 from hpctrain.layers import Tokens
 from hpctrain.pipeline import Executor, forward_only
 from hpctrain.randomness import Key
-from hpctrain.shard import split, subsplit
 
 
 def generate(model, grid, prompt: list[int], count: int, vocabulary: int, key: Key, temperature: float = 0.8):
@@ -37,8 +36,8 @@ class _LastLogits:
     """A stage over one sequence whose last pipeline stage returns the logits of the last position, (vocabulary,)."""
 
     def __init__(self, model, grid, ids):
-        self.model, self.grid = model, grid
-        self.tokens = Tokens.of(grid, 1, len(ids))
+        self.model = model
+        self.tokens = Tokens.of(grid, 1, len(ids), algorithm=model.algorithm)
         self.ids = ids.repeat(self.tokens.sequences).to(model.device)
 
     def empty_input(self, m):
@@ -48,11 +47,10 @@ class _LastLogits:
         y = self.model(self.ids if x is None else x, self.tokens)
         if not self.model.last_stage:
             return y
-        # z: the sequence lies on the first rank. (x, y): every rank has its part of the vocabulary.
-        tensor = self.grid.tensor
-        x_blocks = [split(self.model.shape.vocabulary, tensor.x.size, i) for i in range(tensor.x.size)]
-        widths = [subsplit(b, tensor.y.size, j) for b in x_blocks for j in range(tensor.y.size)]
-        counts = tuple(part.stop - part.start for part in widths)
-        here = y[-1:].flatten() if self.tokens.sequences else y.new_empty(counts[self.grid.plane("x", "y").rank])
-        comm.broadcast(here.contiguous(), tensor.z)
-        return comm.all_gather(here, self.grid.plane("x", "y"), counts).cpu()
+        # The sequence lies on the first rank over which rows are spread; every rank has its part of the vocabulary.
+        algorithm, vocabulary = self.model.algorithm, self.model.shape.vocabulary
+        parts = [algorithm.inner(vocabulary, rank=rank) for rank in range(algorithm.columns.size)]
+        counts = tuple(part.stop - part.start for part in parts)
+        here = y[-1:].flatten() if self.tokens.inner else y.new_empty(counts[algorithm.columns.rank])
+        comm.broadcast(here.contiguous(), algorithm.rows)
+        return comm.all_gather(here, algorithm.columns, counts).cpu()

@@ -39,7 +39,7 @@ class Job:
 
     def __init__(self, config: Config, world):
         check_grid(config, world.size)
-        shape = config.grid_shape
+        shape, algorithm = config.grid_shape, config.tensor.algorithm
         self.config = config
         self.grid = grid = Grid(shape["data"], shape["pipeline"], (shape["x"], shape["y"], shape["z"]), comm=world)
         self.device = comm.local_device(config.run.device, world)
@@ -56,12 +56,13 @@ class Job:
                     f"model.vocabulary = {config.model.vocabulary} is too small for the data in {path}, "
                     f"which use {self.tokens.vocabulary} tokens; use model.vocabulary={self.tokens.vocabulary} or more"
                 )
-            self.samples = Samples(self.tokens, config.model.context, config.data.validation, self.key / "order")
+            context, validation = config.model.context, config.data.validation
+            self.samples = Samples(self.tokens, context, validation, self.key / "order", algorithm)
 
         m = config.model
         model_shape = GPT2Shape(m.layers, m.width, m.heads, m.context, m.vocabulary, m.dropout, m.tied)
         made = {"dtype": DTYPES[config.precision.compute], "device": self.device}
-        self.model = GPT2(grid, model_shape, key=self.key, **made)
+        self.model = GPT2(grid, model_shape, algorithm=algorithm, key=self.key, **made)
         optimizer = adamw(self.model.parameters(), config.train.weight_decay)
         self.trainer = Trainer(self.model, grid, optimizer, config.train.microbatches, config.train.clip)
 

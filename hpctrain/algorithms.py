@@ -1,0 +1,26 @@
+"""The parallel matrix products by name, and the tensor grids that each works on."""
+
+from __future__ import annotations
+
+ALGORITHMS = ("agarwal", "megatron", "cannon", "summa", "two_half_d")
+
+
+def check_algorithm(name: str, x: int, y: int, z: int) -> None:
+    """Raise ValueError unless this is the name of an algorithm that works on x × y × z ranks.
+
+    >>> check_algorithm("cannon", 2, 1, 1)
+    Traceback (most recent call last):
+    ValueError: tensor.algorithm = "cannon" needs grid.tensor = [q, q, 1], got [2, 1, 1]
+    """
+    needs = {
+        "agarwal": ("[x, y, z]", True),
+        "megatron": ("[t, 1, 1]", y == z == 1),
+        "cannon": ("[q, q, 1]", x == y and z == 1),
+        "summa": ("[x, y, 1]", z == 1),
+        "two_half_d": ("[q, q, c]", x == y),
+    }
+    if name not in needs:
+        raise ValueError(f"tensor.algorithm must be one of {', '.join(ALGORITHMS)}, got {name!r}")
+    form, fits = needs[name]
+    if not fits:
+        raise ValueError(f'tensor.algorithm = "{name}" needs grid.tensor = {form}, got [{x}, {y}, {z}]')

@@ -1,0 +1,86 @@
+"""The parallel matrix product that layers are built on, and the layout of activations that follows from it.
+
+Two families. Between layers, both have matrices in the residual layout: rows over (z, x), columns over y.
+
+    box      agarwal, megatron               the inner layout has rows over z and columns over (x, y)
+    plane    cannon, summa, two_half_d       the inner layout is the residual one; x cuts the rows at whole sequences
+"""
+
+from __future__ import annotations
+
+from hpctrain.algorithms import check_algorithm
+from hpctrain.shard import split, split_sizes, subsplit
+
+
+def algorithm_of(grid, name: str | Algorithm) -> Algorithm:
+    """The algorithm of this name on the tensor axes of a grid; one that is made already is returned as it is.
+
+    "agarwal": Agarwal's 3-D product on any x × y × z box. "megatron": column- and row-parallel pairs with norms in
+    sequence parallel form, on (t, 1, 1). "cannon": Cannon's product on (q, q, 1). "summa": SUMMA on (x, y, 1).
+    "two_half_d": the 2.5-D product on (q, q, c).
+
+    Raises:
+        ValueError: on every rank, for another name or a grid that the algorithm does not work on.
+    """
+    if isinstance(name, Algorithm):
+        return name
+    tensor = grid.tensor
+    check_algorithm(name, tensor.x.size, tensor.y.size, tensor.z.size)
+    return Box(grid, name) if name in ("agarwal", "megatron") else Plane(grid, name)
+
+
+class Algorithm:
+    """What layers ask of an algorithm.
+
+    Attributes:
+        name: as in the configuration.
+        columns: the axis over which the inner layout spreads features.
+        rows: the axis over which it spreads rows.
+    """
+
+    def __init__(self, grid, name):
+        self.name, self.x, self.y, self.z = name, grid.tensor.x, grid.tensor.y, grid.tensor.z
+
+    def inner(self, length: int, unit: int = 1, rank: int | None = None) -> slice:
+        """The features that a rank of `columns`, this one by default, holds in the inner layout."""
+        raise NotImplementedError
+
+
+class Box(Algorithm):
+    """Agarwal's family: a layer gathers its operands and scatters its result."""
+
+    def __init__(self, grid, name):
+        super().__init__(grid, name)
+        self.columns, self.rows = grid.plane("x", "y"), self.z
+
+    def inner(self, length, unit=1, rank=None):
+        i, j = divmod(self.columns.rank if rank is None else rank, self.y.size)
+        return subsplit(split(length, self.x.size, i, unit), self.y.size, j, unit)
+
+    def rows_over_x(self, sequences: int, length: int) -> tuple[int, ...]:
+        """Residual rows of the ranks of x, of a z block of whole sequences."""
+        return split_sizes(sequences * length, self.x.size)
+
+    def inner_sequences(self, sequences: int) -> slice:
+        """Which sequences of the z block this rank holds in the inner layout."""
+        return slice(0, sequences)
+
+
+class Plane(Algorithm):
+    """The family of Cannon's product: blocks stay where they are, and panels of them travel."""
+
+    def __init__(self, grid, name):
+        super().__init__(grid, name)
+        from hpctrain.matmul import Cannon, Summa, TwoHalfD
+
+        self.columns, self.rows = self.y, grid.plane("x", "z")
+        self.matmul = {"cannon": Cannon, "summa": Summa, "two_half_d": TwoHalfD}[name](grid.tensor)
+
+    def inner(self, length, unit=1, rank=None):
+        return split(length, self.y.size, self.y.rank if rank is None else rank, unit)
+
+    def rows_over_x(self, sequences, length):
+        return split_sizes(sequences * length, self.x.size, length)
+
+    def inner_sequences(self, sequences):
+        return split(sequences, self.x.size, self.x.rank)

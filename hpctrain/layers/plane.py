@@ -1,0 +1,50 @@
+"""The linear layer's product on a plane of ranks: Cannon's, SUMMA's and the 2.5-D one."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.shard import Shard, split, split_sizes, subsplit
+
+
+class PlaneProduct:
+    """y = x Wᵀ + b; `weight` and `bias` say what a rank holds of W and b.
+
+    W has its rows over x and its columns over y, as x and y have. The output features are therefore cut over both axes
+    (see `matmul.plane`), and forward and both gradients are the three products of that one dim.
+    """
+
+    def __init__(self, algorithm, in_features, out_features, to_inner, in_unit, out_unit):
+        x, y, z = algorithm.x, algorithm.y, algorithm.z
+        self.matmul = algorithm.matmul
+        rows = split(out_features, x.size, x.rank, out_unit)
+        over_x, over_y = (split_sizes(out_features, axis.size, out_unit) for axis in (x, y))
+        if algorithm.name == "two_half_d":
+            over_x = tuple(split_sizes(part, z.size) for part in over_x)
+        self.sizes = over_x, over_y
+        self.weight = Shard(
+            (out_features, in_features),
+            (subsplit(rows, z.size, z.rank), split(in_features, y.size, y.rank, in_unit)),
+        )
+        self.bias = Shard((out_features,), (split(out_features, y.size, y.rank, out_unit),), ("x", "z"))
+
+    def __call__(self, x, weight, bias, tokens):
+        return _Product.apply(x, weight, bias, self, tokens.over_z)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, product, rows):
+        ctx.save_for_backward(x, weight)
+        ctx.product, ctx.rows = product, rows
+        y = product.matmul.nt(x, weight, product.sizes, rows)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        matmul, sizes, rows = ctx.product.matmul, ctx.product.sizes, ctx.rows
+        grad = grad.contiguous()
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        grad_x = matmul.nn(grad, weight, sizes, rows) if ctx.needs_input_grad[0] else None
+        return grad_x, matmul.tn(grad, x, sizes, rows), grad_bias, None, None
