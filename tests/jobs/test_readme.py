@@ -57,7 +57,7 @@ def test_commands(checkout, title):
 
 def test_the_program(start, tmp_path, python):
     """On four ranks; the losses go down."""
-    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (program,) = re.findall(r"```python\n(.*?)```", section("Use the layers in research code"), re.DOTALL)
     (tmp_path / "program.py").write_text(program)
     ended = start(4, python, "-m", "mpi4py", str(tmp_path / "program.py")).wait(90)
     assert ended.status == 0, ended.output
