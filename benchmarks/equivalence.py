@@ -2,6 +2,7 @@
 
     python benchmarks/equivalence.py                     all 56 grids; about 12 minutes on 2 cores
     python benchmarks/equivalence.py --ranks 4           the 15 grids of four ranks
+    python benchmarks/equivalence.py --algorithms all --ranks 4    with each matrix product, where it works
     python benchmarks/equivalence.py train.clip=0.1      any setting of the configuration
 
 Runs the command line, `hpctrain train`, in float64 for ten steps of a model of which nothing divides: 9 layers, width
@@ -10,6 +11,7 @@ difference of its metrics.jsonl from the serial one; exits with 1 when any excee
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from hpctrain.algorithms import ALGORITHMS, check_algorithm
 from hpctrain.grid import all_grids
 
 ROOT = Path(__file__).parents[1]
@@ -45,21 +48,29 @@ def train(folder, name, data, pipeline, tensor, overrides):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,4,8")
+    parser.add_argument("--algorithms", default="agarwal", help="names separated by commas, or all")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args()
+    algorithms = ALGORITHMS if options.algorithms == "all" else options.algorithms.split(",")
     worst = 0.0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         serial = train(folder, "serial", 1, 1, (1, 1, 1), options.overrides)
         for ranks in map(int, options.ranks.split(",")):
-            for number, (data, pipeline, tensor) in enumerate(all_grids(ranks)):
-                name = f"grid-{ranks}-{number}"
-                values = train(folder, name, data, pipeline, tensor, options.overrides)
+            for number, ((data, pipeline, tensor), algorithm) in enumerate(
+                itertools.product(all_grids(ranks), algorithms)
+            ):
+                try:
+                    check_algorithm(algorithm, *tensor)
+                except ValueError:
+                    continue
+                overrides = [*options.overrides, f"tensor.algorithm={algorithm}"]
+                values = train(folder, f"grid-{ranks}-{number}", data, pipeline, tensor, overrides)
                 difference = max(abs(a - b) / abs(b) for a, b in zip(values, serial))
                 worst = max(worst, difference)
                 result = {
                     "benchmark": "equivalence",
-                    "case": f"data {data}, pipeline {pipeline}, tensor {tensor}",
+                    "case": f"data {data}, pipeline {pipeline}, tensor {tensor}, {algorithm}",
                     "values": len(values),
                     "largest_relative_difference": difference,
                     "goal": GOAL,

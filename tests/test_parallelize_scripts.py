@@ -1,4 +1,4 @@
-"""The README's scripts with the one line added print, under mpirun, what they print without it; the cost of importing."""
+"""The README's scripts with the one line added print what they print without it; and what importing costs."""
 
 import os
 import re
