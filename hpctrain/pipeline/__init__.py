@@ -1,7 +1,35 @@
-"""Pipelines: the order of work on every stage, its lowering to messages, and the executor that runs it."""
+"""Pipelines: the order of work on every rank, its proof and simulation, its lowering to messages, and the executor.
 
-from hpctrain.pipeline.executor import Executor
-from hpctrain.pipeline.lowering import blocking_replay, lower
-from hpctrain.pipeline.schedule import Action, forward_only, one_f_one_b
+Everything but the executor is plain Python; it starts neither MPI nor torch.
+"""
 
-__all__ = ["Action", "Executor", "blocking_replay", "forward_only", "lower", "one_f_one_b"]
+from hpctrain.pipeline.actions import Action, Fused
+from hpctrain.pipeline.flush import forward_only, gpipe, interleaved, one_f_one_b
+from hpctrain.pipeline.graph import Edge, StageGraph
+from hpctrain.pipeline.lowering import Lowered
+from hpctrain.pipeline.schedules import Schedule
+from hpctrain.pipeline.simulate import Costs, Simulation
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Edge",
+    "Executor",
+    "Fused",
+    "Lowered",
+    "Schedule",
+    "Simulation",
+    "StageGraph",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+]
+
+
+def __getattr__(name):
+    if name == "Executor":  # brings torch
+        from hpctrain.pipeline.executor import Executor
+
+        return Executor
+    raise AttributeError(f"module 'hpctrain.pipeline' has no attribute {name!r}")

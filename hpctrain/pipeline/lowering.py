@@ -1,109 +1,169 @@
-"""Lowering: place sends and receives into a schedule so that no order of blocking can deadlock.
+"""Lowering: place sends and receives into a schedule so that no order of blocking can deadlock, and prove it.
 
 The schedule is simulated once. Whenever a piece of work is finished whose result another rank needs, the send is
-appended to the one rank's program and the receive to the other's at the same instant of one global order. Then even
-fully blocking messages complete: of the transfers not yet done, the earliest has nothing unfinished before it on either
-rank.
+appended to the one rank's program and the receive to the other's at the same instant of one global order; so are the
+parts of a reduction. Then even fully blocking messages complete: of the transfers not yet done, the earliest has
+nothing unfinished before it on either rank. The certificate does not rely on that proof: it replays the programs.
 """
 
 from __future__ import annotations
 
 import heapq
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from hpctrain.pipeline.schedule import Action
+from hpctrain.pipeline.actions import FORWARD, GRADIENT, INPUT_GRADIENT, RECEIVE, REDUCE, SEND, WORK, Action
+from hpctrain.pipeline.graph import StageGraph
+from hpctrain.pipeline.simulate import Simulation
+from hpctrain.pipeline.tasks import Tasks, needs
 
-COST = {"forward": 1, "backward": 2}
 
+@dataclass(frozen=True)
+class Lowered:
+    """Programs with messages.
 
-def lower(order: list[list[Action]]) -> list[list[Action]]:
-    """Programs with messages, one a rank, for a chain of stages with one stage a rank.
-
-    Raises:
-        ValueError: when the order cannot be carried out, naming the actions that wait for each other.
+    Attributes:
+        programs[r]: what rank r does, in order.
+        placement: {(replica, stage): rank}.
+        graph, slices: of the schedule.
     """
-    stages = len(order)
-    position, finished = [0] * stages, {}
-    events = []  # (time, what comes first at that time, number, action or transfer)
-    ready = [(0, rank) for rank in range(stages) if order[rank]]
-    heapq.heapify(ready)
-    waiting: dict[tuple, list[int]] = {}  # work not finished -> ranks whose next action needs it
-    clock = [0] * stages
-    while ready:
-        time, rank = heapq.heappop(ready)
-        action = order[rank][position[rank]]
-        needed = _needs(action, stages)
-        missing = [work for work in needed if work not in finished]
-        if missing:
-            waiting.setdefault(missing[0], []).append(rank)
-            continue
-        start = max([time, clock[rank], *(finished[work] for work in needed)])
-        end = clock[rank] = start + COST[action.kind]
-        position[rank] += 1
-        finished[action[:3]] = end
-        events.append((start, 1, len(events), rank, action))
-        if transfer := _transfer(action, stages):
-            events.append((end, 0, len(events), rank, transfer))
-        for other in waiting.pop(action[:3], []):
-            heapq.heappush(ready, (end, other))
-        if position[rank] < len(order[rank]):
-            heapq.heappush(ready, (end, rank))
-    stuck = [order[rank][position[rank]] for rank in range(stages) if position[rank] < len(order[rank])]
-    if stuck:
-        raise ValueError("the schedule cannot be carried out; these wait for work that never comes: " + repr(stuck))
 
-    programs: list[list[Action]] = [[] for _ in range(stages)]
-    for _, _, _, rank, action in sorted(events):
-        if action.kind == "send":
-            programs[rank].append(action)
-            programs[action.peer].append(action._replace(kind="receive", peer=rank))
-        else:
-            programs[rank].append(action)
-    return programs
+    programs: list[list[Action]]
+    placement: dict[tuple[int, int], int]
+    graph: StageGraph
+    slices: int = 1
 
+    def is_gradient(self, message: Action) -> bool:
+        """Whether a send or receive carries a gradient: then its sender is the stage where the edge ends."""
+        return message.stage == self.graph.edges[message.edge].target
 
-def blocking_replay(programs: list[list[Action]]) -> None:
-    """Certificate: run the programs with messages that block both ends until both are there.
+    def to_json(self) -> str:
+        """The programs, for a replay by any other program."""
+        names = ("kind", "replica", "stage", "microbatch", "slice", "version", "peer", "edge")
+        return json.dumps(
+            {
+                "ranks": [[dict(zip(names, action)) for action in program] for program in self.programs],
+                "placement": [[*place, rank] for place, rank in sorted(self.placement.items())],
+                "edges": [[edge.source, edge.target] for edge in self.graph.edges],
+            }
+        )
 
-    Raises:
-        ValueError: when they deadlock, with the action at which each rank stands.
-    """
-    position = [0] * len(programs)
+    def replay(self) -> None:
+        """The certificate: run the programs with messages that block both ends until both are there, and reductions
+        that block until all their ranks are; every piece of work must find its inputs on its rank.
 
-    def current(rank):
-        return programs[rank][position[rank]] if position[rank] < len(programs[rank]) else None
+        Raises:
+            ValueError: naming the work without its input, or the action at which each rank stands still.
+        """
+        position = [0] * len(self.programs)
+        here: list[set[tuple]] = [set() for _ in self.programs]  # results on the rank
+        moved = True
 
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(len(programs)):
-            while (action := current(rank)) is not None:
-                if action.kind in ("send", "receive"):
-                    other = current(action.peer)
-                    opposite = {"send": "receive", "receive": "send"}[action.kind]
-                    if other is None or other._replace(peer=action.peer) != action._replace(kind=opposite):
+        def current(rank):
+            return self.programs[rank][position[rank]] if position[rank] < len(self.programs[rank]) else None
+
+        while moved:
+            moved = False
+            for rank in range(len(self.programs)):
+                while (action := current(rank)) is not None:
+                    ranks = self._together(action, rank, current)
+                    if ranks is None:
                         break
-                    position[action.peer] += 1
-                position[rank] += 1
-                moved = True
-    standing = {rank: current(rank) for rank in range(len(programs)) if current(rank)}
-    if standing:
-        raise ValueError(f"the programs deadlock when messages block: {standing}")
+                    self._check(action, rank, here)
+                    for one in ranks:
+                        position[one] += 1
+                    moved = True
+        standing = [f"rank {rank} at {current(rank)}" for rank in range(len(self.programs)) if current(rank)]
+        if standing:
+            raise ValueError("the programs deadlock when messages block: " + "; ".join(standing))
+
+    def _together(self, action: Action, rank: int, current) -> list[int] | None:
+        """The ranks that pass with this one; None while one of them is not there yet."""
+        if action.kind in (SEND, RECEIVE):
+            other = current(action.peer) if action.peer != rank else None
+            opposite = action._replace(kind=RECEIVE if action.kind == SEND else SEND, peer=rank)
+            return [rank, action.peer] if other == opposite else None
+        if action.kind == REDUCE:
+            ranks = [home for (_, stage), home in self.placement.items() if stage == action.stage]
+            there = [current(one) for one in ranks]
+            return ranks if all(a and (a.kind, a.stage) == (REDUCE, action.stage) for a in there) else None
+        return [rank]
+
+    def _check(self, action: Action, rank: int, here: list[set[tuple]]) -> None:
+        """What it needs must be here; what it gives is here from now on."""
+        if action.kind in (SEND, RECEIVE):
+            kind = INPUT_GRADIENT if self.is_gradient(action) else FORWARD
+            result = kind, *action.unit
+            sender, receiver = (rank, action.peer) if action.kind == SEND else (action.peer, rank)
+            if result not in here[sender]:
+                raise ValueError(f"rank {sender} sends what it does not have: {action}")
+            here[receiver].add((*result, action.edge))
+        elif action.kind in WORK:
+            for kind, unit, edge in needs(action, self.graph, self.slices):
+                if (kind, *unit) not in here[rank] and (kind, *unit, edge) not in here[rank]:
+                    raise ValueError(f"{action} on rank {rank} has no {Action(kind, *unit)}")
+            if action.kind == FORWARD:
+                here[rank].add((FORWARD, *action.unit))
+            elif action.kind in GRADIENT:
+                here[rank].add((INPUT_GRADIENT, *action.unit))
 
 
-def _needs(action: Action, stages: int) -> list[tuple]:
-    """Work that must be finished before, as (kind, stage, microbatch)."""
-    if action.kind == "forward":
-        return [("forward", action.stage - 1, action.microbatch)] if action.stage else []
-    needed = [("forward", action.stage, action.microbatch)]
-    if action.stage < stages - 1:
-        needed.append(("backward", action.stage + 1, action.microbatch))
-    return needed
+def lower(schedule, tasks: Tasks, simulation: Simulation) -> Lowered:
+    """Programs with messages for a validated schedule, replayed. See `Schedule.lower`."""
+    programs: list[list[Action]] = [[] for _ in range(schedule.ranks)]
+    for item in _global_order(tasks, simulation):
+        if len(item) == 1:
+            for rank, actions in _shares(tasks, item[0]):
+                programs[rank] += actions
+        else:
+            giver, task, (_, unit, edge) = item
+            version = next(action.version for action in tasks.actions[giver] if action.unit == unit)
+            send = Action(SEND, *unit, version, edge=edge)
+            here, there = tasks.ranks[giver][0], tasks.ranks[task][0]
+            programs[here].append(send._replace(peer=there))
+            programs[there].append(send._replace(kind=RECEIVE, peer=here))
+    lowered = Lowered(programs, dict(schedule.placement), schedule.graph, schedule.slices)
+    lowered.replay()
+    return lowered
 
 
-def _transfer(action: Action, stages: int) -> Action | None:
-    stage = action.stage
-    if action.kind == "forward" and stage < stages - 1:
-        return Action("send", stage, action.microbatch, stage + 1, 2 * stage)
-    if action.kind == "backward" and stage > 0:
-        return Action("send", stage, action.microbatch, stage - 1, 2 * (stage - 1) + 1)
-    return None
+def _global_order(tasks: Tasks, simulation: Simulation) -> Iterator[tuple]:
+    """(task,) and (giver, task, need) for transfers, by simulated time; transfers before the work of the same instant.
+
+    Work that takes no time makes instants ambiguous, so nothing is listed before all it waits for.
+    """
+    items: list[tuple] = [(task,) for task in range(len(tasks.actions))]
+    after: list[list[int]] = [[] for _ in items]
+    missing = [0] * len(items)
+    when = [(start, 1) for start in simulation.starts]
+    for task, before in enumerate(tasks.before):
+        for giver, edge in before:
+            if edge is None:
+                after[giver].append(task)
+                missing[task] += 1
+    for giver, task, need in tasks.transfers:
+        after[giver].append(len(items))
+        after.append([task])
+        missing[task] += 1
+        missing.append(1)
+        when.append((simulation.ends[giver], 0))
+        items.append((giver, task, need))
+    ready = [(*when[item], item) for item, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    while ready:
+        *_, item = heapq.heappop(ready)
+        yield items[item]
+        for other in after[item]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(ready, (*when[other], other))
+
+
+def _shares(tasks: Tasks, task: int) -> Iterator[tuple[int, tuple[Action, ...]]]:
+    ranks, actions = tasks.ranks[task], tasks.actions[task]
+    if len(ranks) == 1:
+        yield ranks[0], actions
+    else:
+        for rank, action in zip(ranks, actions):
+            yield rank, (action,)

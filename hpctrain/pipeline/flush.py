@@ -1,0 +1,122 @@
+"""Schedules of a chain that end every step with a flush: GPipe, 1F1B, interleaved 1F1B, and forwards alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hpctrain.pipeline.actions import BACKWARD, FORWARD, REDUCE, UPDATE, Action, Fused, flat
+from hpctrain.pipeline.graph import StageGraph
+from hpctrain.pipeline.schedules import Schedule
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards, in the order of the microbatches, as in serial accumulation.
+
+    Source: Huang et al., "GPipe" (NeurIPS 2019).
+    """
+    check(ranks=ranks, microbatches=microbatches)
+    order = [
+        [Action(kind, 0, stage, m) for kind in (FORWARD, BACKWARD) for m in range(microbatches)]
+        for stage in range(ranks)
+    ]
+    return with_flush("gpipe", order, chain_placement(ranks), microbatches)
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """1F1B: after a warm-up of forwards, one forward and one backward in turn, so that stage s holds at most ranks - s
+    microbatches. Backward runs in the order of the microbatches.
+
+    Source: Narayanan et al., "PipeDream" (SOSP 2019), with a flush at the end of every step (Fan et al., DAPPLE, 2021).
+
+    >>> for rank in one_f_one_b(2, 3).order:
+    ...     print(" ".join(f"{a.kind[0]}{a.microbatch}" for a in rank))
+    f0 f1 b0 f2 b1 b2 r0 u0
+    f0 b0 f1 b1 f2 b2 r0 u0
+    """
+    check(ranks=ranks, microbatches=microbatches)
+    order = [one_forward_one_backward(stage, ranks, microbatches) for stage in range(ranks)]
+    return with_flush("1f1b", order, chain_placement(ranks), microbatches)
+
+
+def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[Action]:
+    """The order of work of one stage of 1F1B."""
+    ahead = min(stages - 1 - stage, microbatches)
+    forwards = [Action(FORWARD, 0, stage, m) for m in range(microbatches)]
+    backwards = [Action(BACKWARD, 0, stage, m) for m in range(microbatches)]
+    steady = [action for pair in zip(forwards[ahead:], backwards) for action in pair]
+    return forwards[:ahead] + steady + backwards[microbatches - ahead :]
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Interleaved 1F1B: rank r has the stages r, r + ranks, …, `chunks` of them. Microbatches go through in groups of
+    `ranks`; a group that is not full is the full one's order without the missing microbatches.
+
+    Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters" (SC 2021), §2.2.
+    """
+    check(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    total = chunks * ranks * -(-microbatches // ranks)
+    order = []
+    for rank in range(ranks):
+        work = {FORWARD: [], BACKWARD: []}
+        for step in range(total):
+            group, within = divmod(step, chunks * ranks)
+            chunk, m = within // ranks, group * ranks + within % ranks
+            work[FORWARD].append(Action(FORWARD, 0, chunk * ranks + rank, m))
+            work[BACKWARD].append(Action(BACKWARD, 0, (chunks - 1 - chunk) * ranks + rank, m))
+        # one rank with chunks on one chain has each microbatch's forwards one after another, as any other
+        ahead = ranks - 1 if chunks == 1 else 2 * (ranks - 1) + (chunks - 1) * ranks
+        ahead = min(total, ahead - (rank if chunks == 1 else 2 * rank))
+        steady = [action for pair in zip(work[FORWARD][ahead:], work[BACKWARD]) for action in pair]
+        order.append(work[FORWARD][:ahead] + steady + work[BACKWARD][total - ahead :])
+    placement = {(0, stage): stage % ranks for stage in range(chunks * ranks)}
+    return with_flush("interleaved", order, placement, microbatches)
+
+
+def forward_only(ranks: int, microbatches: int) -> Schedule:
+    """Forwards alone, for evaluation."""
+    check(ranks=ranks, microbatches=microbatches)
+    order = [[Action(FORWARD, 0, stage, m) for m in range(microbatches)] for stage in range(ranks)]
+    graph = StageGraph.chain(ranks)
+    return Schedule("forward_only", graph, chain_placement(ranks), order, microbatches, training=False)
+
+
+# What other generators need too ------------------------------------------------------------------------------------
+
+
+def with_flush(
+    name: str, order, placement: Mapping[tuple[int, int], int], microbatches: int, slices: int = 1, graph=None
+) -> Schedule:
+    """The schedule that ends with a reduction and an update of every stage, without the microbatches that are too many.
+
+    Leaving microbatches out is safe: no microbatch needs another one.
+    Reductions go by stage, the same order on all ranks, since each of them joins the replicas of a stage.
+    """
+    ending: list[list[Action]] = [[] for _ in order]
+    for kind, version in ((REDUCE, 0), (UPDATE, 1)):
+        for (replica, stage), rank in sorted(placement.items(), key=lambda item: item[0][1]):
+            ending[rank].append(Action(kind, replica, stage, version=version))
+    kept = [[*present(rank, microbatches), *end] for rank, end in zip(order, ending)]
+    graph = graph or StageGraph.chain(1 + max(stage for _, stage in placement))
+    return Schedule(name, graph, placement, kept, microbatches, slices)
+
+
+def present(entries: Iterable[Action | Fused], microbatches: int) -> Iterable[Action | Fused]:
+    """The entries of microbatches below `microbatches`; of a fused pair, the half that is left."""
+    for entry in entries:
+        left = [action for action in flat([entry]) if action.microbatch < microbatches]
+        if len(left) == 2:
+            yield entry
+        else:
+            yield from left
+
+
+def chain_placement(ranks: int) -> dict[tuple[int, int], int]:
+    """Stage s on rank s."""
+    return {(0, stage): stage for stage in range(ranks)}
+
+
+def check(**sizes: int) -> None:
+    """Raise ValueError for a size below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}={size}: a schedule needs at least one; use {name}=1 or more")

@@ -1,0 +1,75 @@
+"""A schedule: for each rank an ordered list of actions. Order only; no times, no messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpctrain.pipeline.actions import Action, Fused
+from hpctrain.pipeline.graph import StageGraph
+from hpctrain.pipeline.lowering import Lowered, lower
+from hpctrain.pipeline.simulate import Costs, Simulation, simulate
+from hpctrain.pipeline.tasks import Tasks
+from hpctrain.pipeline.validate import validate
+
+COSTS = Costs()  # forward, input gradient and weight gradient of every stage take the same time, messages none
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of work on every rank. Whether it is right is for `validate` to say; `lower` does not go on without.
+
+    Attributes:
+        name: for messages and pictures.
+        graph: the stages.
+        placement: {(replica, stage): rank}; replicas of a stage hold the same weights and divide the microbatches.
+        order[r]: the actions of rank r; fused pairs are one entry.
+        microbatches, slices: how many of each; every microbatch goes through all stages of one replica.
+        training: False for forwards alone, which have no gradients and no update.
+        delayed: True where weights change while microbatches are under way, so that gradients are of older versions;
+            False where one update follows all gradients.
+    """
+
+    name: str
+    graph: StageGraph
+    placement: Mapping[tuple[int, int], int]
+    order: Sequence[Sequence[Action | Fused]]
+    microbatches: int
+    slices: int = 1
+    training: bool = True
+    delayed: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return len(self.order)
+
+    @property
+    def replicas(self) -> int:
+        return 1 + max(replica for replica, _ in self.placement)
+
+    def validate(self) -> Tasks:
+        """Check that all work is done once, in an order that can be carried out, with reductions and updates in place.
+
+        Raises:
+            ValueError: naming the action that is wrong, or those that wait for each other.
+        """
+        return validate(self)
+
+    def simulate(self, costs: Costs = COSTS) -> Simulation:
+        """Makespan, bubbles, critical path, peak memory and staleness, for these costs.
+
+        Raises:
+            ValueError: for an order that cannot be carried out, naming the actions that wait for each other, and for
+                costs that do not fit the stages.
+        """
+        return simulate(self, costs, Tasks(self))
+
+    def lower(self, costs: Costs = COSTS) -> Lowered:
+        """Programs with messages, proven to be free of deadlock however messages block. Costs decide the order of
+        messages, never whether it is safe.
+
+        Raises:
+            ValueError: as `validate` and `simulate`; and if the programs do not pass the replay with blocking messages.
+        """
+        tasks = self.validate()
+        return lower(self, tasks, simulate(self, costs, tasks))

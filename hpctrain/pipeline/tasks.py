@@ -1,0 +1,136 @@
+"""What must come before what: the actions of a schedule as one graph of tasks.
+
+The dependencies come from the stage graph and from nothing else; each rank's order is added to them. Reductions of one
+stage over its replicas join ranks: they are one task of all these ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.pipeline.actions import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    INPUT_GRADIENT,
+    REDUCE,
+    WEIGHT_GRADIENT,
+    Action,
+    Fused,
+)
+from hpctrain.pipeline.graph import StageGraph
+
+# What an action needs: (FORWARD or INPUT_GRADIENT, unit, edge), the result of that kind (a whole backward gives an
+# input gradient too) and the edge along which another stage gives it, else None. A plain tuple: there are hundreds of
+# thousands in a large schedule.
+Need = tuple[str, tuple[int, int, int, int], int | None]
+
+
+def needs(action: Action, graph: StageGraph, slices: int) -> Iterator[Need]:
+    """What must be finished before a piece of work, from the graph alone."""
+    kind, replica, stage, m, part = action[:5]
+    if kind == FORWARD:
+        for edge, source in graph.into[stage]:
+            yield (FORWARD, (replica, source, m, part), edge)
+        if part:
+            yield (FORWARD, (replica, stage, m, part - 1), None)
+    elif kind in GRADIENT:
+        yield (FORWARD, (replica, stage, m, part), None)
+        for edge, target in graph.out[stage]:
+            yield (INPUT_GRADIENT, (replica, target, m, part), edge)
+        if part + 1 < slices:
+            yield (INPUT_GRADIENT, (replica, stage, m, part + 1), None)
+    elif kind == WEIGHT_GRADIENT:
+        yield (INPUT_GRADIENT, (replica, stage, m, part), None)
+
+
+class Tasks:
+    """The tasks of a schedule.
+
+    Attributes:
+        actions[t]: the actions of task t: one, the two of a fused pair, or one of each rank for a reduction.
+        ranks[t]: the ranks that carry it out.
+        before[t]: what it waits for, as (task, edge); edge is None on the same rank.
+        transfers: (giver, task, need) where the one rank needs what the other makes.
+        order: the tasks so that each comes after those it waits for.
+
+    Raises:
+        ValueError: when something waits for work that no rank does, or the order is impossible, naming the cycle.
+    """
+
+    def __init__(self, schedule):
+        graph, slices, replicas = schedule.graph, schedule.slices, schedule.replicas
+        self.actions: list[tuple[Action, ...]] = []
+        self.ranks: list[tuple[int, ...]] = []
+        self.before: list[list[tuple[int, int | None]]] = []
+        self.transfers: list[tuple[int, int, Need]] = []
+        done: dict[tuple, int] = {}  # (forward or input gradient, unit) -> task
+        reductions: dict[tuple, int] = {}  # (stage, how many before) -> task
+        reduced: dict[tuple, int] = {}
+        for rank, order in enumerate(schedule.order):
+            previous = None
+            for entry in order:
+                actions = entry if isinstance(entry, Fused) else (entry,)
+                task = len(self.actions)
+                if entry[0] == REDUCE and replicas > 1:
+                    place = entry.replica, entry.stage
+                    key = entry.stage, reduced.get(place, 0)
+                    reduced[place] = key[1] + 1
+                    task = reductions.setdefault(key, task)
+                if task < len(self.actions):
+                    self.actions[task] += actions
+                    self.ranks[task] += (rank,)
+                else:
+                    self.actions.append(actions)
+                    self.ranks.append((rank,))
+                    self.before.append([])
+                if previous is not None:
+                    self.before[task].append((previous, None))
+                previous = task
+                for action in actions:
+                    if action.kind in (FORWARD, BACKWARD, INPUT_GRADIENT):
+                        kind = FORWARD if action.kind == FORWARD else INPUT_GRADIENT
+                        done[kind, action[1:5]] = task
+        for task, actions in enumerate(self.actions):
+            before, ranks = self.before[task], self.ranks[task]
+            for action in actions:
+                for need in needs(action, graph, slices):
+                    giver = done.get(need[:2])
+                    if giver is None:
+                        raise ValueError(f"{action} waits for {Action(need[0], *need[1])}, which no rank does")
+                    if self.ranks[giver] == ranks:
+                        before.append((giver, None))
+                    else:
+                        before.append((giver, need[2]))
+                        self.transfers.append((giver, task, need))
+        self.order = self._sort()
+
+    def _sort(self) -> list[int]:
+        after: list[list[int]] = [[] for _ in self.actions]
+        for task, before in enumerate(self.before):
+            for giver, _ in before:
+                after[giver].append(task)
+        missing = [len(before) for before in self.before]
+        order = [task for task, count in enumerate(missing) if not count]
+        for task in order:  # grows while it is read
+            for other in after[task]:
+                missing[other] -= 1
+                if not missing[other]:
+                    order.append(other)
+        if len(order) < len(missing):
+            raise ValueError("the schedule cannot be carried out: " + self._cycle(missing))
+        return order
+
+    def _cycle(self, missing: list[int]) -> str:
+        task = next(task for task, count in enumerate(missing) if count)
+        path = [task]
+        while True:
+            task = next(giver for giver, _ in self.before[task] if missing[giver])
+            if task in path:
+                path = [*path[path.index(task) :], task]
+                return ", which waits for ".join(self.name(step) for step in path)
+            path.append(task)
+
+    def name(self, task: int) -> str:
+        ranks = ", ".join(str(rank) for rank in self.ranks[task])
+        return " with ".join(str(action) for action in self.actions[task]) + f" on rank {ranks}"
