@@ -10,8 +10,14 @@ import math
 
 import torch
 
-from hpctrain.comm.buffers import REDUCED_HERE
-from hpctrain.comm.collectives import all_gather, all_to_all, reduce_scatter
+from hpctrain.comm.buffers import REDUCED_HERE, Work
+from hpctrain.comm.collectives import (
+    all_gather,
+    all_gather_start,
+    all_to_all,
+    reduce_scatter,
+    reduce_scatter_start,
+)
 from hpctrain.shard import split
 
 CHUNK = 1 << 16  # elements summed at a time, so that a sum is still in the cache when it is written to all
@@ -26,7 +32,7 @@ class Window:
     def __init__(self, axis, nbytes: int):
         from mpi4py import MPI
 
-        self._barrier = axis.comm.Barrier
+        self._barrier, self._ibarrier = axis.comm.Barrier, axis.comm.Ibarrier
         self._window = MPI.Win.Allocate_shared(max(1, nbytes), 1, comm=axis.comm)
         self._window.Lock_all()  # the epoch in which loads, stores and Sync are defined
         memories = (self._window.Shared_query(rank)[0] for rank in range(axis.size))
@@ -37,6 +43,16 @@ class Window:
         self._window.Sync()
         self._barrier()
         self._window.Sync()
+
+    def barrier_start(self, then) -> Work:
+        """Begin a barrier. `wait()` completes it and returns `then()`, which sees what any rank wrote before."""
+        self._window.Sync()
+
+        def finish():
+            self._window.Sync()
+            return then()
+
+        return Work([self._ibarrier()], None, finish)
 
 
 class Shared:
@@ -76,11 +92,16 @@ class Workspace:
     A gathered tensor is written once, in place, and read there by all; a partial product is written where the others
     will read it. There are two windows in turn. What a call returns is valid until the next call other than `room` on
     the same axis: the barrier in there says that everybody is done with the older window, which the call after takes.
+
+    A call that is started must be waited for before the next one of the same workspace. While its barrier is under way
+    the older window is still in use by what it was started beside, so that such gathers take three windows in turn:
+    once the barrier of call n is waited for, everybody has begun call n and is done with call n-2, whose window call
+    n+1 takes. Sums are copied out before the next call, so that two will do.
     """
 
-    def __init__(self, axis):
+    def __init__(self, axis, windows: int = 2):
         self.axis = axis
-        self._windows: list[Window | None] = [None, None]
+        self._windows: list[Window | None] = [None] * windows
         self._turn = 0
 
     def gather(self, part: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
@@ -90,11 +111,23 @@ class Workspace:
             return part
         if not (axis.one_node and part.is_cpu):
             return all_gather(part, axis, counts)
-        rows, row = sum(counts), math.prod(part.shape[1:])
+        whole = self._place(part, counts)
+        self._windows[self._turn].barrier()
+        return whole
+
+    def gather_start(self, part: torch.Tensor, counts: tuple[int, ...]) -> Work:
+        """Begin `gather`. What `wait()` returns is valid until the next call but one is started."""
+        if self.axis.size == 1 or not (self.axis.one_node and part.is_cpu):
+            return all_gather_start(part, self.axis, counts)
+        whole = self._place(part, counts)
+        return self._windows[self._turn].barrier_start(lambda: whole)
+
+    def _place(self, part, counts):
+        """The next window as the tensor of all ranks' rows, into which this rank has written its own."""
+        axis, rows, row = self.axis, sum(counts), math.prod(part.shape[1:])
         first, held = sum(counts[: axis.rank]), counts[axis.rank]
         whole = self._next(rows * row * part.itemsize).parts[0].view(part.dtype)[: rows * row]
         whole[first * row : (first + held) * row].view(part.shape).copy_(part)
-        self._windows[self._turn].barrier()
         item = row * part.itemsize
         axis.wire.traffic.add(axis.name, "all_gather", (axis.size - 1) * held * item, (rows - held) * item)
         return whole.view(rows, *part.shape[1:])
@@ -112,6 +145,17 @@ class Workspace:
             return reduce_scatter(room, axis, counts)
         window = self._windows[self._turn]
         window.barrier()
+        return self._sum_slice(window, room, counts)
+
+    def reduce_start(self, room: torch.Tensor, counts: tuple[int, ...]) -> Work:
+        """Begin `reduce`."""
+        if self.axis.size == 1 or not (self.axis.one_node and room.is_cpu):
+            return reduce_scatter_start(room, self.axis, counts)
+        window = self._windows[self._turn]
+        return window.barrier_start(lambda: self._sum_slice(window, room, counts))
+
+    def _sum_slice(self, window, room, counts):
+        axis = self.axis
         first, held = sum(counts[: axis.rank]), counts[axis.rank]
         out = room.new_empty(held)
         size = room.itemsize
@@ -214,7 +258,7 @@ class Workspace:
 
     def _next(self, nbytes: int) -> Window:
         """The window whose turn it is, made larger where need be: all ranks ask for the same size, so all agree."""
-        self._turn = 1 - self._turn
+        self._turn = (self._turn + 1) % len(self._windows)
         window = self._windows[self._turn]
         if window is None or len(window.parts[0]) < nbytes:
             # page-sized, and at least doubled: the old one is left to its last readers
@@ -223,11 +267,12 @@ class Workspace:
         return window
 
 
-def workspace(axis) -> Workspace:
-    """The axis's workspace."""
+def workspace(axis, use: str = "now") -> Workspace:
+    """The axis's workspace for calls that return when they are done ("now"), or for those that are started: reductions
+    ("later") and gathers ("ahead"). Each has windows of its own, so that one may be under way beside another."""
     if axis.workspace is None:
-        axis.workspace = Workspace(axis)
-    return axis.workspace
+        axis.workspace = {"now": Workspace(axis), "later": Workspace(axis), "ahead": Workspace(axis, 3)}
+    return axis.workspace[use]
 
 
 def _sum(parts: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
