@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+# What may run beside products of layers on a box of ranks:
+#   input_gradient    the sum of the input's gradient, beside the product for the weight's
+#   weight_gradient   the sum over z of a weight's gradient, once a step instead of once a microbatch
+#   prefetch          the gather over z of the next layer's weight, beside this layer's products
+OVERLAPS = ("input_gradient", "weight_gradient", "prefetch")
+
 ALGORITHMS = ("agarwal", "megatron", "cannon", "summa", "two_half_d")
 
 
@@ -24,3 +30,15 @@ def check_algorithm(name: str, x: int, y: int, z: int) -> None:
     form, fits = needs[name]
     if not fits:
         raise ValueError(f'tensor.algorithm = "{name}" needs grid.tensor = {form}, got [{x}, {y}, {z}]')
+
+
+def check_overlap(names) -> None:
+    """Raise ValueError unless these are names of overlaps.
+
+    >>> check_overlap(["prefetched"])
+    Traceback (most recent call last):
+    ValueError: tensor.overlap must list some of input_gradient, weight_gradient, prefetch, got 'prefetched'
+    """
+    for name in names:
+        if name not in OVERLAPS:
+            raise ValueError(f"tensor.overlap must list some of {', '.join(OVERLAPS)}, got {name!r}")

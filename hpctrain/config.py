@@ -13,7 +13,7 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.algorithms import check_algorithm
+from hpctrain.algorithms import OVERLAPS, check_algorithm, check_overlap
 from hpctrain.grid import check_ranks, grid_shape
 
 
@@ -59,6 +59,7 @@ class GridSizes:
 @dataclass
 class Tensor:
     algorithm: str = "agarwal"  # the matrix product: "agarwal", "megatron", "cannon", "summa" or "two_half_d"
+    overlap: list[str] = field(default_factory=lambda: list(OVERLAPS))  # of agarwal and megatron; [] for none
 
 
 @dataclass
@@ -149,6 +150,7 @@ def check(config: Config) -> None:
     _one_of("run.device", run.device, ("auto", "cpu", "cuda"))
     _one_of("model.kind", model.kind, ("gpt2",))
     _one_of("precision.compute", config.precision.compute, ("fp32", "fp64"))
+    check_overlap(config.tensor.overlap)
     check_algorithm(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])
     if not run.name or "/" in run.name or run.name in (".", ".."):
         raise ValueError(f"run.name must be a plain folder name, got {run.name!r}")

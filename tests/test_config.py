@@ -71,6 +71,10 @@ def test_values(override, attribute, value):
             "tensor.algorithm=strassen",
             "tensor.algorithm must be one of agarwal, megatron, cannon, summa, two_half_d, got 'strassen'",
         ),
+        (
+            'tensor.overlap=["prefetch", "all"]',
+            "tensor.overlap must list some of input_gradient, weight_gradient, prefetch, got 'all'",
+        ),
         ("run.device=tpu", 'run.device must be "auto" or "cpu" or "cuda", got \'tpu\''),
         ("model.heads=5", "model.width must be a multiple of model.heads = 5, got 128"),
         ("model.dropout=1.0", "model.dropout must be at least 0 and below 1, got 1.0"),

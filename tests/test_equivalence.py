@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+from itertools import combinations
 
 import pytest
 import reference
 import torch
 
 from hpctrain import Grid, Key
+from hpctrain.algorithms import OVERLAPS
 from hpctrain.grid import all_grids
-from hpctrain.layers import Tokens
+from hpctrain.layers import Tokens, algorithm_of
 from hpctrain.models.export import whole_parameters
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.shard import split, subsplit
@@ -42,8 +44,9 @@ def microbatches(grid, batch, step, count, algorithm="agarwal"):
     return made
 
 
-def train_on(grid, shape, count, clip, steps=STEPS, algorithm="agarwal"):
-    model = GPT2(grid, shape, algorithm=algorithm, key=Key(3), dtype=torch.float64)
+def train_on(grid, shape, count, clip, steps=STEPS, algorithm="agarwal", overlap=OVERLAPS):
+    made = algorithm_of(grid, algorithm, overlap)
+    model = GPT2(grid, shape, algorithm=made, key=Key(3), dtype=torch.float64)
     trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), count, clip)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 1e-2
@@ -163,6 +166,39 @@ def test_algorithms(world, algorithm, change, synchronous):
         grid = Grid(data, pipeline, tensor)
         grid.wire.synchronous = synchronous
         check(grid, fitting(shape, pipeline), count=2, clip=1.0, algorithm=algorithm)
+
+
+# Boxes in which each overlap has something to run beside, alone and with the other axes.
+OVERLAPPED = {
+    1: [(1, 1, (1, 1, 1))],
+    2: [(1, 1, (2, 1, 1)), (1, 1, (1, 1, 2))],
+    3: [(1, 1, (3, 1, 1)), (1, 1, (1, 1, 3))],
+    4: [(1, 1, (2, 1, 2)), (2, 1, (1, 1, 2)), (1, 2, (1, 1, 2)), (1, 1, (1, 1, 4))],
+    8: [(1, 1, (2, 2, 2)), (2, 1, (2, 1, 2)), (1, 2, (2, 1, 2)), (1, 1, (1, 2, 4))],
+}
+
+
+@pytest.mark.parametrize(
+    ("overlap", "way"),
+    [
+        *(((name,), "windows") for name in OVERLAPS),
+        *(((), way) for way in ("windows", "messages")),
+        *((OVERLAPS, way) for way in ("windows", "messages", "synchronous messages")),
+    ],
+)
+def test_overlaps(world, overlap, way):
+    for data, pipeline, tensor in OVERLAPPED.get(world.size, []):
+        grid = Grid(data, pipeline, tensor)
+        grid.wire.synchronous = way == "synchronous messages"
+        if way != "windows":
+            by_messages(grid)
+        check(grid, fitting(UNEVEN, pipeline), count=3, clip=1.0, overlap=overlap)
+
+
+def by_messages(grid):
+    """As if the ranks of every axis shared no memory."""
+    for axis in (grid.data, grid.pipeline, *(grid.plane(*n) for k in (1, 2, 3) for n in combinations("xyz", k))):
+        axis.one_node = False
 
 
 def test_synchronous_sends(world):

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from hpctrain import Grid, Key
+from hpctrain.algorithms import OVERLAPS
 from hpctrain.grid import all_grids
-from hpctrain.layers import Tokens
+from hpctrain.layers import Tokens, algorithm_of
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.plan import step_traffic
 from hpctrain.train.batches import Microbatch
@@ -18,9 +19,10 @@ from hpctrain.train.trainer import Trainer
 EVEN = GPT2Shape(layers=8, width=32, heads=8, context=8, vocabulary=64)
 
 
-def counted(grid, shape, batch, count, algorithm="agarwal"):
+def counted(grid, shape, batch, count, algorithm="agarwal", overlap=OVERLAPS):
     """One training step's ledger: bytes received and sent, {axis: bytes}."""
-    model = GPT2(grid, shape, algorithm=algorithm, key=Key(0), dtype=torch.float32)
+    made = algorithm_of(grid, algorithm, overlap)
+    model = GPT2(grid, shape, algorithm=made, key=Key(0), dtype=torch.float32)
     trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), count)
     each = batch // (grid.data.size * count)
     first = grid.data.rank * each * count
@@ -56,6 +58,20 @@ def test_ledger_equals_formula(world, tied):
         assert world.allreduce(sent["pipeline"]) == world.allreduce(received["pipeline"])
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("overlap", [(), *((name,) for name in OVERLAPS), OVERLAPS])
+def test_ledger_equals_formula_with_overlaps(world, overlap):
+    if world.size not in (2, 4, 8):
+        pytest.skip("sizes divide on 2, 4 and 8 ranks")
+    for data, pipeline, tensor in all_grids(world.size):
+        if tensor[2] > 1:
+            grid = Grid(data, pipeline, tensor)
+            shape = dataclasses.replace(EVEN, layers=max(2, pipeline))
+            received, _ = counted(grid, shape, batch=16, count=2, overlap=overlap)
+            expected = step_traffic(shape, grid.shape, 16, 2, stage=grid.pipeline.rank, overlap=overlap)
+            assert received == pytest.approx(expected, abs=0), grid.shape
+
+
 PLANES = [
     ("cannon", (1, 1, (2, 2, 1))), ("cannon", (1, 2, (2, 2, 1))), ("cannon", (2, 1, (2, 2, 1))),
     ("summa", (1, 1, (2, 1, 1))), ("summa", (1, 1, (1, 2, 1))), ("summa", (1, 1, (4, 1, 1))),
@@ -86,6 +102,13 @@ def test_formula_by_hand():
     # data 2: half of twice all parameters, and of the loss: 12·16 weights, 6·4 + 2·4 tables, 9·4 biases, 6·4 norms
     parameters = 192 + 32 + 36 + 24
     assert step_traffic(shape, {**sizes, "data": 2}, 2, 1)["data"] == 4 * parameters + 8
+
+    # z 2, 2 microbatches: half of every weight is gathered forward and back, half of the tables gathered and summed, in
+    # each; half of the weights' gradients is received once a step, or in each. Then vectors, summed over z.
+    weights, tables, vectors = 192 + 24, 24 + 8, 36 + 24
+    words = 2 * (weights + tables) + weights / 2 + vectors
+    once, each = (step_traffic(shape, {**sizes, "z": 2}, 4, 2, overlap=names)["tensor"] for names in (OVERLAPS, ()))
+    assert (once, each) == (4 * words + 16, 4 * (words + weights / 2) + 16)
 
     # x 2, 4 rows: qkv and up gather half of 4×4 three times forward and back (x, again x, dx); proj and down scatter
     # and gather half of 4×4 twice; the head as qkv; embedding scatters and gathers half of 4×4; the loss gathers 2·4

@@ -8,25 +8,32 @@ Two families. Between layers, both have matrices in the residual layout: rows ov
 
 from __future__ import annotations
 
-from hpctrain.algorithms import check_algorithm
+from collections.abc import Sequence
+
+from hpctrain.algorithms import OVERLAPS, check_algorithm, check_overlap
+from hpctrain.layers.weights import Weights
 from hpctrain.shard import split, split_sizes, subsplit
 
 
-def algorithm_of(grid, name: str | Algorithm) -> Algorithm:
+def algorithm_of(grid, name: str | Algorithm, overlap: Sequence[str] = OVERLAPS) -> Algorithm:
     """The algorithm of this name on the tensor axes of a grid; one that is made already is returned as it is.
+
+    `overlap` names what runs beside the products of the box family; see `algorithms.OVERLAPS`. Weights are gathered
+    ahead for layers that are given one and the same `Algorithm`, in the order in which they are made.
 
     "agarwal": Agarwal's 3-D product on any x × y × z box. "megatron": column- and row-parallel pairs with norms in
     sequence parallel form, on (t, 1, 1). "cannon": Cannon's product on (q, q, 1). "summa": SUMMA on (x, y, 1).
     "two_half_d": the 2.5-D product on (q, q, c).
 
     Raises:
-        ValueError: on every rank, for another name or a grid that the algorithm does not work on.
+        ValueError: on every rank, for other names or a grid that the algorithm does not work on.
     """
     if isinstance(name, Algorithm):
         return name
     tensor = grid.tensor
+    check_overlap(overlap)
     check_algorithm(name, tensor.x.size, tensor.y.size, tensor.z.size)
-    return Box(grid, name) if name in ("agarwal", "megatron") else Plane(grid, name)
+    return Box(grid, name, overlap) if name in ("agarwal", "megatron") else Plane(grid, name)
 
 
 class Algorithm:
@@ -49,9 +56,11 @@ class Algorithm:
 class Box(Algorithm):
     """Agarwal's family: a layer gathers its operands and scatters its result."""
 
-    def __init__(self, grid, name):
+    def __init__(self, grid, name, overlap):
         super().__init__(grid, name)
         self.columns, self.rows = grid.plane("x", "y"), self.z
+        self.overlap = frozenset(overlap)
+        self.weights = Weights("prefetch" in self.overlap)
 
     def inner(self, length, unit=1, rank=None):
         i, j = divmod(self.columns.rank if rank is None else rank, self.y.size)

@@ -13,7 +13,9 @@ class BoxProduct:
 
     def __init__(self, algorithm, in_features, out_features, to_inner, in_unit, out_unit):
         x, y, z = algorithm.x, algorithm.y, algorithm.z
-        self.to_inner = to_inner
+        self.to_inner, self.overlap, self.weights = to_inner, algorithm.overlap, algorithm.weights
+        self.number = None  # among the layers of `weights`
+        self.gathers_backward = True
         over_out, over_in = (x, y) if to_inner else (y, x)
         rows = split(out_features, over_out.size, over_out.rank, out_unit)
         columns = split(in_features, over_in.size, over_in.rank, in_unit)
@@ -30,27 +32,47 @@ class BoxProduct:
 
     def __call__(self, x, weight, bias, tokens):
         source, target = (tokens.rows, self.inner) if self.to_inner else (self.inner, tokens.rows)
-        return _Product.apply(x, weight, bias, source, target, self.over_z)
+        return _Product.apply(x, weight, bias, source, target, self)
+
+    def gather(self, weight: torch.Tensor, backward: bool) -> torch.Tensor:
+        """The weight's rows over z."""
+        return self.weights.gather(self.number, weight, backward)
+
+    def weight_gradient(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of gradᵀ x, or None while it is put off."""
+        place, over_z = getattr(weight, "place", None), self.over_z
+        if place is None:
+            return over_z.multiply(grad.t(), x)
+        if over_z.axis.size == 1:
+            return over_z.multiply(grad.t(), x, out=place.take())
+        if "weight_gradient" in self.overlap and not place.last:
+            return place.put_off(grad.t(), x, over_z)
+        return over_z.multiply(grad.t(), x, plus=place.unsummed())
 
 
 class _Product(torch.autograd.Function):
     """Gathers both operands, multiplies, reduce-scatters the result. Keeps only what each rank was given."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, source, target, over_z):
+    def forward(ctx, x, weight, bias, source, target, product):
         ctx.save_for_backward(x, weight)
-        ctx.source, ctx.target, ctx.over_z = source, target, over_z
-        return target.multiply(source.gather(x), over_z.gather(weight).t(), bias)
+        ctx.source, ctx.target, ctx.product = source, target, product
+        product.gathers_backward = ctx.needs_input_grad[0]
+        return target.multiply(source.gather(x), product.gather(weight, backward=False).t(), bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
+        source, product = ctx.source, ctx.product
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         grad = ctx.target.gather(grad)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = ctx.source.multiply(grad, ctx.over_z.gather(weight))
-        place = getattr(weight, "place", None)
-        out = place.take() if place and ctx.over_z.axis.size == 1 else None
-        grad_weight = ctx.over_z.multiply(grad.t(), ctx.source.gather(x), out=out)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        if not ctx.needs_input_grad[0]:
+            return None, product.weight_gradient(grad, source.gather(x), weight), grad_bias, None, None, None
+        if source.axis.size == 1 or "input_gradient" not in product.overlap:
+            grad_x = source.multiply(grad, product.gather(weight, backward=True))
+            return grad_x, product.weight_gradient(grad, source.gather(x), weight), grad_bias, None, None, None
+        # x is gathered first: its barrier, after the sum is begun, would be one for the sum to wait for.
+        rows = source.gather(x)
+        begun = source.multiply_start(grad, product.gather(weight, backward=True))
+        grad_weight = product.weight_gradient(grad, rows, weight)
+        return begun.wait().view(x.shape), grad_weight, grad_bias, None, None, None

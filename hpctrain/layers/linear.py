@@ -55,6 +55,8 @@ class Linear(torch.nn.Module):
         made = {"dtype": dtype, "device": device}
         self.weight = parameter(self.product.weight, key / "weight", std, **made)
         self.bias = parameter(self.product.bias, key / "bias", None, **made) if bias else None
+        if isinstance(algorithm, Box):
+            self.product.number = algorithm.weights.append(self)
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return self.product(x, self.weight, self.bias, tokens)

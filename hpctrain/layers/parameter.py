@@ -24,12 +24,20 @@ class GradientPlace:
     """Where a parameter's gradient is to lie: `view`, a part of a bucket of gradients, kept as `parameter.place`.
 
     The first product of a step may be written there directly, so that nothing need be copied.
+
+    A layer may put off the sum over ranks of a gradient until `last`, the last backward of a step. Until then the rank
+    keeps its summand for all of their parts: where z ranks hold a weight, z times the memory of the gradient.
     """
 
-    __slots__ = ("free", "view")
+    __slots__ = ("free", "last", "view", "_over", "_unsummed")
 
     def __init__(self, view: torch.Tensor):
-        self.view, self.free = view, True
+        self.view, self.free, self.last = view, True, True
+        self._unsummed = self._over = None
+
+    def clear(self) -> None:
+        """A step begins, of more than one backward unless `last` is set."""
+        self.free, self.last, self._unsummed = True, False, None
 
     def take(self) -> torch.Tensor | None:
         """A tensor on the place, once a step; autograd takes over only what nobody else holds, so always a new one."""
@@ -37,6 +45,23 @@ class GradientPlace:
             return None
         self.free = False
         return self.view.view(self.view.shape)
+
+    def put_off(self, a: torch.Tensor, b: torch.Tensor, over) -> None:
+        """Keep a @ b, to be summed over the ranks of `over` (`layers.spread.Rows`)."""
+        self._over = over
+        if self._unsummed is None:
+            self._unsummed = a @ b
+        else:
+            self._unsummed.addmm_(a, b)
+
+    def unsummed(self) -> torch.Tensor | None:
+        """What was put off, once."""
+        unsummed, self._unsummed = self._unsummed, None
+        return unsummed
+
+    def settle(self) -> torch.Tensor | None:
+        """The sum of what was put off, if anything is left of it."""
+        return None if self._unsummed is None else self._over.sum(self.unsummed())
 
 
 def drawn_key(grid, key: Key | None) -> Key:

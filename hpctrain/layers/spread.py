@@ -22,17 +22,37 @@ class Rows:
         """All rows, from every rank's."""
         return comm.workspace(self.axis).gather(part, self.counts)
 
-    def multiply(self, a: torch.Tensor, b: torch.Tensor, bias=None, out=None) -> torch.Tensor:
-        """This rank's rows of the sum over the axis of a @ b, plus `bias`. On an axis of size 1, into `out`."""
+    def gather_start(self, part: torch.Tensor) -> comm.Work:
+        """Begin `gather`; valid until the next but one is started."""
+        return comm.workspace(self.axis, "ahead").gather_start(part, self.counts)
+
+    def multiply(self, a: torch.Tensor, b: torch.Tensor, bias=None, out=None, plus=None) -> torch.Tensor:
+        """This rank's rows of the sum over the axis of a @ b, plus `bias`. On an axis of size 1, into `out`.
+
+        `plus` is one more summand of each rank, of the shape of a @ b; not on an axis of size 1.
+        """
         if self.axis.size == 1:
             return _product(a, b, bias, out)
-        width = b.shape[1]
         workspace = comm.workspace(self.axis)
-        room = workspace.room(len(a) * width, a)
-        torch.mm(a, b, out=room.view(len(a), width))
-        y = workspace.reduce(room, [count * width for count in self.counts])
-        y = y.view(self.counts[self.axis.rank], width)
+        y = workspace.reduce(*self._summands(workspace, a, b, plus)).view(self.counts[self.axis.rank], b.shape[1])
         return y if bias is None else y.add_(bias)
+
+    def multiply_start(self, a: torch.Tensor, b: torch.Tensor) -> comm.Work:
+        """Multiply, and begin to sum; `wait()` returns the flat result."""
+        workspace = comm.workspace(self.axis, "later")
+        return workspace.reduce_start(*self._summands(workspace, a, b))
+
+    def sum(self, matrix: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum of all ranks' matrices."""
+        workspace = comm.workspace(self.axis)
+        room = workspace.room(matrix.numel(), matrix).view(matrix.shape)
+        return workspace.reduce_rows(room.copy_(matrix), self.counts)
+
+    def _summands(self, workspace, a, b, plus=None):
+        width = b.shape[1]
+        room = workspace.room(len(a) * width, a)
+        _product(a, b, plus, room.view(len(a), width))
+        return room, [count * width for count in self.counts]
 
 
 class Columns:
@@ -56,15 +76,23 @@ class Columns:
         """This rank's columns of the sum over the axis of a @ b, plus `bias`. On an axis of size 1, into `out`."""
         if self.axis.size == 1:
             return _product(a, b, bias, out)
+        workspace = comm.workspace(self.axis)
+        y = workspace.reduce(*self._summands(workspace, a, b)).view(len(a), self.widths[self.axis.rank])
+        return y if bias is None else y.add_(bias)
+
+    def multiply_start(self, a: torch.Tensor, b: torch.Tensor) -> comm.Work:
+        """Multiply, and begin to sum; `wait()` returns the flat result."""
+        workspace = comm.workspace(self.axis, "later")
+        return workspace.reduce_start(*self._summands(workspace, a, b))
+
+    def _summands(self, workspace, a, b):
         rows = len(a)
         sizes = [rows * width for width in self.widths]
-        workspace = comm.workspace(self.axis)
         room = workspace.room(sum(sizes), a)
         # Product by product, so that each rank's columns lie together and nothing is packed.
         for block, columns in zip(room.split(sizes), b.split(self.widths, 1)):
             torch.mm(a, columns, out=block.view(rows, columns.shape[1]))
-        y = workspace.reduce(room, sizes).view(rows, self.widths[self.axis.rank])
-        return y if bias is None else y.add_(bias)
+        return room, sizes
 
 
 def _product(a, b, bias, out):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from hpctrain.algorithms import OVERLAPS
 from hpctrain.models.gpt2 import GPT2Shape
 from hpctrain.shard import split_sizes
 
@@ -14,6 +17,7 @@ def step_traffic(
     itemsize: int = 4,
     stage: int = 0,
     algorithm: str = "agarwal",
+    overlap: Sequence[str] = OVERLAPS,
 ) -> dict[str, float]:
     """Bytes that a rank of pipeline stage `stage` receives in one training step of a GPT-2, {axis: bytes}.
 
@@ -30,6 +34,7 @@ def step_traffic(
         microbatches: of a replica's part of it.
         itemsize: bytes of a number.
         algorithm: the matrix product of the layers.
+        overlap: as in `layers.algorithm_of`.
     """
     plane = algorithm in ("cannon", "summa", "two_half_d")
     d, p, x, y, z = (grid[axis] for axis in ("data", "pipeline", "x", "y", "z"))
@@ -37,6 +42,9 @@ def step_traffic(
     layers = split_sizes(shape.layers, p)[stage]
     width, vocabulary = shape.width, shape.vocabulary
     rows = batch / (d * microbatches) / z * shape.context  # of a z block, in one microbatch
+
+    # of how many microbatches the gradients of weights are summed over z together
+    summed_once = microbatches if "weight_gradient" in overlap else 1
 
     def part(size):
         """What an axis of this size leaves to be received."""
@@ -53,7 +61,7 @@ def step_traffic(
         weight = part(z) * n_in * n_out / (x * y)
         forward = gather_in + weight + gather_out
         # the output's gradient, the weight again, the input's gradient, the input again, the weight's gradient
-        return forward + gather_out + weight + gather_in + gather_in + weight
+        return forward + gather_out + weight + gather_in + gather_in + weight / summed_once
 
     norm = part(y) * y * 2 * rows / x + 2 * part(y) * 2 * rows / x  # statistics gathered, then sums reduced
     block = (

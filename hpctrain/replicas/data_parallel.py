@@ -43,7 +43,7 @@ class DataParallel:
         """Forget the gradients of the last step."""
         for parameter in self.parameters:
             parameter.grad = None
-            parameter.place.free = True
+            parameter.place.clear()
 
     def overlap(self) -> None:
         """The next backward completes this rank's gradients: start each bucket as soon as it is full."""
@@ -51,6 +51,8 @@ class DataParallel:
         self._launched = 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
+        for parameter in self.parameters:
+            parameter.place.last = True
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over all ranks that share its parameter."""
@@ -58,6 +60,7 @@ class DataParallel:
             self.overlap()
         self._overlapping = False
         for parameter in self.parameters:
+            self._settle(parameter)  # its layer had no part in the last backward
             if parameter.grad is None:  # nothing was computed from it
                 parameter.grad = parameter.place.view.zero_()
         for bucket in self.buckets[self._launched :]:
@@ -69,10 +72,13 @@ class DataParallel:
 
     def _arrived(self, parameter) -> None:
         place = parameter.place.view
+        if parameter.grad is None:
+            return  # put off, so that this is not the last backward
         if parameter.grad.data_ptr() != place.data_ptr():
             parameter.grad = place.copy_(parameter.grad)
         if not self._overlapping:
             return
+        self._settle(parameter)
         self._bucket_of[parameter].missing -= 1
         # In order, whatever the order of arrival: the other replicas must start the same sums in the same order.
         while self._launched < len(self.buckets) and self.buckets[self._launched].missing == 0:
@@ -80,6 +86,12 @@ class DataParallel:
             self._launched += 1
         for bucket in self.buckets[: self._launched]:
             bucket.work.test()  # MPI makes little progress by itself
+
+    def _settle(self, parameter) -> None:
+        """Add what the parameter's layer put off."""
+        late = parameter.place.settle()
+        if late is not None:
+            parameter.grad = parameter.place.view.copy_(late) if parameter.grad is None else parameter.grad.add_(late)
 
     def _sum_over_stages(self, parameter) -> None:
         pipeline = self.grid.pipeline

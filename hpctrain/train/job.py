@@ -15,6 +15,7 @@ from hpctrain.data import ShardedTokens, pack
 from hpctrain.data.corpus import text_files
 from hpctrain.data.tokenizers import tokenizer_from_option
 from hpctrain.grid import Grid
+from hpctrain.layers import algorithm_of
 from hpctrain.models.export import export_gpt2
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.randomness import Key
@@ -62,7 +63,8 @@ class Job:
         m = config.model
         model_shape = GPT2Shape(m.layers, m.width, m.heads, m.context, m.vocabulary, m.dropout, m.tied)
         made = {"dtype": DTYPES[config.precision.compute], "device": self.device}
-        self.model = GPT2(grid, model_shape, algorithm=algorithm, key=self.key, **made)
+        layers = algorithm_of(grid, algorithm, config.tensor.overlap)
+        self.model = GPT2(grid, model_shape, algorithm=layers, key=self.key, **made)
         optimizer = adamw(self.model.parameters(), config.train.weight_decay)
         self.trainer = Trainer(self.model, grid, optimizer, config.train.microbatches, config.train.clip)
 
