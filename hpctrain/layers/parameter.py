@@ -26,18 +26,19 @@ class GradientPlace:
     The first product of a step may be written there directly, so that nothing need be copied.
 
     A layer may put off the sum over ranks of a gradient until `last`, the last backward of a step. Until then the rank
-    keeps its summand for all of their parts: where z ranks hold a weight, z times the memory of the gradient.
+    keeps its summand for all of their parts: where z ranks hold a weight, z times the memory of the gradient, kept from
+    step to step.
     """
 
-    __slots__ = ("free", "last", "view", "_over", "_unsummed")
+    __slots__ = ("free", "last", "view", "_over", "_pending", "_whole")
 
     def __init__(self, view: torch.Tensor):
         self.view, self.free, self.last = view, True, True
-        self._unsummed = self._over = None
+        self._pending, self._whole, self._over = False, None, None
 
     def clear(self) -> None:
         """A step begins, of more than one backward unless `last` is set."""
-        self.free, self.last, self._unsummed = True, False, None
+        self.free, self.last, self._pending = True, False, False
 
     def take(self) -> torch.Tensor | None:
         """A tensor on the place, once a step; autograd takes over only what nobody else holds, so always a new one."""
@@ -48,20 +49,22 @@ class GradientPlace:
 
     def put_off(self, a: torch.Tensor, b: torch.Tensor, over) -> None:
         """Keep a @ b, to be summed over the ranks of `over` (`layers.spread.Rows`)."""
-        self._over = over
-        if self._unsummed is None:
-            self._unsummed = a @ b
+        if self._pending:
+            self._whole.addmm_(a, b)
+        elif self._whole is None:
+            self._whole = a @ b
         else:
-            self._unsummed.addmm_(a, b)
+            torch.mm(a, b, out=self._whole)
+        self._pending, self._over = True, over
 
     def unsummed(self) -> torch.Tensor | None:
         """What was put off, once."""
-        unsummed, self._unsummed = self._unsummed, None
-        return unsummed
+        pending, self._pending = self._pending, False
+        return self._whole if pending else None
 
     def settle(self) -> torch.Tensor | None:
         """The sum of what was put off, if anything is left of it."""
-        return None if self._unsummed is None else self._over.sum(self.unsummed())
+        return self._over.sum(self.unsummed()) if self._pending else None
 
 
 def drawn_key(grid, key: Key | None) -> Key:
