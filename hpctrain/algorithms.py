@@ -8,6 +8,9 @@ from __future__ import annotations
 #   prefetch          the gather over z of the next layer's weight, beside this layer's products
 OVERLAPS = ("input_gradient", "weight_gradient", "prefetch")
 
+# Where the ranks' processors also carry the messages, the other two gain nothing: see benchmarks/overlap.py.
+DEFAULT_OVERLAP = ("weight_gradient",)
+
 ALGORITHMS = ("agarwal", "megatron", "cannon", "summa", "two_half_d")
 
 

@@ -13,7 +13,7 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.algorithms import OVERLAPS, check_algorithm, check_overlap
+from hpctrain.algorithms import DEFAULT_OVERLAP, check_algorithm, check_overlap
 from hpctrain.grid import check_ranks, grid_shape
 
 
@@ -59,7 +59,7 @@ class GridSizes:
 @dataclass
 class Tensor:
     algorithm: str = "agarwal"  # the matrix product: "agarwal", "megatron", "cannon", "summa" or "two_half_d"
-    overlap: list[str] = field(default_factory=lambda: list(OVERLAPS))  # of agarwal and megatron; [] for none
+    overlap: list[str] = field(default_factory=lambda: list(DEFAULT_OVERLAP))  # of algorithms.OVERLAPS; [] for none
 
 
 @dataclass

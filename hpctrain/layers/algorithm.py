@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.algorithms import OVERLAPS, check_algorithm, check_overlap
+from hpctrain.algorithms import DEFAULT_OVERLAP, check_algorithm, check_overlap
 from hpctrain.layers.weights import Weights
 from hpctrain.shard import split, split_sizes, subsplit
 
 
-def algorithm_of(grid, name: str | Algorithm, overlap: Sequence[str] = OVERLAPS) -> Algorithm:
+def algorithm_of(grid, name: str | Algorithm, overlap: Sequence[str] = DEFAULT_OVERLAP) -> Algorithm:
     """The algorithm of this name on the tensor axes of a grid; one that is made already is returned as it is.
 
     `overlap` names what runs beside the products of the box family; see `algorithms.OVERLAPS`. Weights are gathered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.algorithms import OVERLAPS
+from hpctrain.algorithms import DEFAULT_OVERLAP
 from hpctrain.models.gpt2 import GPT2Shape
 from hpctrain.shard import split_sizes
 
@@ -17,7 +17,7 @@ def step_traffic(
     itemsize: int = 4,
     stage: int = 0,
     algorithm: str = "agarwal",
-    overlap: Sequence[str] = OVERLAPS,
+    overlap: Sequence[str] = DEFAULT_OVERLAP,
 ) -> dict[str, float]:
     """Bytes that a rank of pipeline stage `stage` receives in one training step of a GPT-2, {axis: bytes}.
 
