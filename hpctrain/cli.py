@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 from hpctrain import __version__
+from hpctrain.pipeline.command import add_options as add_schedule_options
 
 USAGE_ERROR = 2
 
@@ -99,6 +100,17 @@ def ranks(options) -> int:
     return 0
 
 
+def schedule(options) -> int:
+    """Show a pipeline schedule."""
+    from hpctrain.pipeline.command import run
+
+    try:
+        run(options)
+    except (ValueError, OSError) as error:
+        return complain(error)
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpctrain", description="Train on a data × pipeline × tensor grid of MPI ranks."
@@ -123,6 +135,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--shard-tokens", type=int, default=2**28, metavar="N", help="tokens a shard at most (2^28)")
     command.set_defaults(command=pack)
+
+    command = commands.add_parser("schedule", help="show a pipeline schedule: timeline, bubble, memory, messages")
+    add_schedule_options(command)
+    command.set_defaults(command=schedule)
 
     command = commands.add_parser("export", help="write a run's weights for Hugging Face transformers")
     command.add_argument("run", metavar="RUN", help="the run folder")

@@ -4,11 +4,14 @@ Everything but the executor is plain Python; it starts neither MPI nor torch.
 """
 
 from hpctrain.pipeline.actions import Action, Fused
+from hpctrain.pipeline.catalogue import NAMES, schedule
 from hpctrain.pipeline.flush import forward_only, gpipe, interleaved, one_f_one_b
 from hpctrain.pipeline.graph import Edge, StageGraph
+from hpctrain.pipeline.listing import list_schedule
 from hpctrain.pipeline.lowering import Lowered
 from hpctrain.pipeline.schedules import Schedule
 from hpctrain.pipeline.simulate import Costs, Simulation
+from hpctrain.pipeline.terapipe import token_slices
 
 __all__ = [
     "Action",
@@ -17,13 +20,17 @@ __all__ = [
     "Executor",
     "Fused",
     "Lowered",
+    "NAMES",
     "Schedule",
     "Simulation",
     "StageGraph",
     "forward_only",
     "gpipe",
     "interleaved",
+    "list_schedule",
     "one_f_one_b",
+    "schedule",
+    "token_slices",
 ]
 
 

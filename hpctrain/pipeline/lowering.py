@@ -142,7 +142,7 @@ def _global_order(tasks: Tasks, simulation: Simulation) -> Iterator[tuple]:
             if edge is None:
                 after[giver].append(task)
                 missing[task] += 1
-    for giver, task, need in tasks.transfers:
+    for giver, task, need in tasks.transfers():
         after[giver].append(len(items))
         after.append([task])
         missing[task] += 1

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpctrain.pipeline.actions import Action, Fused
 from hpctrain.pipeline.graph import StageGraph
 from hpctrain.pipeline.lowering import Lowered, lower
 from hpctrain.pipeline.simulate import Costs, Simulation, simulate
 from hpctrain.pipeline.tasks import Tasks
+from hpctrain.pipeline.timeline import picture
 from hpctrain.pipeline.validate import validate
 
 COSTS = Costs()  # forward, input gradient and weight gradient of every stage take the same time, messages none
@@ -73,3 +75,8 @@ class Schedule:
         """
         tasks = self.validate()
         return lower(self, tasks, simulate(self, costs, tasks))
+
+    def plot(self, path: str | Path, costs: Costs = COSTS) -> None:
+        """Draw the simulated timeline: one row a rank, colour by kind, the number the microbatch."""
+        title = f"{self.name}: {self.ranks} ranks, {self.microbatches} microbatches"
+        picture(self.simulate(costs), path, title)

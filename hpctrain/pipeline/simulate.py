@@ -169,7 +169,7 @@ def simulate(schedule, costs: Costs, tasks: Tasks) -> Simulation:
     for task, ranks in enumerate(tasks.ranks):
         for rank in ranks:
             busy[rank].append(ends[task] - starts[task])
-    path, task = [], max(tasks.order, key=ends.__getitem__, default=-1)
+    path, task = [], max(reversed(tasks.order), key=ends.__getitem__, default=-1)
     makespan = max(ends, default=0.0)
     while task >= 0:
         path += reversed(tasks.actions[task])
@@ -216,6 +216,11 @@ def _peaks(schedule, costs: Costs, delay, tasks: Tasks, starts, ends) -> list[fl
     carries = any(edge.bytes for edge in graph.edges)
     for task, actions in enumerate(tasks.actions):
         rank, start, end, at = tasks.ranks[task][0], starts[task], ends[task], 2 * place[task]
+        if carries:  # before the forward below: the message becomes a part of what it holds
+            for giver, edge in tasks.before[task]:
+                if edge is not None:
+                    size = graph.edges[edge].bytes / schedule.slices
+                    changes[rank] += [(start, at, -size), (ends[giver], 2 * place[giver] + 1, size)]
         for action in actions:
             stage, part = action.stage, parts[action.slice] if action.slice < len(parts) else 1.0
             if action.kind == FORWARD:
@@ -231,11 +236,6 @@ def _peaks(schedule, costs: Costs, delay, tasks: Tasks, starts, ends) -> list[fl
                 changes[rank].append((end, at + 1, -kept[stage] * part))
             elif schedule.delayed and action.kind in (UPDATE, FREE):
                 changes[rank].append((end, at + 1, weights[stage] if action.kind == UPDATE else -weights[stage]))
-        if carries:
-            for giver, edge in tasks.before[task]:
-                if edge is not None:
-                    size = graph.edges[edge].bytes / schedule.slices
-                    changes[rank] += [(ends[giver], 2 * place[giver] + 1, size), (start, at, -size)]
     peaks = [0.0] * schedule.ranks
     for (_, stage), rank in schedule.placement.items():
         peaks[rank] += weights[stage]

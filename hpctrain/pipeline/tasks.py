@@ -51,7 +51,6 @@ class Tasks:
         actions[t]: the actions of task t: one, the two of a fused pair, or one of each rank for a reduction.
         ranks[t]: the ranks that carry it out.
         before[t]: what it waits for, as (task, edge); edge is None on the same rank.
-        transfers: (giver, task, need) where the one rank needs what the other makes.
         order: the tasks so that each comes after those it waits for.
 
     Raises:
@@ -63,8 +62,7 @@ class Tasks:
         self.actions: list[tuple[Action, ...]] = []
         self.ranks: list[tuple[int, ...]] = []
         self.before: list[list[tuple[int, int | None]]] = []
-        self.transfers: list[tuple[int, int, Need]] = []
-        done: dict[tuple, int] = {}  # (forward or input gradient, unit) -> task
+        done: dict[str, dict[tuple, int]] = {FORWARD: {}, INPUT_GRADIENT: {}}  # by unit, the task that gives it
         reductions: dict[tuple, int] = {}  # (stage, how many before) -> task
         reduced: dict[tuple, int] = {}
         for rank, order in enumerate(schedule.order):
@@ -90,20 +88,26 @@ class Tasks:
                 for action in actions:
                     if action.kind in (FORWARD, BACKWARD, INPUT_GRADIENT):
                         kind = FORWARD if action.kind == FORWARD else INPUT_GRADIENT
-                        done[kind, action[1:5]] = task
+                        done[kind][action[1:5]] = task
         for task, actions in enumerate(self.actions):
             before, ranks = self.before[task], self.ranks[task]
             for action in actions:
-                for need in needs(action, graph, slices):
-                    giver = done.get(need[:2])
+                for kind, unit, edge in needs(action, graph, slices):
+                    giver = done[kind].get(unit)
                     if giver is None:
-                        raise ValueError(f"{action} waits for {Action(need[0], *need[1])}, which no rank does")
-                    if self.ranks[giver] == ranks:
-                        before.append((giver, None))
-                    else:
-                        before.append((giver, need[2]))
-                        self.transfers.append((giver, task, need))
+                        raise ValueError(f"{action} waits for {Action(kind, *unit)}, which no rank does")
+                    before.append((giver, None if self.ranks[giver] == ranks else edge))
+        self._graph, self._slices, self._done = graph, slices, done
         self.order = self._sort()
+
+    def transfers(self) -> Iterator[tuple[int, int, Need]]:
+        """(giver, task, need) where one rank needs what another makes."""
+        for task, actions in enumerate(self.actions):
+            for action in actions:
+                for need in needs(action, self._graph, self._slices):
+                    giver = self._done[need[0]][need[1]]
+                    if self.ranks[giver] != self.ranks[task]:
+                        yield giver, task, need
 
     def _sort(self) -> list[int]:
         after: list[list[int]] = [[] for _ in self.actions]
