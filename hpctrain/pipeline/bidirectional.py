@@ -22,17 +22,16 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     """
     check(ranks=ranks, microbatches=microbatches)
     _even("chimera", ranks)
-    half = ranks // 2
     order: list[list[Action]] = []
     for rank in range(ranks):
         slots = []
         for m in range(microbatches):
-            unit, within = divmod(m, 2 * half)
+            unit, within = divmod(m, ranks)
             # the last unit may be short: then its microbatches take turns between the directions
-            short = microbatches - unit * 2 * half < 2 * half
-            replica, at = (within % 2, within // 2) if short else divmod(within, half)
+            short = microbatches - unit * ranks < ranks
+            replica, at = (within % 2, within // 2) if short else divmod(within, ranks // 2)
             stage = rank if replica == 0 else ranks - 1 - rank
-            start = 2 * (unit * 2 * half + at)
+            start = 2 * (unit * ranks + at)
             slots.append((start + stage, Action(FORWARD, replica, stage, m)))
             slots.append((start + 2 * ranks - 1 - stage, Action(BACKWARD, replica, stage, m)))
         slots.sort(key=lambda slot: (slot[0], slot[1].kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Mapping
 
 from hpctrain.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
@@ -29,6 +30,9 @@ def list_schedule(
         split: separate input and weight gradients.
         in_flight: how many microbatches may be under way in the whole pipeline. A bound on whole microbatches cannot
             deadlock, as one on a rank's memory can: whatever was let in can always finish.
+
+    Raises:
+        ValueError: for a stage without a rank, costs that do not fit the stages, or a size below 1.
     """
     return _Greedy(graph, placement, microbatches, costs, split, in_flight).schedule()
 
@@ -42,6 +46,9 @@ class _Greedy:
         self.ranks = 1 + max(placement.values())
         self.kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (FORWARD, BACKWARD)
         replicas = 1 + max(replica for replica, _ in placement)
+        for place in itertools.product(range(replicas), range(graph.stages)):
+            if place not in placement:
+                raise ValueError(f"stage {place[1]} of replica {place[0]} is placed on no rank")
         self.admitted = min(microbatches, in_flight or microbatches)
         self.left = [graph.stages * len(self.kinds)] * microbatches  # actions of each microbatch to be done
         self.actions = [
