@@ -25,8 +25,9 @@ DualPipe's is of equal forwards and input gradients: with F = 2, I = W = 1 and n
 where it says 3. Where a pair hides something (F&B < F+B), the outer ranks form fewer pairs than the middle ones and so
 work longer; all ranks end together.
 
-Chimera's bubble for B = 2F, (p-2)/(3m/2+p-2) of the time, is too small for m > p. With more microbatches than ranks its units do not close up (a unit's last backwards take two slots, the next unit's forwards one), and the
-bubble is (p-2)(1+m/p)F: 6 F for p = 4, m = 8, where the formula says 4 F.
+Chimera's bubble for B = 2F, (p-2)/(3m/2+p-2) of the time, is too small for m > p. With more microbatches than ranks
+its units do not close up (a unit's last backwards take two slots, the next unit's forwards one), and the bubble is
+(p-2)(1+m/p)F: 6 F for p = 4, m = 8, where the formula says 4 F.
 """
 
 from __future__ import annotations
