@@ -16,6 +16,8 @@ from pathlib import Path
 from hpctrain.algorithms import DEFAULT_OVERLAP, check_algorithm, check_overlap
 from hpctrain.grid import check_ranks, grid_shape
 
+METHODS = ("ddp",)  # of hpctrain.replicas
+
 
 @dataclass
 class Run:
@@ -73,6 +75,11 @@ class Train:
 
 
 @dataclass
+class Replicas:
+    method: str = "ddp"  # how the replicas are kept alike: one of METHODS
+
+
+@dataclass
 class Precision:
     compute: str = "fp32"  # "fp32" or "fp64"
 
@@ -85,6 +92,7 @@ class Config:
     grid: GridSizes = field(default_factory=GridSizes)
     tensor: Tensor = field(default_factory=Tensor)
     train: Train = field(default_factory=Train)
+    replicas: Replicas = field(default_factory=Replicas)
     precision: Precision = field(default_factory=Precision)
 
     @property
@@ -149,6 +157,7 @@ def check(config: Config) -> None:
             raise ValueError(f"{name} must be at least {low} and finite, got {value}")
     _one_of("run.device", run.device, ("auto", "cpu", "cuda"))
     _one_of("model.kind", model.kind, ("gpt2",))
+    _one_of("replicas.method", config.replicas.method, METHODS)
     _one_of("precision.compute", config.precision.compute, ("fp32", "fp64"))
     check_overlap(config.tensor.overlap)
     check_algorithm(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])

@@ -99,7 +99,7 @@ def test_mistakes_are_named(override, message):
         ("[run\n", "is not valid TOML"),
         ("steps = 3\n", "steps stands outside a section"),
         ("[run]\nsteps = '3'\n", "run.steps must be int, got '3'"),
-        ("[quantum]\na = 1\n", "unknown section quantum; known are run, model, data, grid, tensor, train, precision"),
+        ("[quantum]\na = 1\n", "unknown section quantum; known are run, model, data, grid, tensor, train, "),
     ],
 )
 def test_bad_files_are_refused(tmp_path, text, message):

@@ -64,7 +64,7 @@ def test_sums_do_not_depend_on_the_buckets(world, bucket_bytes, backwards, share
     grid = Grid(data=world.size)
     grid.data.one_node &= shared
     layers = model(grid)
-    replicas = DataParallel(layers.parameters(), grid, bucket_bytes)
+    replicas = DataParallel(layers.parameters(), grid, bucket_bytes=bucket_bytes)
     assert len(replicas.buckets) == {1: 6, 500: 2, 1 << 20: 1}[bucket_bytes]
     for _ in range(2):  # a second step starts afresh
         got = step(layers, grid, replicas, backwards)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hpctrain import comm
+from hpctrain.replicas.clipping import clip, local_square
 from hpctrain.replicas.data_parallel import BUCKET_BYTES, summed_over
-from hpctrain.train.clipping import clip, local_square
 
 
 def sync(model: torch.nn.Module, grid=None) -> None:

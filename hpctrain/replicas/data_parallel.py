@@ -6,11 +6,12 @@ import torch
 
 from hpctrain import comm
 from hpctrain.layers.parameter import GradientPlace
+from hpctrain.replicas.method import Method
 
 BUCKET_BYTES = 4 << 20
 
 
-class DataParallel:
+class DataParallel(Method):
     """Completes the gradients of a model's parameters, each of which carries its `Shard`.
 
     A gradient is a partial sum over the data axis, over the tensor axes on which its parameter is replicated and, for
@@ -24,12 +25,12 @@ class DataParallel:
         parameters: of this rank's stage, in the same order on all ranks of the data axis. Their gradients come to lie
             in the buckets; layers may write them there directly (see `GradientPlace`).
         grid: the process grid.
+        optimizer: for `update`; None where the caller updates.
         bucket_bytes: size at which a bucket is closed.
     """
 
-    def __init__(self, parameters, grid, bucket_bytes: int = BUCKET_BYTES):
-        self.grid = grid
-        self.parameters = list(parameters)
+    def __init__(self, parameters, grid, optimizer=None, bucket_bytes: int = BUCKET_BYTES):
+        super().__init__(parameters, grid, optimizer)
         groups = _grouped(reversed(self.parameters), grid, bucket_bytes)
         self.buckets = [_Bucket(group, summed_over(group[0], grid), grid.data) for group in groups]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}

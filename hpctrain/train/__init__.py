@@ -1,1 +1,1 @@
-"""Training: batches, steps, clipping, schedules, the run folder."""
+"""Training: batches, steps, schedules, the run folder."""

@@ -19,6 +19,7 @@ from hpctrain.layers import algorithm_of
 from hpctrain.models.export import export_gpt2
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.randomness import Key
+from hpctrain.replicas import make
 from hpctrain.train.batches import Samples
 from hpctrain.train.generate import generate
 from hpctrain.train.optimizer import adamw, learning_rate
@@ -66,7 +67,8 @@ class Job:
         layers = algorithm_of(grid, algorithm, config.tensor.overlap)
         self.model = GPT2(grid, model_shape, algorithm=layers, key=self.key, **made)
         optimizer = adamw(self.model.parameters(), config.train.weight_decay)
-        self.trainer = Trainer(self.model, grid, optimizer, config.train.microbatches, config.train.clip)
+        replicas = make(config.replicas, self.model.parameters(), grid, optimizer)
+        self.trainer = Trainer(self.model, grid, optimizer, config.train.microbatches, config.train.clip, replicas)
 
         self.folder = None
         with comm.together(world):
@@ -93,8 +95,9 @@ class Job:
             progress.close()
             self.folder.close()
             self.folder.plot()
-        export_gpt2(self.model, self.grid, config.folder / "model", self.tokens.end_of_document)
-        sample = self._sample()
+        with self.trainer.replicas.whole():
+            export_gpt2(self.model, self.grid, config.folder / "model", self.tokens.end_of_document)
+            sample = self._sample()
         if lead:
             print(f"final training loss {record['loss']:.4f}, validation loss {record['val_loss']:.4f} (nats a token)")
             if sample:
@@ -122,6 +125,7 @@ class Job:
             "tokens_per_second": tokens / seconds,
             "bytes_sent": self._bytes("sent"),
             "bytes_received": self._bytes("received"),
+            **self.trainer.replicas.report(),
         }
 
     def _bytes(self, direction: str) -> dict[str, int]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain import comm
 from hpctrain.replicas import DataParallel
-from hpctrain.train.clipping import clip, local_square
 
 # Optimizers whose update of one element depends on others of the same weight, of which a rank holds only a part.
 _MIXING = ("Adafactor", "LBFGS", "Muon")
@@ -21,18 +19,21 @@ class Trainer:
     Args:
         optimizer: any torch optimizer over the model's parameters that treats every element by itself.
         max_norm: largest norm of the gradient; 0 for no clipping.
+        replicas: one of `ht.replicas` over the same parameters and optimizer; by default `DataParallel`.
 
     Raises:
         ValueError: when the optimizer mixes the elements of a weight, or the grid has a pipeline axis.
     """
 
-    def __init__(self, model: torch.nn.Module, grid, optimizer: torch.optim.Optimizer, max_norm: float = 0.0):
+    def __init__(
+        self, model: torch.nn.Module, grid, optimizer: torch.optim.Optimizer, max_norm: float = 0.0, replicas=None
+    ):
         kind = type(optimizer).__name__
         if kind in _MIXING:
             raise ValueError(f"optimizer must treat every element of a weight by itself, got {kind}; AdamW does")
         self._check(grid)
         self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
-        self.replicas = DataParallel([p for p in model.parameters() if p.requires_grad], grid)
+        self.replicas = replicas or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)
         # What parallelize made gives the one loss on every rank of the tensor axis; others give each rank its share.
         self._counts_loss = grid.tensor.rank == 0 or not hasattr(model, "hpctrain_grid")
 
@@ -67,22 +68,13 @@ class Trainer:
     def _update(self, losses: list[torch.Tensor]) -> tuple[float, float]:
         """Sum, clip and apply the gradients of this rank's `losses`."""
         self.replicas.finish()
-        square = local_square(self.replicas.parameters, self.grid.coords)
-        loss, square = self._total(losses, square)
-        norm = square**0.5
+        loss, norm = self.replicas.totals(self._share(losses))
         if not (loss - loss == 0 and norm - norm == 0):  # inf and nan are not equal to themselves minus themselves
             raise FloatingPointError(f"loss {loss} and gradient norm {norm} are not both finite")
-        if self.max_norm:
-            clip(self.replicas.parameters, norm, self.max_norm)
-        self.optimizer.step()
+        self.replicas.update(norm, self.max_norm)
         return loss, norm
 
-    def _total(self, losses: list[torch.Tensor], square: torch.Tensor) -> tuple[float, float]:
-        """The losses summed over all ranks, and `square` over the ranks of one replica; the same on every rank."""
+    def _share(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """What this rank adds to the loss, float64."""
         counted = losses and self._counts_loss
-        loss = torch.stack(losses).double().sum().cpu() if counted else torch.zeros(())
-        totals = torch.stack([loss.double(), square.double()])
-        comm.all_reduce(totals, self.grid.tensor)
-        comm.all_reduce(totals, self.grid.pipeline)
-        comm.all_reduce(totals[:1], self.grid.data)
-        return tuple(totals.tolist())
+        return torch.stack(losses).double().sum().cpu() if counted else torch.zeros((), dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hpctrain import comm
 from hpctrain.pipeline import Executor, forward_only, one_f_one_b
 from hpctrain.train import step
 
@@ -17,10 +18,13 @@ class Trainer(step.Trainer):
         optimizer: any torch optimizer over the model's parameters.
         microbatches: of a step, on each replica.
         max_norm: largest norm of the gradient; 0 for no clipping.
+        replicas: one of `ht.replicas` over the same parameters and optimizer; by default `DataParallel`.
     """
 
-    def __init__(self, model, grid, optimizer: torch.optim.Optimizer, microbatches: int = 1, max_norm: float = 0.0):
-        super().__init__(model, grid, optimizer, max_norm)
+    def __init__(
+        self, model, grid, optimizer: torch.optim.Optimizer, microbatches: int = 1, max_norm: float = 0.0, replicas=None
+    ):
+        super().__init__(model, grid, optimizer, max_norm, replicas)
         stages = grid.pipeline.size
         self._train = Executor(grid.pipeline, one_f_one_b(stages, microbatches))
         self._evaluate = Executor(grid.pipeline, forward_only(stages, microbatches))
@@ -43,10 +47,10 @@ class Trainer(step.Trainer):
         """The loss over all of `batches`, each a list of this rank's microbatches."""
         self.model.eval()
         losses = []
-        with torch.no_grad():
+        with torch.no_grad(), self.replicas.whole():
             for microbatches in batches:
                 losses += self._evaluate.run(_Stage(self.model, microbatches))
-        return self._total(losses, torch.zeros(()))[0]
+        return comm.all_reduce(self._share(losses), self.grid.world).item()
 
 
 class _Stage:

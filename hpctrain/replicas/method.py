@@ -1,0 +1,64 @@
+"""What the trainer asks of a way to keep the replicas of a model alike."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from hpctrain import comm
+from hpctrain.replicas.clipping import clip, local_square
+
+
+class Method:
+    """A way to train on the data axis. The trainer calls, in the order of a step:
+
+        method.clear()                      # forget the gradients of the last step
+        method.overlap()                    # the next backward is the last of the step
+        method.finish()                     # the gradients are complete
+        loss, norm = method.totals(loss)    # what all ranks agree on; the trainer stops where they are not finite
+        method.update(norm, max_norm)       # clip, and let the optimizer step
+
+    and `with method.whole()` around what uses the trained model: evaluation, generation, export.
+
+    Args:
+        parameters: of this rank's stage, in the same order on all ranks of the data axis; each carries its `Shard`.
+        grid: the process grid.
+        optimizer: over these parameters; its learning rate may be set before each step.
+    """
+
+    def __init__(self, parameters, grid, optimizer: torch.optim.Optimizer | None = None):
+        self.parameters, self.grid, self.optimizer = list(parameters), grid, optimizer
+
+    def clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def overlap(self) -> None:
+        """Nothing is done while backward runs."""
+
+    def finish(self) -> None:
+        raise NotImplementedError
+
+    def totals(self, loss: torch.Tensor) -> tuple[float, float]:
+        """The loss over all ranks, of which this rank's share is given as float64, and the norm of the gradient."""
+        totals = torch.stack([loss, local_square(self.parameters, self.grid.coords)])
+        comm.all_reduce(totals, self.grid.tensor)
+        comm.all_reduce(totals, self.grid.pipeline)
+        comm.all_reduce(totals[:1], self.grid.data)
+        loss, square = totals.tolist()
+        return loss, square**0.5
+
+    def update(self, norm: float, max_norm: float) -> None:
+        """Change the weights by the gradient, scaled down to `max_norm` where that is not 0."""
+        if max_norm:
+            clip(self.parameters, norm, max_norm)
+        self.optimizer.step()
+
+    def whole(self) -> contextlib.AbstractContextManager:
+        """Within it, every rank's weights are those of the trained model. Collective."""
+        return contextlib.nullcontext()
+
+    def report(self) -> dict:
+        """Members for the step's line of metrics."""
+        return {}
