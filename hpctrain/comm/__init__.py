@@ -26,11 +26,13 @@ from hpctrain.comm.collectives import (
 )
 from hpctrain.comm.device import decide_cuda_aware, local_device
 from hpctrain.comm.halo import Halo
+from hpctrain.comm.summed import Summed
 from hpctrain.comm.windows import Shared, workspace
 
 __all__ = [
     "Halo",
     "Shared",
+    "Summed",
     "Work",
     "agree",
     "all_gather",

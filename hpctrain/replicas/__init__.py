@@ -1,9 +1,10 @@
 """Keeping the replicas of a model alike."""
 
 from hpctrain.replicas.data_parallel import DataParallel
+from hpctrain.replicas.local_sgd import LocalSGD
 from hpctrain.replicas.method import Method
 
-__all__ = ["DataParallel", "Method", "make"]
+__all__ = ["DataParallel", "LocalSGD", "Method", "make"]
 
 
 def make(options, parameters, grid, optimizer) -> Method:
@@ -18,4 +19,5 @@ def make(options, parameters, grid, optimizer) -> Method:
 # Every name in hpctrain.config.METHODS: function (options, parameters, grid, optimizer) -> Method.
 _MAKERS = {
     "ddp": lambda options, *given: DataParallel(*given),
+    "local_sgd": lambda options, *given: LocalSGD(*given, options.average_every, options.average_state),
 }

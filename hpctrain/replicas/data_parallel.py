@@ -32,13 +32,16 @@ class DataParallel(Method):
     def __init__(self, parameters, grid, optimizer=None, bucket_bytes: int = BUCKET_BYTES):
         super().__init__(parameters, grid, optimizer)
         groups = _grouped(reversed(self.parameters), grid, bucket_bytes)
-        self.buckets = [_Bucket(group, summed_over(group[0], grid), grid.data) for group in groups]
+        self.buckets = [self._bucket(group, summed_over(group[0], grid)) for group in groups]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._tied = [p for p in self.parameters if p.shard.stages]
         self._launched = len(self.buckets)
         self._overlapping = False
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _bucket(self, parameters, plane) -> Bucket:
+        return Bucket(parameters, plane, self.grid.data)
 
     def clear(self) -> None:
         """Forget the gradients of the last step."""
@@ -104,27 +107,40 @@ class DataParallel(Method):
         parameter.grad.add_(other)
 
 
-class _Bucket:
-    """Parameters whose gradients lie side by side and are summed together."""
+class PartialBucket:
+    """Parameters whose gradients lie side by side and are summed together, over the ranks of one replica."""
 
-    def __init__(self, parameters, plane, data):
-        self.parameters, self.plane, self.data = parameters, plane, data
+    def __init__(self, parameters, plane):
+        self.parameters, self.plane = parameters, plane
         sizes = [p.numel() for p in parameters]
-        on_one_node = data.size > 1 and data.one_node and parameters[0].is_cpu
-        self.shared = comm.Shared(data, sum(sizes), parameters[0].dtype) if on_one_node else None
-        self.flat = self.shared.mine if on_one_node else parameters[0].new_zeros(sum(sizes))
+        self.flat = self._room(sum(sizes))
         for parameter, part in zip(parameters, self.flat.split(sizes)):
             parameter.place = GradientPlace(part.view_as(parameter))
         self.missing = 0
         self.work = comm.done()
 
+    def _room(self, numel):
+        return self.parameters[0].new_zeros(numel)
+
     def launch(self) -> None:
         if self.plane is not None:
             comm.all_reduce(self.flat, self.plane)
-        if self.shared:
-            self.shared.all_reduce()
-        else:
-            self.work = comm.all_reduce_start(self.flat, self.data)
+
+
+class Bucket(PartialBucket):
+    """The same, summed over the replicas as well."""
+
+    def __init__(self, parameters, plane, data):
+        self.data = data
+        super().__init__(parameters, plane)
+
+    def _room(self, numel):
+        self._summed = comm.Summed(self.data, numel, self.parameters[0])
+        return self._summed.mine
+
+    def launch(self) -> None:
+        super().launch()
+        self.work = self._summed.all_reduce_start()
 
 
 def summed_over(parameter, grid):

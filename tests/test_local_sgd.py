@@ -1,0 +1,138 @@
+"""Local SGD against independent serial runs whose weights are averaged by hand."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from hpctrain import Grid, Key
+from hpctrain.grid import all_grids
+from hpctrain.layers import Linear, Tokens
+from hpctrain.replicas import DataParallel, LocalSGD
+from hpctrain.shard import split
+from hpctrain.train.step import Trainer
+
+pytestmark = pytest.mark.mpi
+
+ROWS, STEPS = 5, 6  # rows over 2, 3, 4, ... replicas are uneven, over 8 some have none
+SGD = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+RNG = torch.Generator().manual_seed(2)
+X, Y = (torch.randn(STEPS, ROWS, 6, generator=RNG, dtype=torch.float64) for _ in range(2))
+
+
+def layers_on(grid):
+    return torch.nn.ModuleList(
+        [
+            Linear(grid, 6, 10, to="inner", key=Key(1, "up"), dtype=torch.float64),
+            Linear(grid, 10, 6, to="residual", key=Key(1, "down"), dtype=torch.float64),
+        ]
+    )
+
+
+def train(grid, make, optimizer, max_norm=0.0):
+    """The weights by name, the losses and the norms, of STEPS steps."""
+    model = layers_on(grid)
+    optimizer = optimizer(model.parameters())
+    trainer = Trainer(model, grid, optimizer, max_norm, make(list(model.parameters()), grid, optimizer))
+    mine = split(ROWS, grid.data.size, grid.data.rank)
+    tokens = Tokens.of(grid, mine.stop - mine.start, 1, mine.start)
+
+    def loss(model, step):
+        rows, columns = tokens.residual_rows, split(6, grid.tensor.y.size, grid.tensor.y.rank)
+        x, y = (t[step, rows.start : rows.stop, columns] for t in (X, Y))
+        up, down = model
+        return (down(torch.tanh(up(x, tokens)), tokens) - y).square().sum() / ROWS
+
+    results = [trainer.step([step], loss) for step in range(STEPS)]
+    with trainer.replicas.whole():
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return weights, *zip(*results), {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def serial(replicas, every, optimizer, max_norm=0.0, state=False):
+    """Each replica by itself, in plain torch; weights and losses."""
+    from mpi4py import MPI
+
+    copies = [layers_on(Grid(comm=MPI.COMM_SELF)) for _ in range(replicas)]
+    optimizers = [optimizer(copy.parameters()) for copy in copies]
+    losses, norms = [], []
+    for step in range(STEPS):
+        total, squares = 0.0, 0.0
+        for r, (copy, each) in enumerate(zip(copies, optimizers)):
+            up, down = copy
+            x, y = (t[step, split(ROWS, replicas, r)] for t in (X, Y))
+            h = torch.tanh(torch.nn.functional.linear(x, up.weight, up.bias))
+            loss = (torch.nn.functional.linear(h, down.weight, down.bias) - y).square().sum() / ROWS
+            each.zero_grad()
+            (replicas * loss).backward()
+            norm = torch.nn.utils.clip_grad_norm_(copy.parameters(), max_norm or float("inf"))
+            each.step()
+            total, squares = total + loss.item(), squares + norm.item() ** 2
+        losses.append(total)
+        norms.append((squares / replicas) ** 0.5)
+        if (every and (step + 1) % every == 0) or step + 1 == STEPS:
+            with torch.no_grad():
+                for same in zip(*(copy.parameters() for copy in copies)):
+                    mean = torch.stack(same).mean(0)
+                    for p in same:
+                        p.copy_(mean)
+                    if state and step + 1 < STEPS:
+                        for key in ("exp_avg", "exp_avg_sq"):
+                            tensors = [each.state[p][key] for each, p in zip(optimizers, same)]
+                            mean = torch.stack(tensors).mean(0)
+                            for t in tensors:
+                                t.copy_(mean)
+    return dict(copies[0].named_parameters()), losses, norms
+
+
+def check(grid, got, expected):
+    weights, losses, norms, _ = got
+    assert losses == pytest.approx(expected[1], rel=1e-12)
+    assert norms == pytest.approx(expected[2], rel=1e-12)
+    for (name, mine), parameter in zip(weights.items(), layers_on(grid).parameters()):
+        torch.testing.assert_close(mine, expected[0][name][parameter.shard.slices], rtol=1e-11, atol=1e-13)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, **SGD)
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_averages_after_every_step_are_data_parallelism(world, state):
+    """With SGD and momentum, whether or not the momentum is averaged too."""
+    grid = Grid(data=world.size)
+    weights, losses, _, _ = train(grid, partial(LocalSGD, every=1, state=state), sgd)
+    expected, same, _, _ = train(grid, DataParallel, sgd)
+    assert losses == pytest.approx(same, rel=1e-12)
+    for name in weights:
+        torch.testing.assert_close(weights[name], expected[name], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("every", [0, 1, 4])
+def test_sgd_on_every_grid(world, every):
+    """Averages over the data axis alone; a weight's gradient is summed over its tensor axes in every step."""
+    for data, pipeline, tensor in all_grids(world.size):
+        if pipeline == 1:
+            grid = Grid(data, 1, tensor)
+            got = train(grid, partial(LocalSGD, every=every), sgd)
+            check(grid, got, serial(data, every, sgd))
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_adam_and_clipping(world, state):
+    """Each replica clips by its own norm; the optimizer's state is its own, or averaged with the weights."""
+    grid = Grid(data=world.size)
+    got = train(grid, partial(LocalSGD, every=2, state=state), adam, max_norm=0.5)
+    check(grid, got, serial(world.size, 2, adam, 0.5, state))
+
+
+def test_replicas_agree_bit_for_bit_after_an_average_and_keep_their_own_between(world):
+    grid = Grid(data=world.size)
+    for every, alike in ((3, True), (4, world.size == 1)):
+        *_, own = train(grid, partial(LocalSGD, every=every), sgd)
+        everyone = world.allgather({name: p.numpy().tobytes() for name, p in own.items()})
+        assert (everyone.count(everyone[0]) == world.size) is alike
