@@ -16,7 +16,7 @@ from pathlib import Path
 from hpctrain.algorithms import DEFAULT_OVERLAP, check_algorithm, check_overlap
 from hpctrain.grid import check_ranks, grid_shape
 
-METHODS = ("ddp", "local_sgd")  # of hpctrain.replicas
+METHODS = ("ddp", "parameter_server", "local_sgd")  # of hpctrain.replicas
 
 
 @dataclass
@@ -77,8 +77,15 @@ class Train:
 @dataclass
 class Replicas:
     method: str = "ddp"  # how the replicas are kept alike: one of METHODS
+    servers: int = 1  # parameter_server: so many ranks of the data axis hold the weights and take no part of the batch
+    staleness: int = 0  # parameter_server: steps that a worker may be ahead of the slowest; 0: synchronous
     average_every: int = 1  # local_sgd: steps between averages of the weights; 0: only at the end (ParallelSGD)
     average_state: bool = False  # local_sgd: average the optimizer's state too; otherwise each replica keeps its own
+
+    @property
+    def idle(self) -> int:
+        """The last ranks of the data axis, which compute no gradients."""
+        return self.servers if self.method == "parameter_server" else 0
 
 
 @dataclass
@@ -153,7 +160,7 @@ def check(config: Config) -> None:
         "run.steps": 1, "run.eval_every": 0, "run.eval_batches": 1, "run.sample": 0, "run.seed": 0, "model.layers": 1,
         "model.width": 1, "model.heads": 1, "model.context": 1, "model.vocabulary": 1, "train.batch": 1,
         "train.microbatches": 1, "train.lr": 0, "train.warmup": 0, "train.weight_decay": 0, "train.clip": 0,
-        "replicas.average_every": 0,
+        "replicas.average_every": 0, "replicas.servers": 1, "replicas.staleness": 0,
     }.items():  # fmt: skip
         section, key = name.split(".")
         if not (value := getattr(getattr(config, section), key)) >= low or value == math.inf:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.config import load_config, to_toml
+from hpctrain.config import METHODS, load_config, to_toml
 
 GOOD = """
 [run]
@@ -75,6 +75,11 @@ def test_values(override, attribute, value):
             'tensor.overlap=["prefetch", "all"]',
             "tensor.overlap must list some of input_gradient, weight_gradient, prefetch, got 'all'",
         ),
+        (
+            "replicas.method=horovod",
+            "replicas.method must be " + " or ".join(f'"{name}"' for name in METHODS) + ", got 'horovod'",
+        ),
+        ("replicas.servers=0", "replicas.servers must be at least 1 and finite, got 0"),
         ("run.device=tpu", 'run.device must be "auto" or "cpu" or "cuda", got \'tpu\''),
         ("model.heads=5", "model.width must be a multiple of model.heads = 5, got 128"),
         ("model.dropout=1.0", "model.dropout must be at least 0 and below 1, got 1.0"),
@@ -116,6 +121,12 @@ def test_a_missing_file():
 def test_what_is_written_is_read_back(tmp_path):
     config = load_config(written(tmp_path, GOOD), ['data.text=["ä \\"b\\"", "c\\\\d"]', "train.lr=1e-05"])
     assert load_config(written(tmp_path, to_toml(config))) == config
+
+
+def test_every_method_can_be_made():
+    from hpctrain import replicas
+
+    assert tuple(replicas._MAKERS) == METHODS
 
 
 def test_the_main_job_s_configuration():

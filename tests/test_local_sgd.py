@@ -4,13 +4,16 @@ from functools import partial
 
 import pytest
 import torch
+from test_equivalence import UNEVEN, batches, fitting, microbatches
 
 from hpctrain import Grid, Key
 from hpctrain.grid import all_grids
 from hpctrain.layers import Linear, Tokens
+from hpctrain.models.gpt2 import GPT2
 from hpctrain.replicas import DataParallel, LocalSGD
 from hpctrain.shard import split
 from hpctrain.train.step import Trainer
+from hpctrain.train.trainer import Trainer as PipelineTrainer
 
 pytestmark = pytest.mark.mpi
 
@@ -120,6 +123,24 @@ def test_sgd_on_every_grid(world, every):
             grid = Grid(data, 1, tensor)
             got = train(grid, partial(LocalSGD, every=every), sgd)
             check(grid, got, serial(data, every, sgd))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_stages_of_a_pipeline_and_tied_tables(world):
+    """Every second step an average, on each stage, of a model whose first and last stages share a table."""
+    if world.size % 2:
+        pytest.skip("two stages")
+    results, shape = [], fitting(UNEVEN, 2)
+    for pipeline in (1, 2):
+        grid = Grid(world.size // 2, pipeline, 1, comm=world.Split(world.rank // (pipeline * world.size // 2)))
+        model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)
+        optimizer = sgd(model.parameters())
+        method = LocalSGD(model.parameters(), grid, optimizer, every=2)
+        trainer = PipelineTrainer(model, grid, optimizer, 3, replicas=method)
+        results.append([trainer.step(microbatches(grid, batch, 0, 3)) for batch in batches(shape, 4)])
+        results[-1].append((trainer.evaluate([microbatches(grid, batches(shape)[0], 0, 3)]), 0.0))
+    for one, two in zip(*results):
+        assert one == pytest.approx(two, rel=1e-12)
 
 
 @pytest.mark.parametrize("state", [False, True])

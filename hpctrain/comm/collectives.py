@@ -56,6 +56,15 @@ def recv_start(out: torch.Tensor, axis, source: int, tag: int = 0) -> Work:
     return Work([request], out, finish=lambda: deliver(host, out))
 
 
+def probe(axis, tag: int = 0) -> int:
+    """Wait for a message with this tag from anybody; returns the rank that sent it, for `recv`."""
+    from mpi4py import MPI
+
+    status = MPI.Status()
+    axis.comm.Probe(MPI.ANY_SOURCE, tag, status)
+    return status.source
+
+
 # One to all, all to one ------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,12 @@
 """Keeping the replicas of a model alike."""
 
+from hpctrain.replicas.asynchronous import AsyncParameterServer
 from hpctrain.replicas.data_parallel import DataParallel
 from hpctrain.replicas.local_sgd import LocalSGD
 from hpctrain.replicas.method import Method
+from hpctrain.replicas.parameter_server import ParameterServer
 
-__all__ = ["DataParallel", "LocalSGD", "Method", "make"]
+__all__ = ["AsyncParameterServer", "DataParallel", "LocalSGD", "Method", "ParameterServer", "make"]
 
 
 def make(options, parameters, grid, optimizer) -> Method:
@@ -19,5 +21,10 @@ def make(options, parameters, grid, optimizer) -> Method:
 # Every name in hpctrain.config.METHODS: function (options, parameters, grid, optimizer) -> Method.
 _MAKERS = {
     "ddp": lambda options, *given: DataParallel(*given),
+    "parameter_server": lambda options, *given: (
+        AsyncParameterServer(*given, options.servers, options.staleness)
+        if options.staleness
+        else ParameterServer(*given, options.servers)
+    ),
     "local_sgd": lambda options, *given: LocalSGD(*given, options.average_every, options.average_state),
 }

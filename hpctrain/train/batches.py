@@ -30,14 +30,15 @@ class Microbatch:
 class Samples:
     """A corpus cut into samples of `context` + 1 tokens, the last of each being the first of the next.
 
-    The last `validation` part of the samples is held out. `algorithm` is that of the model's layers.
+    The last `validation` part of the samples is held out. `algorithm` is that of the model's layers; the last `idle`
+    ranks of the data axis get none of a batch.
 
     Raises:
         ValueError: when there are too few tokens for one training and one validation sample.
     """
 
-    def __init__(self, tokens: ShardedTokens, context: int, validation: float, key: Key, algorithm="agarwal"):
-        self.tokens, self.context, self.algorithm = tokens, context, algorithm
+    def __init__(self, tokens: ShardedTokens, context: int, validation: float, key: Key, algorithm="agarwal", idle=0):
+        self.tokens, self.context, self.algorithm, self.idle = tokens, context, algorithm, idle
         total = (tokens.tokens - 1) // context
         held_out = max(1, round(total * validation))
         if total - held_out < 1:
@@ -71,7 +72,8 @@ class Samples:
         scale = 1 / ((total or len(order)) * length)
         first = grid.pipeline.rank == 0
         last = grid.pipeline.rank == grid.pipeline.size - 1
-        mine = split(len(order), grid.data.size, grid.data.rank)
+        working = grid.data.size - self.idle
+        mine = split(len(order), working, grid.data.rank) if grid.data.rank < working else slice(len(order), len(order))
         made = []
         for m in range(microbatches):
             part = subsplit(mine, microbatches, m)

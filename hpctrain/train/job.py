@@ -59,7 +59,8 @@ class Job:
                     f"which use {self.tokens.vocabulary} tokens; use model.vocabulary={self.tokens.vocabulary} or more"
                 )
             context, validation = config.model.context, config.data.validation
-            self.samples = Samples(self.tokens, context, validation, self.key / "order", algorithm)
+            key, idle = self.key / "order", config.replicas.idle
+            self.samples = Samples(self.tokens, context, validation, key, algorithm, idle)
 
         m = config.model
         model_shape = GPT2Shape(m.layers, m.width, m.heads, m.context, m.vocabulary, m.dropout, m.tied)

@@ -1,0 +1,121 @@
+"""Parameter servers: some ranks hold the weights and the optimizer, the others compute gradients and push them."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain import comm
+from hpctrain.replicas.clipping import clip, local_square
+from hpctrain.replicas.data_parallel import BUCKET_BYTES, DataParallel, PartialBucket
+from hpctrain.shard import Shard, split_sizes
+
+
+class ParameterServer(DataParallel):
+    """The last `servers` ranks of the data axis serve, each an equal part of every bucket; the others, the workers,
+    divide the batch. In a step the workers push their gradients, each bucket while backward still runs, the servers sum
+    them in the order of ranks and update their part of the weights, and everybody pulls the new weights.
+
+    This is the step of data parallelism to rounding, with any optimizer that treats every element by itself. A worker
+    sends and receives the size of the model once. Servers take part in every call of the trainer with batches that are
+    empty; layers that communicate over the data axis (batch norm) need such a batch rather than none.
+
+    Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014).
+
+    Args:
+        servers: how many ranks serve.
+
+    Raises:
+        ValueError: on every rank, for a grid with other axes than data, or without a worker or a server.
+    """
+
+    def __init__(self, parameters, grid, optimizer, servers: int = 1, bucket_bytes: int = BUCKET_BYTES):
+        data, others = grid.data, grid.pipeline.size * grid.tensor.size
+        if others > 1:
+            raise ValueError(
+                'replicas.method = "parameter_server" divides the data axis only: it needs grid.pipeline = 1 and '
+                f"grid.tensor = 1, got {grid.pipeline.size} and {[grid.shape[axis] for axis in 'xyz']}"
+            )
+        if not 1 <= servers < data.size:
+            raise ValueError(
+                f"replicas.servers must leave a worker: at least 1 and below grid.data = {data.size}, got {servers}"
+            )
+        self.servers, self.workers = servers, data.size - servers
+        self.serves = data.rank >= self.workers
+        super().__init__(parameters, grid, optimizer, bucket_bytes)
+        if self.serves:
+            slices = {p: [] for p in self.parameters}
+            for bucket in self.buckets:
+                slices |= bucket.slices()
+            for group in optimizer.param_groups:
+                group["params"] = [piece for p in group["params"] for piece in slices[p]]
+            self.slices = [piece for pieces in slices.values() for piece in pieces]
+        else:
+            self.slices = []
+
+    def _bucket(self, parameters, plane):
+        return _SummedBucket(parameters, self.grid.data, self.workers)
+
+    def totals(self, loss: torch.Tensor) -> tuple[float, float]:
+        for bucket in self.buckets:
+            bucket.gradient.copy_(bucket.work.wait())
+        totals = torch.stack([loss, local_square(self.slices, self.grid.coords)])
+        loss, square = comm.all_reduce(totals, self.grid.data).tolist()
+        return loss, square**0.5
+
+    def update(self, norm: float, max_norm: float) -> None:
+        if self.serves:
+            if max_norm:
+                clip(self.slices, norm, max_norm)
+            self.optimizer.step()
+        self._pull()
+
+    def _pull(self) -> None:
+        """Make everybody's weights those of the servers."""
+        works = [comm.all_gather_start(bucket.own, self.grid.data, bucket.counts) for bucket in self.buckets]
+        for bucket, work in zip(self.buckets, works):
+            bucket.weights.copy_(work.wait())
+
+
+class ServedBucket(PartialBucket):
+    """Parameters whose weights lie side by side, as do their gradients; each server holds an equal part of them.
+
+    Attributes: `counts`, elements on each rank, none on workers; `weights`, flat, of which the parameters are views;
+    `own`, this rank's part of them, and `gradient`, that part's gradient.
+    """
+
+    def __init__(self, parameters, data, workers):
+        super().__init__(parameters, None)
+        self.data = data
+        self.counts = (0,) * workers + split_sizes(self.flat.numel(), data.size - workers)
+        self.weights = torch.cat([p.detach().reshape(-1) for p in parameters])
+        for parameter, part in zip(parameters, self.weights.split([p.numel() for p in parameters])):
+            parameter.data = part.view_as(parameter)
+        self.place = self.part(data.rank)
+        self.own = self.weights[self.place]
+        self.gradient = torch.zeros_like(self.own)
+
+    def part(self, rank: int) -> slice:
+        """The elements that a rank of the data axis serves."""
+        first = sum(self.counts[:rank])
+        return slice(first, first + self.counts[rank])
+
+    def slices(self) -> dict:
+        """This server's pieces of each parameter, as parameters themselves with a place for their gradients."""
+        pieces, end = {}, 0
+        for parameter in self.parameters:
+            start, end = end, end + parameter.numel()
+            low, high = max(start, self.place.start), min(end, self.place.stop)
+            if low < high:
+                within = slice(low - self.place.start, high - self.place.start)
+                piece = torch.nn.Parameter(self.own[within])
+                piece.shard = Shard((high - low,), (slice(0, high - low),))
+                piece.grad = self.gradient[within]
+                pieces[parameter] = [piece]
+        return pieces
+
+
+class _SummedBucket(ServedBucket):
+    """The same, its gradients summed on the servers."""
+
+    def launch(self) -> None:
+        self.work = comm.reduce_scatter_start(self.flat, self.data, self.counts)

@@ -1,0 +1,178 @@
+"""Parameter servers: synchronous ones equal a serial program, others apply every push and wait for the slow."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from test_equivalence import LENGTH, UNEVEN, batches, fitting, serial
+
+from hpctrain import Grid, Key
+from hpctrain.layers import Tokens
+from hpctrain.models.gpt2 import GPT2
+from hpctrain.replicas import AsyncParameterServer, ParameterServer
+from hpctrain.shard import Shard, split
+from hpctrain.train import step, trainer
+from hpctrain.train.batches import Microbatch
+from hpctrain.train.optimizer import adamw
+
+pytestmark = pytest.mark.mpi
+
+
+def part(grid, workers, count):
+    """This worker's part of `count` rows; none for a server."""
+    return split(count, workers, grid.data.rank) if grid.data.rank < workers else slice(0, 0)
+
+
+def microbatches(grid, workers, batch, number):
+    mine = part(grid, workers, len(batch))
+    tokens = Tokens.of(grid, mine.stop - mine.start, LENGTH, mine.start, number)
+    rows = batch[mine]
+    scale = 1 / (len(batch) * LENGTH)
+    return [Microbatch(tokens, rows[:, :-1].reshape(-1), rows[:, 1:].reshape(-1), scale)]
+
+
+def gpt2(grid, make, shape, clip):
+    model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)
+    optimizer = adamw(model.parameters(), 0.1)
+    method = make(list(model.parameters()), grid, optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    return model, trainer.Trainer(model, grid, optimizer, 1, clip, method)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("servers", "bucket_bytes", "clip", "synchronous"),
+    [(1, 4 << 20, 1.0, False), (1, 1, 0.0, True), (2, 5000, 1.0, True), (3, 1, 0.3, False)],
+)
+def test_synchronous_servers_equal_a_serial_program(world, servers, bucket_bytes, clip, synchronous):
+    if servers >= world.size:
+        pytest.skip("leaves no worker")
+    grid, shape = Grid(data=world.size), fitting(UNEVEN, 1)
+    grid.wire.synchronous = synchronous
+    model, training = gpt2(grid, lambda *given: ParameterServer(*given, servers, bucket_bytes), shape, clip)
+    workers = world.size - servers
+    results = [training.step(microbatches(grid, workers, batch, n)) for n, batch in enumerate(batches(shape))]
+    weights, losses, norms = serial(shape, clip)
+    assert [loss for loss, _ in results] == pytest.approx(losses, rel=1e-12)
+    assert [norm for _, norm in results] == pytest.approx(norms, rel=1e-11)
+    for name, parameter in model.named_parameters():  # on servers and workers alike
+        torch.testing.assert_close(parameter, weights[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_worker_sends_and_receives_the_model_once(world):
+    grid, shape = Grid(data=world.size), dataclasses.replace(UNEVEN, layers=1)
+    model, training = gpt2(grid, ParameterServer, shape, 1.0)
+    batch = microbatches(grid, world.size - 1, batches(shape)[0], 0)
+    grid.wire.traffic.clear()
+    training.step(batch)
+    size, table = sum(p.nbytes for p in model.parameters()), grid.wire.traffic.table()
+    moved = {name: table["data", name] for name in ("reduce_scatter", "all_gather")}
+    workers = world.size - 1
+    expected = (0, size * workers, size * workers, 0) if grid.data.rank == workers else (size, 0, 0, size)
+    got = [moved[name][way] for name in ("reduce_scatter", "all_gather") for way in ("sent", "received")]
+    assert tuple(got) == expected
+
+
+def line(grid, make, values, loss, lr=0.5, max_norm=0.0):
+    """A trainer of one parameter."""
+    parameter = torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
+    parameter.shard = Shard(tuple(parameter.shape), (slice(0, len(values)),))
+    model = torch.nn.ParameterList([parameter])
+    optimizer = torch.optim.SGD([parameter], lr=lr, momentum=0.5 if max_norm else 0.0)
+    training = step.Trainer(model, grid, optimizer, max_norm, make([parameter], grid, optimizer))
+    return parameter, lambda number: training.step([] if training.replicas.serves else [number], loss), training
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_every_push_is_applied_once(world, servers, staleness, synchronous):
+    """Of a loss that is linear in the weights the updates may come in any order: the sum is exact."""
+    if servers >= world.size:
+        pytest.skip("leaves no worker")
+    grid, workers, steps = Grid(data=world.size), world.size - servers, 10
+    grid.wire.synchronous = synchronous
+    slope = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64) * (grid.data.rank + 1)
+    parameter, take, training = line(
+        grid, lambda *given: AsyncParameterServer(*given, servers, staleness), [0.0, 1.0, 2.0],
+        lambda model, number: (model[0] * slope).sum(),
+    )  # fmt: skip
+    for number in range(steps):
+        take(number)
+    with training.replicas.whole():
+        moved = 0.5 * steps * (workers * (workers + 1) // 2)
+        expected = torch.tensor([0.0, 1.0, 2.0]).double() - moved * torch.tensor([1.0, 2.0, 4.0]).double()
+        assert torch.equal(parameter.detach(), expected)
+    counts = world.bcast(training.replicas.report()["staleness"], world.size - servers)
+    assert sum(counts) == workers * steps
+    assert len(counts) == (workers - 1) * (2 * staleness + 1) + 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("max_norm", [0.0, 2.0])
+def test_one_worker_is_the_serial_run(world, max_norm):
+    grid = Grid(data=world.size)
+    parameter, take, training = line(
+        grid, lambda *given: AsyncParameterServer(*given, world.size - 1, 3), [3.0, -1.0, 2.0, 0.5],
+        lambda model, number: (model[0] - number).square().sum(), 0.1, max_norm,
+    )  # fmt: skip
+    alone = torch.nn.Parameter(torch.tensor([3.0, -1.0, 2.0, 0.5], dtype=torch.float64))
+    optimizer = torch.optim.SGD([alone], lr=0.1, momentum=0.5 if max_norm else 0.0)
+    for number in range(6):
+        got = take(number)
+        optimizer.zero_grad()
+        loss = (alone - number).square().sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_([alone], max_norm or float("inf"))
+        optimizer.step()
+        assert training.replicas.serves or got == pytest.approx((loss.item(), norm.item()), rel=1e-14)
+    with training.replicas.whole():
+        torch.testing.assert_close(parameter, alone, rtol=1e-14, atol=0)
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_nobody_is_too_far_ahead_of_the_slowest(world, staleness):
+    """Worker 0 sleeps before every push; the time of day tells who waited for whom."""
+    grid, steps = Grid(data=world.size), 6
+    pushing = []
+
+    def loss(model, number):
+        time.sleep(0.04 if grid.data.rank == 0 else 0)
+        pushing.append(time.monotonic())
+        return model[0].sum()
+
+    _, take, _ = line(grid, lambda *given: AsyncParameterServer(*given, 1, staleness), [0.0], loss)
+    answered = []
+    world.Barrier()
+    for number in range(steps):
+        take(number)
+        answered.append(time.monotonic())
+    slow = world.bcast(pushing, 0)
+    if 0 < grid.data.rank < world.size - 1:
+        for number in range(staleness, steps):
+            assert answered[number] > slow[number - staleness]
+        if staleness:
+            assert answered[0] < slow[1]  # it did not wait
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_is_not_finite_is_never_pushed(world):
+    grid = Grid(data=world.size)
+    _, _, training = line(grid, AsyncParameterServer, [0.0], None)
+    training.replicas.clear()
+    if not training.replicas.serves:
+        with pytest.raises(RuntimeError, match=f"loss nan .* of worker {grid.data.rank} are not finite"):
+            training.replicas.totals(torch.tensor(float("nan"), dtype=torch.float64))
+
+
+def test_refusals(world):
+    with pytest.raises(ValueError, match=f"leave a worker: at least 1 and below grid.data = {world.size}, got"):
+        line(Grid(data=world.size), lambda *given: ParameterServer(*given, world.size), [0.0], None)
+    if world.size > 1:
+        with pytest.raises(ValueError, match="needs grid.pipeline = 1 and grid.tensor = 1, got 1 and"):
+            line(Grid(tensor=world.size), ParameterServer, [0.0], None)
