@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpctrain import __version__
 from hpctrain.pipeline.command import add_options as add_schedule_options
+from hpctrain.slurm import jobs, submit
 
 USAGE_ERROR = 2
 
@@ -111,12 +112,24 @@ def schedule(options) -> int:
     return 0
 
 
+def _careful(run):
+    """The function that carries out a command, with a user's mistake said in one line."""
+
+    def command(options) -> int:
+        try:
+            return run(options) or 0
+        except (ValueError, OSError) as error:
+            return complain(error)
+
+    return command
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpctrain", description="Train on a data × pipeline × tensor grid of MPI ranks."
     )
     parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Intermixed)
 
     def configured(name, run, summary):
         command = commands.add_parser(name, help=summary, description=summary)
@@ -144,7 +157,25 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("run", metavar="RUN", help="the run folder")
     command.add_argument("-o", "--output", required=True, metavar="DIR")
     command.set_defaults(command=export)
+    for name, module, summary in (
+        ("submit", submit, "submit a job script to Slurm, and follow it"),
+        ("jobs", jobs, "list the submitted runs: state, last step, loss, tokens/s"),
+    ):
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_options(command)
+        command.set_defaults(command=_careful(module.run))
     return parser
+
+
+class Intermixed(argparse.ArgumentParser):
+    """Options may stand between the arguments, as in `submit JOB --nodes 2 run.steps=3 --follow`."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.parse_known_args = super().parse_known_args  # which the line below calls
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            del self.parse_known_args
 
 
 # Ending well -----------------------------------------------------------------------------------------------------

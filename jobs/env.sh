@@ -9,11 +9,13 @@
 #   HPCTRAIN_EXTRAS=test,cuda12    extras of setup.cfg to install as well; cuda12 is added where nvidia-smi is found
 #   HPCTRAIN_PYTHON=python3        the interpreter that makes .venv, 3.11 or newer
 #   HPCTRAIN_LAUNCHER=...          what starts ranks instead of mpirun, such as "srun --mpi=pmix"
+#   HPCTRAIN_SITE=generic          modules and settings of this machine: a name in jobs/sites
 
 hpctrain_env() {
     local root venv python mpi extras extra stamp facts site_path
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return
     venv=$root/.venv
+    hpctrain_site "$root" || return
 
     # Which MPI. An mpirun inside a virtual environment is a wheel, not the site's.
     site_path=$(tr ':' '\n' <<<"$PATH" | grep -vxF -e "$venv/bin" -e "${VIRTUAL_ENV:-$venv}/bin" | paste -sd:)
@@ -50,6 +52,35 @@ hpctrain_env() {
     export HPCTRAIN_ROOT=$root HPCTRAIN_MPI_FOUND=$mpi MPIRUN=$root/jobs/mpirun.sh
     # one home for temporary Python files, and none of the user's own packages
     export PYTHONNOUSERSITE=1
+}
+
+# The settings of jobs/sites/$HPCTRAIN_SITE.env, but for those that are set already, and its modules.
+hpctrain_site() {
+    local file=$1/jobs/sites/${HPCTRAIN_SITE:-generic}.env line name
+    if ! [ -f "$file" ]; then
+        echo "env.sh: HPCTRAIN_SITE=${HPCTRAIN_SITE:-}, but there is no $file; known are" \
+            "$(cd "$1/jobs/sites" && echo *.env | sed 's/\.env//g')" >&2
+        return 1
+    fi
+    while IFS= read -r line; do
+        if [[ $line =~ ^export\ ([A-Za-z_0-9]+)=\"([^\"]*)\" ]]; then
+            name=${BASH_REMATCH[1]}
+            if [ -z "${!name+set}" ]; then export "$name=${BASH_REMATCH[2]}"; fi
+        fi
+    done <"$file"
+    if [ -n "${HPCTRAIN_MODULES:-}" ]; then
+        if ! command -v module >/dev/null; then
+            echo "env.sh: site ${HPCTRAIN_SITE:-generic} needs the modules $HPCTRAIN_MODULES, but there is no" \
+                "module command in this shell" >&2
+            return 1
+        fi
+        # shellcheck disable=SC2086 # a list of names
+        module load $HPCTRAIN_MODULES
+        # where Cray's modules name the libraries to link; ours are found at run time
+        if [ -n "${CRAY_LD_LIBRARY_PATH:-}" ]; then
+            export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+        fi
+    fi
 }
 
 hpctrain_install() {

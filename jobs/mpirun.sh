@@ -25,8 +25,9 @@ if mpirun --version 2>/dev/null | grep -q "Open MPI"; then
     if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
     if [ "$ranks" -gt "$cores" ]; then options+=(--map-by :OVERSUBSCRIBE --bind-to none); fi
     if [ "${HPCTRAIN_MPI_FOUND:-}" = wheel ]; then
+        export OMPI_MCA_osc=^ucx # complains on machines without InfiniBand
         if [ "${SLURM_JOB_NUM_NODES:-1}" = 1 ] && ! grep -qE -- '--?(hostfile|host|machinefile|H)\b' <<<"$*"; then
-            export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm OMPI_MCA_osc=^ucx # starts in 0.2 s instead of 1.3
+            export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm # starts in 0.2 s instead of 1.3
         fi
     fi
 fi

@@ -1,17 +1,20 @@
-"""The job scripts under a real Slurm: one controller and one node on this machine, started for the test."""
+"""The job scripts under a real Slurm: one controller and three nodes on this machine, started for the tests."""
 
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SMALL
 
 pytestmark = pytest.mark.job
 
+NODES = ("n1", "n2", "n3")
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged")
 
 
@@ -28,7 +31,7 @@ def slurm(tmp_path_factory):
     if reason := absent():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("slurm")
-    for name in ("state", "spool"):
+    for name in ("state", *NODES):
         (folder / name).mkdir()
     host = socket.gethostname()
     socket_path, key = folder / "munge.socket", folder / "munge.key"
@@ -37,25 +40,30 @@ def slurm(tmp_path_factory):
     folder.chmod(0o755)
     for parent in list(folder.parents)[:2]:
         parent.chmod(0o755)  # munged refuses a socket that others cannot reach
+    nodes = "\n".join(
+        f"NodeName={node} NodeHostname={host} Port={free_port()} CPUs={os.cpu_count()} RealMemory=4000 State=UNKNOWN"
+        for node in NODES
+    )
     conf = folder / "slurm.conf"
     conf.write_text(f"""
 ClusterName=test
 SlurmctldHost={host}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={socket_path}
+AuthInfo=socket={socket_path},cred_expire=10
 SlurmctldPort={free_port()}
-SlurmdPort={free_port()}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 MpiDefault=none
 ReturnToService=2
-NodeName={host} CPUs={os.cpu_count()} RealMemory=4000 State=UNKNOWN
+KillWait=2
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+{nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """)
     environment = {**os.environ, "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin", "SLURM_CONF": str(conf)}
@@ -63,19 +71,17 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         ["munged", "--foreground", "--force", f"--socket={socket_path}", f"--key-file={key}",
          f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munged.seed", f"--log-file={folder}/munged.log"],
         ["slurmctld", "-D"],
-        ["slurmd", "-D", "-N", host],
+        *(["slurmd", "-D", "-N", node] for node in NODES),
     ]  # fmt: skip
     daemons = []
     try:
         for command in commands:
-            with (folder / f"{command[0]}.out").open("w") as out:
+            with (folder / f"{command[0]}{len(daemons)}.out").open("w") as out:
                 daemons.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment))
-            time.sleep(1)
+            time.sleep(0.5)
         deadline = time.monotonic() + 60
-        while (
-            "idle"
-            not in subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True, env=environment).stdout
-        ):
+        sinfo = ["sinfo", "-h", "-N", "-o", "%T"]
+        while subprocess.run(sinfo, capture_output=True, text=True, env=environment).stdout.split() != ["idle"] * 3:
             assert time.monotonic() < deadline, "".join(p.read_text() for p in folder.glob("*.out"))
             time.sleep(0.5)
         yield environment
@@ -91,30 +97,86 @@ def free_port():
         return s.getsockname()[1]
 
 
-def test_sbatch_of_the_main_job(slurm, tmp_path):
-    """Submitted from another folder; the ranks follow the allocation; the losses are those of `bash`."""
-    arguments = ["run.steps=3", "run.sample=0", f"run.out={tmp_path}/runs"]
-    environment = {k: v for k, v in slurm.items() if not k.startswith(("HPCTRAIN_", "MPIRUN", "VIRTUAL_ENV"))}
-    script = str(ROOT / "jobs/train.sbatch")
-    submitted = subprocess.run(
-        ["sbatch", "--wait", "--output=job.out", script, *arguments],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    output = (tmp_path / "job.out").read_text()
-    assert submitted.returncode == 0, submitted.stderr + output
-    assert re.match(r"Submitted batch job \d+", submitted.stdout)
-    assert "grid of 8 ranks" in output
-    by_bash = subprocess.run(
-        ["bash", script, *arguments, "run.name=bash"], cwd=tmp_path, capture_output=True, text=True, timeout=180
-    )
-    final = [line for line in output.splitlines() if line.startswith("final training loss")]
-    assert len(final) == 1
-    assert final[0] in by_bash.stdout
+@pytest.fixture
+def small(text, tmp_path):
+    """Arguments that make the main job a small one, of two ranks."""
+    grid = ["grid.data=2", "grid.pipeline=1", "grid.tensor=1"]
+    return [f"data.text=[{json.dumps(str(text))}]", *grid, "run.sample=0", f"run.out={tmp_path}/runs", *SMALL]
 
+
+@pytest.fixture
+def shell(slurm, tmp_path):
+    """shell(command, ...) runs it beside the cluster, as a user who has just logged in; its output is one text."""
+    inherited = ("HPCTRAIN_", "MPIRUN", "OMPI_", "PRTE_", "SLURM_")
+    environment = {k: v for k, v in slurm.items() if not k.startswith(inherited) or k == "SLURM_CONF"}
+    environment["XDG_STATE_HOME"] = str(tmp_path / "state")
+
+    def run(*command, status=0, limit=120):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=limit,
+        )  # fmt: skip
+        assert done.returncode == status, done.stdout + "".join(p.read_text() for p in tmp_path.glob("*.out"))
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def sbatch(shell):
+    """sbatch(argument, ...) submits a job; returns its number."""
+    return lambda *arguments: shell("sbatch", "--parsable", *arguments).strip()
+
+
+@pytest.fixture
+def ended(shell):
+    """ended(job) waits for a job's end; returns its state and exit status. `sbatch --wait` looks ever less often."""
+
+    def wait(job, limit=90):
+        deadline = time.monotonic() + limit
+        while True:
+            facts = shell("scontrol", "show", "job", job)
+            state = re.search(r"JobState=(\w+)", facts)[1]
+            if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"):
+                return state, int(re.search(r"ExitCode=(\d+)", facts)[1])
+            assert time.monotonic() < deadline, facts
+            time.sleep(0.3)
+
+    return wait
+
+
+TRAIN = str(ROOT / "jobs/train.sbatch")
+
+
+def final(output):
+    (line,) = [line for line in output.splitlines() if line.startswith("final training loss")]
+    return line
+
+
+def test_sbatch_of_the_main_job(sbatch, ended, shell, small, tmp_path):
+    """Submitted from another folder; the ranks follow the allocation; the losses are those of `bash`."""
+    job = sbatch("--ntasks=2", "--output=job.out", TRAIN, *small)
     # too few tasks for the grid: the job fails, and says why
-    refused = subprocess.run(
-        ["sbatch", "--wait", "--ntasks=4", "--output=refused.out", script, *arguments],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    assert refused.returncode == 2
-    assert "has 8 places, but there are 4 ranks" in (tmp_path / "refused.out").read_text()
+    refused = sbatch("--ntasks=1", "--output=refused.out", TRAIN, *small)
+    assert ended(job) == ("COMPLETED", 0)
+    output = (tmp_path / "job.out").read_text()
+    assert "grid of 2 ranks" in output
+    assert final(output) == final(shell("bash", TRAIN, *small, "run.name=bash"))
+    assert ended(refused) == ("FAILED", 2)
+    assert "has 2 places, but there are 1 ranks" in (tmp_path / "refused.out").read_text()
+
+
+def test_submit_over_two_nodes(shell, small, tmp_path):
+    """Followed to its end; listed by `hpctrain jobs`; refused before it is queued where the job would refuse it."""
+    hpctrain = shutil.which("hpctrain")
+    output = shell(hpctrain, "submit", TRAIN, "--nodes", "2", *small, "--time", "5", "--follow")
+    job = re.match(r"job (\d+), log (.*)", output)
+    assert "grid of 2 ranks" in output
+    assert f"job {job[1]}: COMPLETED" in output
+    assert final(output) == final(Path(job[2]).read_text())
+    assert "NumNodes=2" in shell("scontrol", "show", "job", job[1])
+    header, line = shell(hpctrain, "jobs").splitlines()
+    assert header.split() == ["job", "state", "run", "step", "loss", "tokens/s"]
+    assert line.split()[:4] == [job[1], "COMPLETED", "gpt2", "3"]
+    assert "unknown key run.stpes" in shell(hpctrain, "submit", TRAIN, "run.stpes=3", status=2)
+    assert "sbatch refused the job" in shell(hpctrain, "submit", TRAIN, "--time=soon", status=2)

@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import tempfile
 import time
 
 import pytest
 from conftest import ROOT
+
+from hpctrain.slurm.site import parse
 
 pytestmark = pytest.mark.job
 
@@ -129,3 +133,59 @@ def test_a_bad_environment_is_refused(setting, message):
     )
     assert ended.returncode != 0
     assert message in ended.stderr
+
+
+@pytest.mark.parametrize("site", sorted(path.stem for path in (ROOT / "jobs/sites").glob("*.env")))
+def test_site_files(site):
+    """Each line is read alike by the job scripts, by Python and by a plain shell, and says why; what is set stays."""
+    text = (ROOT / f"jobs/sites/{site}.env").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r'export \w+="[^"$`\\]*" # .+', line) for line in lines)
+    settings = dict(parse(text))
+    assert len(settings) == len(lines)
+    script = """
+        set -eu
+        module() { [ "$1" = load ] && shift && echo "$*"; }
+        source <(sed -n '/^hpctrain_site()/,/^}/p' jobs/env.sh)
+        HDF5_USE_FILE_LOCKING=mine
+        hpctrain_site "$PWD"
+        env -0
+    """
+    environment = {"PATH": os.environ["PATH"], "HPCTRAIN_SITE": site}
+    ended = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    loaded, _, exported = ended.stdout.rpartition("\n") if "HPCTRAIN_MODULES" in settings else ("", "", ended.stdout)
+    assert loaded == settings.get("HPCTRAIN_MODULES", "")
+    found = dict(pair.split("=", 1) for pair in exported.split("\0") if "=" in pair)
+    settings.pop("HDF5_USE_FILE_LOCKING")
+    assert settings.items() <= found.items()
+    assert found.get("HDF5_USE_FILE_LOCKING") != "FALSE"
+
+
+def test_an_unknown_site_is_refused():
+    environment = {**os.environ, "HPCTRAIN_SITE": "moon"}
+    command = ["bash", "-c", "source jobs/env.sh"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode != 0
+    assert "HPCTRAIN_SITE=moon, but there is no" in ended.stderr
+    assert "known are frontier generic" in ended.stderr
+
+
+def test_the_warning_reaches_the_ranks(tmp_path):
+    """supervise.sh passes USR1 on, twice here, and ends with the status that the ranks end with."""
+    ranks = tmp_path / "ranks.sh"
+    ranks.write_text('trap "echo warned" USR1\necho up\nfor i in 1 2 3 4 5 6; do sleep 0.2; done\nexit 85\n')
+    launcher = {**os.environ, "HPCTRAIN_LAUNCHER": "env", "SLURM_JOB_ID": ""}
+    command = ["jobs/supervise.sh", "bash", str(ranks)]
+    job = subprocess.Popen(command, cwd=ROOT, env=launcher, stdout=subprocess.PIPE, text=True)
+    assert job.stdout.readline() == "up\n"
+    for _ in range(2):
+        job.send_signal(signal.SIGUSR1)
+        assert job.stdout.readline() == "warned\n"
+    assert "saved; the same command goes on from there" in job.stdout.read()
+    assert job.wait(10) == 85
+
+
+def test_the_matmul_script():
+    ended = subprocess.run(["bash", "jobs/matmul.sbatch", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert "Time a float32 product" in ended.stdout

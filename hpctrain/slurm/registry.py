@@ -1,0 +1,58 @@
+"""What this user has submitted, kept in one file, as Slurm forgets a job minutes after its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job: its number, with the task's where it is one of an array; its script; the log; the run folder, if any."""
+
+    job: str
+    script: str
+    log: str
+    run: str | None
+
+
+def path() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+    return Path(state) / "hpctrain" / "jobs.jsonl"
+
+
+def add(jobs: list[Submitted]) -> None:
+    file = path()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(asdict(job)) + "\n" for job in jobs)
+
+
+def read() -> list[Submitted]:
+    """All of them, the oldest first."""
+    file = path()
+    if not file.exists():
+        return []
+    return [Submitted(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def tasks(array: str) -> list[int]:
+    """The numbers that an --array option names.
+
+    >>> tasks("0-3,7,10-20:5%2")
+    [0, 1, 2, 3, 7, 10, 15, 20]
+    >>> tasks("a")
+    Traceback (most recent call last):
+    ValueError: --array must read like 0-3,7 or 0-30:10%2, got 'a'
+    """
+    numbers = []
+    for part in array.split("%")[0].split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if not match:
+            raise ValueError(f"--array must read like 0-3,7 or 0-30:10%2, got {array!r}")
+        first, last, step = (int(group) if group else None for group in match.groups())
+        numbers += range(first, (first if last is None else last) + 1, step or 1)
+    return numbers
