@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpctrain.algorithms import DEFAULT_OVERLAP, check_algorithm, check_overlap
 from hpctrain.grid import check_ranks, grid_shape
+from hpctrain.pipeline import NAMES, Schedule, schedule
 
 METHODS = ("ddp", "parameter_server", "local_sgd")  # of hpctrain.replicas
 
@@ -59,6 +60,13 @@ class GridSizes:
 
 
 @dataclass
+class Pipeline:
+    schedule: str = "1f1b"  # one of `pipeline.NAMES`: see `hpctrain schedule --compare`
+    chunks: int = 0  # stages a rank, for "interleaved"; 0: as many as the schedule has by itself
+    partition: str | list[int] = "even"  # layers of each stage: as equal as can be, or a list
+
+
+@dataclass
 class Tensor:
     algorithm: str = "agarwal"  # the matrix product: "agarwal", "megatron", "cannon", "summa" or "two_half_d"
     overlap: list[str] = field(default_factory=lambda: list(DEFAULT_OVERLAP))  # of algorithms.OVERLAPS; [] for none
@@ -99,6 +107,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     grid: GridSizes = field(default_factory=GridSizes)
+    pipeline: Pipeline = field(default_factory=Pipeline)
     tensor: Tensor = field(default_factory=Tensor)
     train: Train = field(default_factory=Train)
     replicas: Replicas = field(default_factory=Replicas)
@@ -179,13 +188,39 @@ def check(config: Config) -> None:
         raise ValueError(f"model.dropout must be at least 0 and below 1, got {model.dropout}")
     if not 0 < config.data.validation < 1:
         raise ValueError(f"data.validation must lie between 0 and 1, got {config.data.validation}")
-    if model.layers < shape["pipeline"]:
-        raise ValueError(
-            f"grid.pipeline = {shape['pipeline']} stages need at least as many layers, got model.layers = "
-            f"{model.layers}; use grid.pipeline={model.layers} or fewer, or more layers"
-        )
+    check_pipeline(config)
     if not (config.data.path or config.data.text):
         config.data.text = ["python-stdlib"]
+
+
+def check_pipeline(config: Config) -> Schedule:
+    """The schedule of the pipeline.
+
+    Raises:
+        ValueError: where the model, the schedule and the pipeline axis do not fit together.
+    """
+    pipeline, model, ranks = config.pipeline, config.model, config.grid_shape["pipeline"]
+    _one_of("pipeline.schedule", pipeline.schedule, NAMES)
+    made = schedule(pipeline.schedule, ranks, config.train.microbatches, pipeline.chunks or None)
+    stages, cut = made.graph.stages, pipeline.partition
+    if model.layers < stages:
+        raise ValueError(
+            f"grid.pipeline = {ranks} with pipeline.schedule = {made.name} has {stages} stages, which need at least as "
+            f"many layers, got model.layers = {model.layers}; use fewer stages or more layers"
+        )
+    if isinstance(cut, str):
+        _one_of("pipeline.partition", cut, ("even",))
+    elif len(cut) != stages or min(cut) < 1 or sum(cut) != model.layers:
+        raise ValueError(
+            f"pipeline.partition must list at least one layer for each of {stages} stages, {model.layers} in all, "
+            f"got {cut}"
+        )
+    if made.delayed and (config.train.clip or model.tied):
+        raise ValueError(
+            f"pipeline.schedule = {made.name} updates each stage by itself: it cannot clip the gradient of all, and "
+            f"stages cannot share weights; use train.clip=0 and model.tied=false"
+        )
+    return made
 
 
 def check_grid(config: Config, ranks: int) -> None:
@@ -251,6 +286,6 @@ def _hint(word: str, known: list[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{close[0]}?" if close else f"; known are {', '.join(prefix + k for k in known)}"
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+def _one_of(name: str, value: str, known: typing.Sequence[str]) -> None:
     if value not in known:
         raise ValueError(f"{name} must be {' or '.join(json.dumps(k) for k in known)}, got {value!r}")

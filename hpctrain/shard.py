@@ -15,7 +15,8 @@ class Shard:
         replicated: tensor axes along which other ranks hold this same slice.
         partial: each of those ranks sees other tokens, so that its gradient is a partial sum, completed over these
             axes; otherwise each computes the whole gradient.
-        stages: pipeline stages that hold the slice when more than one does (tied embeddings); the first one counts.
+        holders: ranks of the pipeline axis that hold the slice, in order, when more than one does (tied embeddings,
+            schedules with two replicas of a stage); their gradients are summed, and the first one counts.
 
     Every rank of the data axis holds the same slices; that goes without saying.
     """
@@ -23,7 +24,7 @@ class Shard:
     global_shape: tuple[int, ...]
     slices: tuple[slice, ...]
     replicated: tuple[str, ...] = ()
-    stages: tuple[int, ...] = ()
+    holders: tuple[int, ...] = ()
     partial: bool = True
 
     @property
@@ -33,7 +34,7 @@ class Shard:
     def owned(self, coords: dict[str, int]) -> bool:
         """Whether the rank at `coords` is the one that counts this slice, among those that hold it."""
         first = all(coords[axis] == 0 for axis in self.replicated)
-        return first and (not self.stages or coords["pipeline"] == self.stages[0])
+        return first and (not self.holders or coords["pipeline"] == self.holders[0])
 
 
 def split(length: int, parts: int, index: int, unit: int = 1) -> slice:

@@ -87,8 +87,8 @@ def test_values(override, attribute, value):
         ("run.name=a/b", "run.name must be a plain folder name, got 'a/b'"),
         (
             "grid.pipeline=5",
-            "grid.pipeline = 5 stages need at least as many layers, got model.layers = 4; "
-            "use grid.pipeline=4 or fewer, or more layers",
+            "grid.pipeline = 5 with pipeline.schedule = 1f1b has 5 stages, which need at least as many layers, got "
+            "model.layers = 4; use fewer stages or more layers",
         ),
     ],
 )
@@ -104,7 +104,7 @@ def test_mistakes_are_named(override, message):
         ("[run\n", "is not valid TOML"),
         ("steps = 3\n", "steps stands outside a section"),
         ("[run]\nsteps = '3'\n", "run.steps must be int, got '3'"),
-        ("[quantum]\na = 1\n", "unknown section quantum; known are run, model, data, grid, tensor, train, "),
+        ("[quantum]\na = 1\n", "unknown section quantum; known are run, model, data, grid, pipeline, tensor, train, "),
     ],
 )
 def test_bad_files_are_refused(tmp_path, text, message):

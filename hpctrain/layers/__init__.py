@@ -21,6 +21,7 @@ from hpctrain.layers.conv import Conv2d
 from hpctrain.layers.dropout import Dropout
 from hpctrain.layers.embedding import Embedding
 from hpctrain.layers.flatten import Flatten
+from hpctrain.layers.later import WeightGradients
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.loss import CrossEntropy
 from hpctrain.layers.mlp import MLP
@@ -47,4 +48,5 @@ __all__ = [
     "MLP",
     "RMSNorm",
     "Tokens",
+    "WeightGradients",
 ]

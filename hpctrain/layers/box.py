@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from hpctrain.layers.parameter import accumulate
 from hpctrain.layers.spread import Columns, Rows
 from hpctrain.shard import Shard, split, split_sizes, subsplit
 
@@ -15,6 +18,7 @@ class BoxProduct:
         x, y, z = algorithm.x, algorithm.y, algorithm.z
         self.to_inner, self.overlap, self.weights = to_inner, algorithm.overlap, algorithm.weights
         self.number = None  # among the layers of `weights`
+        self.later = None  # `layers.later.WeightGradients` of a model whose backwards are split
         self.gathers_backward = True
         over_out, over_in = (x, y) if to_inner else (y, x)
         rows = split(out_features, over_out.size, over_out.rank, out_unit)
@@ -49,6 +53,10 @@ class BoxProduct:
             return place.put_off(grad.t(), x, over_z)
         return over_z.multiply(grad.t(), x, plus=place.unsummed())
 
+    def late(self, grad: torch.Tensor, target, x: torch.Tensor, source, weight: torch.Tensor) -> None:
+        """The weight gradient that backward put off."""
+        accumulate(weight, self.weight_gradient(target.gather(grad), source.gather(x), weight))
+
 
 class _Product(torch.autograd.Function):
     """Gathers both operands, multiplies, reduce-scatters the result. Keeps only what each rank was given."""
@@ -65,6 +73,12 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         source, product = ctx.source, ctx.product
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        if product.later is not None and product.later.queue is not None:
+            product.later.queue.append(functools.partial(product.late, grad, ctx.target, x, source, weight))
+            grad_x = None
+            if ctx.needs_input_grad[0]:
+                grad_x = source.multiply(ctx.target.gather(grad), product.gather(weight, backward=True))
+            return grad_x, None, grad_bias, None, None, None
         grad = ctx.target.gather(grad)
         if not ctx.needs_input_grad[0]:
             return None, product.weight_gradient(grad, source.gather(x), weight), grad_bias, None, None, None

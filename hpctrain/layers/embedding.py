@@ -21,18 +21,14 @@ class Embedding(torch.nn.Module):
     in the residual layout. Ids must be below `vocabulary`.
     """
 
-    def __init__(self, grid, vocabulary: int, width: int, *, std: float = 1.0, key: Key | None = None,
-                 stages: tuple[int, ...] = (), dtype=None, device=None):  # fmt: skip
+    def __init__(self, grid, vocabulary: int, width: int, *, std: float = 1.0, key: Key | None = None, dtype=None,
+                 device=None):  # fmt: skip
         super().__init__()
         self.tensor = grid.tensor
         x, y, z = grid.tensor.x, grid.tensor.y, grid.tensor.z
         self.range = split(vocabulary, x.size, x.rank)
         self.rows_over_z = split_sizes(self.range.stop - self.range.start, z.size)
-        shard = Shard(
-            (vocabulary, width),
-            (subsplit(self.range, z.size, z.rank), split(width, y.size, y.rank)),
-            stages=stages,
-        )
+        shard = Shard((vocabulary, width), (subsplit(self.range, z.size, z.rank), split(width, y.size, y.rank)))
         self.weight = parameter(shard, drawn_key(grid, key) / "weight", std, dtype=dtype, device=device)
 
     def forward(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:

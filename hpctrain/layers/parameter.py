@@ -33,7 +33,7 @@ class GradientPlace:
     __slots__ = ("free", "last", "view", "_over", "_pending", "_whole")
 
     def __init__(self, view: torch.Tensor):
-        self.view, self.free, self.last = view, True, True
+        self.view, self.free, self.last = view, True, False
         self._pending, self._whole, self._over = False, None, None
 
     def clear(self) -> None:
@@ -65,6 +65,14 @@ class GradientPlace:
     def settle(self) -> torch.Tensor | None:
         """The sum of what was put off, if anything is left of it."""
         return self._over.sum(self.unsummed()) if self._pending else None
+
+
+def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Add to the parameter's gradient and call its hooks, as autograd does."""
+    if gradient is not None:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)
 
 
 def drawn_key(grid, key: Key | None) -> Key:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hpctrain.layers.parameter import accumulate
 from hpctrain.shard import Shard, split, split_sizes, subsplit
 
 
@@ -17,6 +18,7 @@ class PlaneProduct:
     def __init__(self, algorithm, in_features, out_features, to_inner, in_unit, out_unit):
         x, y, z = algorithm.x, algorithm.y, algorithm.z
         self.matmul = algorithm.matmul
+        self.later = None  # `layers.later.WeightGradients` of a model whose backwards are split
         rows = split(out_features, x.size, x.rank, out_unit)
         over_x, over_y = (split_sizes(out_features, axis.size, out_unit) for axis in (x, y))
         if algorithm.name == "two_half_d":
@@ -47,4 +49,7 @@ class _Product(torch.autograd.Function):
         grad = grad.contiguous()
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         grad_x = matmul.nn(grad, weight, sizes, rows) if ctx.needs_input_grad[0] else None
+        if ctx.product.later is not None and ctx.product.later.queue is not None:
+            ctx.product.later.queue.append(lambda: accumulate(weight, matmul.tn(grad, x, sizes, rows)))
+            return grad_x, None, grad_bias, None, None
         return grad_x, matmul.tn(grad, x, sizes, rows), grad_bias, None, None

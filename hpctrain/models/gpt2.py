@@ -6,6 +6,8 @@ Source: Radford et al., "Language models are unsupervised multitask learners" (2
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +15,7 @@ import torch
 from hpctrain.layers import MLP, Attention, CrossEntropy, Dropout, Embedding, LayerNorm, Linear, Tokens, algorithm_of
 from hpctrain.layers.embedding import scatter_rows
 from hpctrain.randomness import Key
-from hpctrain.shard import split
+from hpctrain.shard import split, split_sizes
 
 
 @dataclass(frozen=True)
@@ -45,60 +47,89 @@ class GPT2(torch.nn.Module):
     Args:
         grid: the process grid.
         shape: sizes of the whole model.
-        blocks: numbers of the blocks of this rank's stage. By default they are dealt evenly to the stages. The first
-            stage also has the embeddings, the last the final norm, the projection onto the vocabulary and the loss.
+        cut: how many blocks each stage has, by default as equal as can be. The first stage also has the embeddings, the
+            last the final norm, the projection onto the vocabulary and the loss.
+        placement: {(replica, stage): rank of the pipeline axis}, as of a `pipeline.Schedule`; by default stage s is on
+            rank s. A rank holds any number of stages.
         algorithm: the matrix product of the layers; see `layers.algorithm_of`.
         key: names the initial weights and dropout masks; both depend on nothing else.
     """
 
-    def __init__(self, grid, shape: GPT2Shape, blocks: range | None = None, *, algorithm="agarwal", key: Key,
+    def __init__(self, grid, shape: GPT2Shape, cut: Sequence[int] | None = None,
+                 placement: Mapping[tuple[int, int], int] | None = None, *, algorithm="agarwal", key: Key,
                  dtype=None, device=None):  # fmt: skip
         super().__init__()
-        stage, stages = grid.pipeline.rank, grid.pipeline.size
-        if blocks is None:
-            part = split(shape.layers, stages, stage)
-            blocks = range(part.start, part.stop)
+        if placement is None:
+            placement = {(0, stage): stage for stage in range(grid.pipeline.size)}
+        stages = 1 + max(stage for _, stage in placement)
+        cut = split_sizes(shape.layers, stages) if cut is None else cut
+        if len(cut) != stages or sum(cut) != shape.layers or min(cut) < 1:
+            raise ValueError(
+                f"cut must give at least one block to each of {stages} stages, {shape.layers} in all, got {cut}"
+            )
+        starts = [0, *itertools.accumulate(cut)]
+        holders = [sorted({rank for (_, s), rank in placement.items() if s == stage}) for stage in range(stages)]
+        self.stages = {  # of this rank: number -> blocks
+            s: range(starts[s], starts[s + 1]) for s in range(stages) if grid.pipeline.rank in holders[s]
+        }
+        self.placement, self.last = placement, stages - 1
         self.shape, self.dtype, self.device = shape, dtype, device
         self.algorithm = algorithm = algorithm_of(grid, algorithm)
-        self.first_stage, self.last_stage = stage == 0, stage == stages - 1
         width = split(shape.width, grid.tensor.y.size, grid.tensor.y.rank)
         self.held_width = width.stop - width.start
         made = {"dtype": dtype, "device": device}
         table = {"std": 0.02, "key": key / "wte", **made}
-        stages_of_table = (0, stages - 1) if shape.tied and stages > 1 else ()
 
-        if self.first_stage:
-            self.wte = Embedding(grid, shape.vocabulary, shape.width, stages=stages_of_table, **table)
+        if 0 in self.stages:
+            self.wte = Embedding(grid, shape.vocabulary, shape.width, **table)
             self.wpe = Embedding(grid, shape.context, shape.width, std=0.02, key=key / "wpe", **made)
             self.drop = Dropout(grid, shape.dropout, shape.width, key=key / "drop")
         self.blocks = torch.nn.ModuleDict(
-            {str(i): Block(grid, shape, algorithm=algorithm, key=key / "blocks" / i, **made) for i in blocks}
+            {
+                str(i): Block(grid, shape, algorithm=algorithm, key=key / "blocks" / i, **made)
+                for blocks in self.stages.values()
+                for i in blocks
+            }
         )
-        if self.last_stage:
+        if self.last in self.stages:
             self.ln_f = LayerNorm(grid, shape.width, key=key / "ln_f", **made)
             if not shape.tied:
                 table["key"] = key / "head"
             self.head = Linear(
                 grid, shape.width, shape.vocabulary, bias=False, to="inner", algorithm=algorithm, **table
             )
-            if shape.tied and self.first_stage:
+            if shape.tied and 0 in self.stages:
                 self.head.weight = self.wte.weight
-            elif shape.tied:
-                # The first stage's table and this one start equal, and get the same gradient.
-                self.head.weight.shard = dataclasses.replace(self.head.weight.shard, stages=stages_of_table)
             self.cross_entropy = CrossEntropy(grid, shape.vocabulary, algorithm=algorithm)
+        for stage in self.stages:
+            for parameter in self.parameters_of(stage):
+                _held_by(parameter, holders[stage])
+        if shape.tied:  # tables on several ranks start equal, and get the same gradient
+            for module in (getattr(self, name, None) for name in ("wte", "head")):
+                if module is not None:
+                    _held_by(module.weight, sorted({*holders[0], *holders[-1]}))
 
-    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """One stage. The first takes ids, (sequences × length,) int64, the others (rows, width) in the residual layout,
-        which all but the last return; the last returns logits, (sequences × length, vocabulary) in the inner layout."""
-        if self.first_stage:
+    def parameters_of(self, stage: int) -> Iterator[torch.nn.Parameter]:
+        """Those that a stage of this rank computes with."""
+        modules = [self.blocks[str(i)] for i in self.stages[stage]]
+        modules += [self.wte, self.wpe] if stage == 0 else []
+        modules += [self.ln_f, self.head] if stage == self.last else []
+        return itertools.chain.from_iterable(module.parameters() for module in modules)
+
+    def forward(self, x: torch.Tensor, tokens: Tokens, stage: int | None = None) -> torch.Tensor:
+        """One stage of this rank, which may be left out where there is one. Stage 0 takes ids, (sequences × length,)
+        int64, the others (rows, width) in the residual layout, which all but the last return; the last returns logits,
+        (sequences × length, vocabulary) in the inner layout."""
+        if stage is None:
+            (stage,) = self.stages
+        if stage == 0:
             positions = torch.arange(tokens.length, device=x.device)
             found = self.wte.lookup(x).view(tokens.sequences, tokens.length, self.held_width)
             found = found + self.wpe.lookup(positions)
             x = self.drop(scatter_rows(found.flatten(0, 1), tokens), tokens)
-        for block in self.blocks.values():
-            x = block(x, tokens)
-        if self.last_stage:
+        for i in self.stages[stage]:
+            x = self.blocks[str(i)](x, tokens)
+        if stage == self.last:
             x = self.head(self.ln_f(x, tokens), tokens)
         return x
 
@@ -106,9 +137,14 @@ class GPT2(torch.nn.Module):
         """This rank's share of the sum of -log p(target), times `scale`; see `CrossEntropy`."""
         return self.cross_entropy(logits, targets, scale)
 
-    def empty_activation(self, tokens: Tokens) -> torch.Tensor:
-        """Room for what the previous stage sends."""
-        return torch.empty(len(tokens.residual_rows), self.held_width, dtype=self.dtype, device=self.device)
+    def room(self, tokens: Tokens) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+        """Shape, dtype and device of what a stage gives to the next one."""
+        return (len(tokens.residual_rows), self.held_width), self.dtype, self.device
+
+
+def _held_by(parameter, ranks: list[int]) -> None:
+    """State which ranks of the pipeline axis hold this slice."""
+    parameter.shard = dataclasses.replace(parameter.shard, holders=tuple(ranks) if len(ranks) > 1 else ())
 
 
 class Block(torch.nn.Module):

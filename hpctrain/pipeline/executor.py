@@ -1,97 +1,257 @@
-"""The executor: runs one rank's program, messages under way while it computes."""
+"""The executor: runs one rank's program of any schedule, messages under way while it computes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from hpctrain import comm
-from hpctrain.pipeline.schedules import Schedule
+from hpctrain.pipeline.actions import (
+    BACKWARD,
+    FORWARD,
+    FREE,
+    INPUT_GRADIENT,
+    RECEIVE,
+    REDUCE,
+    SEND,
+    UPDATE,
+    WEIGHT_GRADIENT,
+    Action,
+)
+from hpctrain.pipeline.pool import Pool
+from hpctrain.pipeline.schedules import COSTS, Schedule
+from hpctrain.pipeline.simulate import Costs
+
+MOST_EDGES = 1 << 14  # two tags each, below those that hpctrain.comm uses itself
 
 
-class Stage(Protocol):
-    """What the executor asks of a stage, for microbatch m."""
+class Work(Protocol):
+    """What the executor asks of a model. An action names replica, stage, microbatch, token slice and version."""
 
-    def empty_input(self, m: int) -> torch.Tensor:
-        """Room for the activation that the previous stage sends."""
+    def room(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        """Shape, dtype and device of the activation that a receive brings along `action.edge`."""
 
-    def forward(self, m: int, x: torch.Tensor | None) -> torch.Tensor:
-        """The activation for the next stage, or the last stage's loss. x is None on the first stage."""
+    def forward(self, action: Action, inputs: list[torch.Tensor]) -> torch.Tensor | Sequence[torch.Tensor]:
+        """The stage's output from what came along its edges, in the order of `graph.into[stage]`.
+
+        One tensor goes along every edge of `graph.out[stage]`; or there is one for each. Of a stage without edges to
+        others it is the microbatch's loss.
+        """
+
+    def carried(self, action: Action) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Only asked where microbatches are cut into slices: what else the forward of `action` gave to later slices,
+        and the gradients that those have left for it."""
+
+    def reduce(self, action: Action) -> None:
+        """Only called by schedules with several versions of the weights, as are the two below: the gradients of the
+        stage's next update are complete on this rank."""
+
+    def update(self, action: Action) -> None:
+        """Make version `action.version` of the stage's weights."""
+
+    def free(self, action: Action) -> None:
+        """Version `action.version` is used no more."""
 
 
 class Executor:
-    """Runs the programs of a schedule on the pipeline axis: of a chain, stage s on rank s, with whole backwards.
-    The schedule's reductions and updates are the caller's, after `run`.
+    """Runs a schedule on the pipeline axis, any of `hpctrain.pipeline`.
+
+    Messages do not block, but are started in an order that is proven to be safe if they did. With
+    `grid.wire.synchronous` they do block, both ends, by MPI_Ssend.
+
+    Of a schedule with a flush, the reduction and the update are the caller's, after `run`.
 
     Args:
         axis: the pipeline axis.
         schedule: is lowered and checked here, before anything is sent.
+        later: puts off weight gradients (`layers.WeightGradients`); for schedules that split backwards.
+        costs: decide the order of messages.
+
+    Attributes:
+        pool: the buffers of arriving messages.
+
+    Raises:
+        ValueError: on every rank, for a schedule of another number of ranks, one that is not valid, or one that splits
+            backwards where `later` is missing.
     """
 
-    def __init__(self, axis, schedule: Schedule):
-        chain = all((edge.source, edge.target) == (e, e + 1) for e, edge in enumerate(schedule.graph.edges))
-        alone = dict(schedule.placement) == {(0, stage): stage for stage in range(axis.size)}
-        if not chain or not alone or schedule.slices > 1 or schedule.delayed:
+    def __init__(self, axis, schedule: Schedule, later=None, costs: Costs = COSTS):
+        if schedule.ranks != axis.size:
             raise ValueError(
-                f"the executor runs a chain with stage s on rank s of the {axis.size} of axis {axis.name}, got "
-                f"{schedule.name} on {schedule.ranks}; use gpipe or 1f1b"
+                f"schedule {schedule.name} is for {schedule.ranks} ranks, axis {axis.name} has {axis.size}"
             )
-        lowered = schedule.lower()
-        self.axis, self.program = axis, lowered.programs[axis.rank]
-        self.tags = [2 * a.edge + lowered.is_gradient(a) if a.peer is not None else None for a in self.program]
-        if any(a.kind.endswith("_gradient") for a in self.program):
-            raise ValueError(f"the executor runs whole backwards, {schedule.name} splits them; use gpipe or 1f1b")
-        backwards = [action.microbatch for action in self.program if action.kind == "backward"]
-        self.last_backward = backwards[-1] if backwards else None
-        self.training = schedule.training
+        if len(schedule.graph.edges) > MOST_EDGES:
+            raise ValueError(f"a stage graph of {len(schedule.graph.edges)} edges; {MOST_EDGES} is the most")
+        lowered = schedule.lower(costs)
+        if schedule.splits and later is None:
+            raise ValueError(
+                f"{schedule.name} splits backwards: give the executor later=layers.WeightGradients(model), or use a "
+                "schedule with whole backwards, such as 1f1b"
+            )
+        self.axis, self.schedule, self.later, self.pool = axis, schedule, later, Pool()
+        program = lowered.programs[axis.rank]
+        if not schedule.delayed:
+            program = [action for action in program if action.kind not in (REDUCE, UPDATE, FREE)]
+        self._steps = [_Step(action, schedule.graph, lowered) for action in program]
+        self.last_backwards = self._mark_last()
 
-    def run(self, stage: Stage, on_last_backward: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
-        """Carry out the program; returns the outputs of the last stage (its losses, if it trains), [] elsewhere.
+    def _mark_last(self) -> list[tuple[int, int]]:
+        """The (replica, stage) whose gradients a whole backward completes, in the order in which it does."""
+        last = {}
+        for step in self._steps:
+            if step.action.kind in (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
+                last.pop(step.unit[:2], None)
+                last[step.unit[:2]] = step
+        whole = [place for place, step in last.items() if step.action.kind == BACKWARD]
+        for place in whole:
+            last[place].last = True
+        return whole
 
-        `on_last_backward` is called before the backward after which this rank's gradients are complete.
+    def run(self, work: Work, on_last_backward: Callable[[Action], None] = lambda action: None) -> list[torch.Tensor]:
+        """Carry out the program; returns what this rank's last stages gave (losses, in training), in program order.
+
+        `on_last_backward` is called before a backward that completes the gradients of its stage.
         """
-        axis, synchronous = self.axis, self.axis.wire.synchronous
-        first, last = axis.rank == 0, axis.rank == axis.size - 1
-        held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # microbatch -> (input, output)
-        produced: dict[tuple[int, int], torch.Tensor] = {}  # (tag, microbatch) -> to be sent
-        arriving: dict[tuple[int, int], comm.Work] = {}
-        leaving: list[comm.Work] = []
-        results = []
-        down, up = 2 * axis.rank, 2 * (axis.rank - 1)  # tags of activations to the next and from the previous stage
-        for action, tag in zip(self.program, self.tags):
-            kind, m, peer = action.kind, action.microbatch, action.peer
-            if kind == "receive":
-                out = stage.empty_input(m) if tag == up else torch.empty_like(held[m][1])
-                work = arriving[tag, m] = comm.recv_start(out, axis, peer, tag=tag)
-                if synchronous:
-                    work.wait()
-            elif kind == "send":
-                if synchronous:
-                    comm.send(produced.pop((tag, m)), axis, peer, tag=tag)
-                else:
-                    leaving = [work for work in leaving if not work.test()]
-                    leaving.append(comm.send_start(produced.pop((tag, m)), axis, peer, tag=tag))
-            elif kind == "forward":
-                x = None if first else arriving.pop((up, m)).wait()
-                if x is not None and self.training:
-                    x.requires_grad_()
-                y = stage.forward(m, x)
-                if self.training:
-                    held[m] = x, y
-                if last:
-                    results.append(y.detach())
-                else:
-                    produced[down, m] = y.detach()
-            elif kind == "backward":
-                gradient = None if last else arriving.pop((down + 1, m)).wait()
-                x, y = held.pop(m)
-                if m == self.last_backward:
-                    on_last_backward()
-                torch.autograd.backward(y, gradient)
-                if not first:
-                    produced[up + 1, m] = x.grad
-        for work in leaving:
+        run = _Run(self, work, on_last_backward)
+        for step in self._steps:
+            step.do(run, step)
+        run.finish()
+        return run.results
+
+
+class _Step:
+    """An action with all that can be known of it beforehand.
+
+    A message is named by (tag, replica, microbatch, slice); the tag tells edge and direction.
+    """
+
+    __slots__ = ("action", "do", "gives", "last", "message", "output", "takes", "unit")
+
+    def __init__(self, action: Action, graph, lowered):
+        kind, replica, stage, m, part = action[:5]
+        self.action, self.unit, self.last = action, action.unit, False
+        self.do = _Run.DO[kind]
+        activations = [(2 * edge, replica, m, part) for edge, _ in graph.into[stage]]
+        outputs = [(2 * edge, replica, m, part) for edge, _ in graph.out[stage]]
+        self.takes = self.gives = self.message = self.output = None
+        if kind == FORWARD:
+            self.takes, self.gives = activations, outputs
+        elif kind in (BACKWARD, INPUT_GRADIENT):
+            self.takes, self.gives = (
+                [(tag + 1, *rest) for tag, *rest in messages] for messages in (outputs, activations)
+            )
+        elif action.peer is not None:
+            gradient = lowered.is_gradient(action)
+            self.message = 2 * action.edge + gradient, replica, m, part
+            if gradient and kind == RECEIVE:  # has the shape of what the receiver gave along the edge
+                source = graph.edges[action.edge].source
+                self.output = (replica, source, m, part), [edge for edge, _ in graph.out[source]].index(action.edge)
+
+
+class _Run:
+    """The state of one pass through a program."""
+
+    def __init__(self, executor: Executor, work: Work, on_last_backward):
+        self.axis, self.pool, self.later = executor.axis, executor.pool, executor.later
+        self.training, self.sliced = executor.schedule.training, executor.schedule.slices > 1
+        self.synchronous = executor.axis.wire.synchronous
+        self.work, self.on_last_backward = work, on_last_backward
+        self.messages: dict[tuple, torch.Tensor | comm.Work] = {}  # to be sent, under way here, or between stages here
+        self.held: dict[tuple, tuple] = {}  # unit -> (inputs, outputs), from its forward to its gradients
+        self.products: dict[tuple, list] = {}  # unit -> weight gradients to be computed
+        self.leaving: list[comm.Work] = []
+        self.results: list[torch.Tensor] = []
+
+    def receive(self, step):
+        action = step.action
+        if step.output is None:
+            shape, dtype, device = self.work.room(action)
+        else:
+            unit, number = step.output
+            y = self.held[unit][1]
+            y = y if isinstance(y, torch.Tensor) else y[number]
+            shape, dtype, device = y.shape, y.dtype, y.device
+        room = self.pool.take(tuple(shape), dtype, device)
+        work = comm.recv_start(room, self.axis, action.peer, step.message[0])
+        self.messages[step.message] = work.wait() if self.synchronous else work
+
+    def send(self, step):
+        tensor, peer, tag = self.messages.pop(step.message), step.action.peer, step.message[0]
+        if self.synchronous:
+            comm.send(tensor, self.axis, peer, tag)
+        else:
+            self.leaving = [work for work in self.leaving if not work.test()]
+            self.leaving.append(comm.send_start(tensor, self.axis, peer, tag))
+
+    def take(self, message) -> torch.Tensor:
+        found = self.messages.pop(message)
+        return found.wait() if isinstance(found, comm.Work) else found
+
+    def forward(self, step):
+        inputs = [self.take(message) for message in step.takes]
+        if self.training:
+            for x in inputs:
+                x.requires_grad_()
+        y = self.work.forward(step.action, inputs)
+        if self.training:
+            self.held[step.unit] = inputs, y
+        if not step.gives:
+            self.results.append(y.detach())
+        elif isinstance(y, torch.Tensor):
+            for message in step.gives:
+                self.messages[message] = y.detach()
+        else:
+            for message, part in zip(step.gives, y, strict=True):
+                self.messages[message] = part.detach()
+
+    def backward(self, step):
+        if step.last:
+            self.on_last_backward(step.action)
+        inputs, y = self.held.pop(step.unit)
+        grads = [self.take(message) for message in step.takes]
+        roots = [y] if isinstance(y, torch.Tensor) else list(y)
+        if len(roots) < len(
+            grads
+        ):  # one output along several edges; autograd adds up in the reverse order of its users
+            total = grads.pop()
+            while grads:
+                total = total + grads.pop()
+            grads = [total]
+        if self.sliced:
+            more, of_more = self.work.carried(step.action)
+            roots, grads = roots + more, (grads or [None]) + of_more
+        # a stage without parameters or inputs has nothing to differentiate
+        wanted = [(y, grad) for y, grad in zip(roots, grads or [None]) if y.requires_grad]
+        if wanted:
+            torch.autograd.backward(*zip(*wanted))
+        for message, x in zip(step.gives, inputs):
+            self.messages[message] = torch.zeros_like(x) if x.grad is None else x.grad
+
+    def input_gradient(self, step):
+        with self.later as self.products[step.unit]:
+            self.backward(step)
+
+    def weight_gradient(self, step):
+        with torch.no_grad():
+            for product in self.products.pop(step.unit):
+                product()
+
+    def reduce(self, step):
+        self.work.reduce(step.action)
+
+    def update(self, step):
+        self.work.update(step.action)
+
+    def free(self, step):
+        self.work.free(step.action)
+
+    def finish(self):
+        for work in self.leaving:
             work.wait()
-        return results
+
+    DO = {
+        FORWARD: forward, BACKWARD: backward, INPUT_GRADIENT: input_gradient, WEIGHT_GRADIENT: weight_gradient,
+        SEND: send, RECEIVE: receive, REDUCE: reduce, UPDATE: update, FREE: free,
+    }  # fmt: skip

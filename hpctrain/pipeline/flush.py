@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpctrain.pipeline.actions import BACKWARD, FORWARD, REDUCE, UPDATE, Action, Fused, flat
 from hpctrain.pipeline.graph import StageGraph
@@ -72,12 +72,26 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     return with_flush("interleaved", order, placement, microbatches)
 
 
-def forward_only(ranks: int, microbatches: int) -> Schedule:
-    """Forwards alone, for evaluation."""
+def forward_only(
+    ranks: int,
+    microbatches: int,
+    placement: Mapping[tuple[int, int], int] | None = None,
+    replica_of: Sequence[int] | None = None,
+) -> Schedule:
+    """Forwards alone, for evaluation, of a chain placed in any way; microbatch m goes through replica_of[m], or 0.
+
+    A rank takes `ranks` microbatches through its first stage, then through its next, as interleaved schedules do.
+    """
     check(ranks=ranks, microbatches=microbatches)
-    order = [[Action(FORWARD, 0, stage, m) for m in range(microbatches)] for stage in range(ranks)]
-    graph = StageGraph.chain(ranks)
-    return Schedule("forward_only", graph, chain_placement(ranks), order, microbatches, training=False)
+    placement = chain_placement(ranks) if placement is None else placement
+    stages = 1 + max(stage for _, stage in placement)
+    order: list[list[Action]] = [[] for _ in range(ranks)]
+    for start in range(0, microbatches, ranks):
+        for stage in range(stages):
+            for m in range(start, min(start + ranks, microbatches)):
+                replica = replica_of[m] if replica_of else 0
+                order[placement[replica, stage]].append(Action(FORWARD, replica, stage, m))
+    return Schedule("forward_only", StageGraph.chain(stages), placement, order, microbatches, training=False)
 
 
 # What other generators need too ------------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.pipeline.actions import Action, Fused
+from hpctrain.pipeline.actions import BACKWARD, FORWARD, UPDATE, WEIGHT_GRADIENT, Action, Fused, flat
 from hpctrain.pipeline.graph import StageGraph
 from hpctrain.pipeline.lowering import Lowered, lower
 from hpctrain.pipeline.simulate import Costs, Simulation, simulate
@@ -48,6 +49,30 @@ class Schedule:
     @property
     def replicas(self) -> int:
         return 1 + max(replica for replica, _ in self.placement)
+
+    @functools.cached_property
+    def replica_of(self) -> list[int]:
+        """The replica that each microbatch goes through."""
+        found = {a.microbatch: a.replica for order in self.order for a in flat(order) if a.kind == FORWARD}
+        return [found[m] for m in range(self.microbatches)]
+
+    @functools.cached_property
+    def updates(self) -> list[list[int]]:
+        """The microbatches whose gradients go into each update of the weights, one after another."""
+        if not self.delayed:
+            return [list(range(self.microbatches))]
+        made: list[list[int]] = [[]]
+        for action in flat(self.order[self.placement[0, 0]]):
+            if action.stage == 0 and action.kind in (BACKWARD, WEIGHT_GRADIENT):
+                made[-1].append(action.microbatch)
+            elif action.stage == 0 and action.kind == UPDATE:
+                made.append([])
+        return made[:-1]
+
+    @property
+    def splits(self) -> bool:
+        """Whether any backward is split into input and weight gradients."""
+        return any(action.kind == WEIGHT_GRADIENT for order in self.order for action in flat(order))
 
     def validate(self) -> Tasks:
         """Check that all work is done once, in an order that can be carried out, with reductions and updates in place.

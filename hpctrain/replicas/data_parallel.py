@@ -9,17 +9,18 @@ from hpctrain.layers.parameter import GradientPlace
 from hpctrain.replicas.method import Method
 
 BUCKET_BYTES = 4 << 20
+HOLDERS_TAG = 32766  # above those of the pipeline's messages
 
 
 class DataParallel(Method):
     """Completes the gradients of a model's parameters, each of which carries its `Shard`.
 
-    A gradient is a partial sum over the data axis, over the tensor axes on which its parameter is replicated and, for
-    tied embeddings, over two pipeline stages. Buckets are filled in the reverse order of the parameters, which is about
+    A gradient is a partial sum over the data axis, over the tensor axes on which its parameter is replicated and over
+    the pipeline ranks that hold its slice. Buckets are filled in the reverse order of the parameters, which is about
     the order of backward, and reduced in that same order on every rank. On one node they lie in shared memory.
 
-    Use: `clear()` before a step; `overlap()` before the last backward of the step (earlier ones only accumulate);
-    `finish()` after it.
+    Use: `clear()` before a step; `overlap()` before the last backward of the step (earlier ones only accumulate), or
+    before the last one of some parameters; `finish()` after it.
 
     Args:
         parameters: of this rank's stage, in the same order on all ranks of the data axis. Their gradients come to lie
@@ -34,9 +35,7 @@ class DataParallel(Method):
         groups = _grouped(reversed(self.parameters), grid, bucket_bytes)
         self.buckets = [self._bucket(group, summed_over(group[0], grid)) for group in groups]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self._tied = [p for p in self.parameters if p.shard.stages]
-        self._launched = len(self.buckets)
-        self._overlapping = False
+        self._launched = 0
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
@@ -49,20 +48,13 @@ class DataParallel(Method):
             parameter.grad = None
             parameter.place.clear()
 
-    def overlap(self) -> None:
-        """The next backward completes this rank's gradients: start each bucket as soon as it is full."""
-        self._overlapping = True
-        self._launched = 0
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.parameters)
-        for parameter in self.parameters:
+    def overlap(self, parameters=None) -> None:
+        """The next backward completes these gradients, by default all: start each bucket as soon as it is full."""
+        for parameter in self.parameters if parameters is None else parameters:
             parameter.place.last = True
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over all ranks that share its parameter."""
-        if not self._overlapping:
-            self.overlap()
-        self._overlapping = False
         for parameter in self.parameters:
             self._settle(parameter)  # its layer had no part in the last backward
             if parameter.grad is None:  # nothing was computed from it
@@ -71,8 +63,10 @@ class DataParallel(Method):
             bucket.launch()
         for bucket in self.buckets:
             bucket.work.wait()
-        for parameter in self._tied:
-            self._sum_over_stages(parameter)
+            bucket.missing = len(bucket.parameters)
+        self._launched = 0
+        for bucket in self.buckets:
+            bucket.sum_over_holders(self.grid.pipeline)
 
     def _arrived(self, parameter) -> None:
         place = parameter.place.view
@@ -80,7 +74,7 @@ class DataParallel(Method):
             return  # put off, so that this is not the last backward
         if parameter.grad.data_ptr() != place.data_ptr():
             parameter.grad = place.copy_(parameter.grad)
-        if not self._overlapping:
+        if not parameter.place.last:
             return
         self._settle(parameter)
         self._bucket_of[parameter].missing -= 1
@@ -97,26 +91,17 @@ class DataParallel(Method):
         if late is not None:
             parameter.grad = parameter.place.view.copy_(late) if parameter.grad is None else parameter.grad.add_(late)
 
-    def _sum_over_stages(self, parameter) -> None:
-        pipeline = self.grid.pipeline
-        there = next(stage for stage in parameter.shard.stages if stage != pipeline.rank)
-        tag = 2 * pipeline.size  # above those of the pipeline's own messages
-        sent = comm.send_start(parameter.grad, pipeline, there, tag)
-        other = comm.recv(torch.empty_like(parameter.grad), pipeline, there, tag)
-        sent.wait()
-        parameter.grad.add_(other)
-
 
 class PartialBucket:
     """Parameters whose gradients lie side by side and are summed together, over the ranks of one replica."""
 
     def __init__(self, parameters, plane):
-        self.parameters, self.plane = parameters, plane
+        self.parameters, self.plane, self.holders = parameters, plane, parameters[0].shard.holders
         sizes = [p.numel() for p in parameters]
         self.flat = self._room(sum(sizes))
         for parameter, part in zip(parameters, self.flat.split(sizes)):
             parameter.place = GradientPlace(part.view_as(parameter))
-        self.missing = 0
+        self.missing = len(parameters)
         self.work = comm.done()
 
     def _room(self, numel):
@@ -125,6 +110,18 @@ class PartialBucket:
     def launch(self) -> None:
         if self.plane is not None:
             comm.all_reduce(self.flat, self.plane)
+
+    def sum_over_holders(self, pipeline) -> None:
+        """Add up what the pipeline ranks have, in the order of the ranks, so that all get the same bits."""
+        others = [rank for rank in self.holders if rank != pipeline.rank]
+        if not others:
+            return
+        sent = [comm.send_start(self.flat, pipeline, rank, HOLDERS_TAG) for rank in others]
+        parts = {rank: comm.recv(torch.empty_like(self.flat), pipeline, rank, HOLDERS_TAG) for rank in others}
+        for work in sent:
+            work.wait()
+        parts[pipeline.rank] = self.flat
+        self.flat.copy_(sum(parts[rank] for rank in self.holders))
 
 
 class Bucket(PartialBucket):
@@ -152,11 +149,11 @@ def summed_over(parameter, grid):
 
 
 def _grouped(parameters, grid, limit):
-    """Groups of parameters with the same dtype and replication, closed when they reach `limit` bytes; in the order in
-    which they are closed."""
+    """Groups of parameters with the same dtype, replication and holders, closed when they reach `limit` bytes; in the
+    order in which they are closed."""
     open_groups: dict[tuple, list] = {}
     for parameter in parameters:
-        key = parameter.dtype, summed_over(parameter, grid)
+        key = parameter.dtype, summed_over(parameter, grid), parameter.shard.holders
         group = open_groups.setdefault(key, [])
         group.append(parameter)
         if sum(p.nbytes for p in group) >= limit:

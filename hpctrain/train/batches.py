@@ -17,8 +17,8 @@ from hpctrain.shard import split, subsplit
 class Microbatch:
     """One microbatch: the ids of this rank's z block, the targets of the rows it holds in the inner layout, both int64.
 
-    `ids` are there on the first pipeline stage, `targets` on the last. `scale` is one over the number of targets in
-    the global batch of the step.
+    `ids` are there where the first pipeline stage is, `targets` where the last is. `scale` is one over the number of
+    targets, over all replicas, of the step, or of those microbatches of it that share an update.
     """
 
     tokens: Tokens
@@ -55,28 +55,34 @@ class Samples:
         rows = [self.tokens.read(int(number) * self.context, self.context + 1) for number in numbers]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, self.context + 1, dtype=torch.int64)
 
-    def training_step(self, grid, step: int, batch: int, microbatches: int, device) -> list[Microbatch]:
+    def training_step(self, grid, step: int, batch: int, schedule, device) -> list[Microbatch]:
         """This rank's microbatches of training step `step` (from 0), whose global batch has `batch` sequences."""
         order = self.training[step * batch : (step + 1) * batch]
-        return self._microbatches(grid, order, microbatches, step, device)
+        return self._microbatches(grid, order, schedule, step, device)
 
-    def validation_batches(self, grid, batch: int, batches: int, microbatches: int, device) -> list[list[Microbatch]]:
+    def validation_batches(self, grid, batch: int, batches: int, schedule, device) -> list[list[Microbatch]]:
         """This rank's microbatches of up to `batches` validation batches; the same ones at every call."""
         total = min(batches * batch, self.held_out)
         orders = [self.validation[start : min(start + batch, total)] for start in range(0, total, batch)]
-        return [self._microbatches(grid, order, microbatches, 0, device, total) for order in orders]
+        return [self._microbatches(grid, order, schedule, 0, device, total) for order in orders]
 
-    def _microbatches(self, grid, order, microbatches, step, device, total=None):
-        length = self.context
+    def _microbatches(self, grid, order, schedule, step, device, total=None):
+        length, here = self.context, grid.pipeline.rank
         numbers = self.training.samples + order if total is not None else order
-        scale = 1 / ((total or len(order)) * length)
-        first = grid.pipeline.rank == 0
-        last = grid.pipeline.rank == grid.pipeline.size - 1
         working = grid.data.size - self.idle
-        mine = split(len(order), working, grid.data.rank) if grid.data.rank < working else slice(len(order), len(order))
+        parts = [split(len(order), working, rank) for rank in range(working)]
+        parts += [slice(len(order), len(order))] * self.idle
+        cuts = [[subsplit(part, schedule.microbatches, m) for m in range(schedule.microbatches)] for part in parts]
+        sequences = {}  # of all that share the microbatch's update
+        for update in schedule.updates:
+            together = sum(cut[m].stop - cut[m].start for cut in cuts for m in update)
+            sequences.update(dict.fromkeys(update, max(1, together)))
         made = []
-        for m in range(microbatches):
-            part = subsplit(mine, microbatches, m)
+        for m, part in enumerate(cuts[grid.data.rank]):
+            replica = schedule.replica_of[m]
+            first = schedule.placement[replica, 0] == here
+            last = schedule.placement[replica, schedule.graph.stages - 1] == here
+            scale = 1 / ((total or sequences[m]) * length)
             tokens = Tokens.of(grid, part.stop - part.start, length, part.start, step, self.algorithm)
             ids = targets = None
             if first or last:

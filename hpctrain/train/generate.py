@@ -15,37 +15,37 @@ def generate(model, grid, prompt: list[int], count: int, vocabulary: int, key: K
 
     The replicas all do the same work. The last `context` tokens are seen.
     """
-    executor = Executor(grid.pipeline, forward_only(grid.pipeline.size, 1))
+    executor = Executor(grid.pipeline, forward_only(grid.pipeline.size, 1, model.placement))
     ids = list(prompt)
     draws = key.uniform(0, count).tolist()
     model.eval()
     with torch.no_grad():
         for draw in draws:
-            stage = _LastLogits(model, grid, torch.tensor(ids[-model.shape.context :]))
-            logits = executor.run(stage)
+            stages = _LastLogits(model, grid, torch.tensor(ids[-model.shape.context :]))
+            logits = executor.run(stages)
             chosen = torch.zeros(1, dtype=torch.int64)
             if logits:
                 probabilities = (logits[0][:vocabulary].double() / temperature).softmax(0)
                 chosen[0] = min(int(torch.searchsorted(probabilities.cumsum(0), draw)), vocabulary - 1)
-            comm.broadcast(chosen, grid.pipeline, root=grid.pipeline.size - 1)
+            comm.broadcast(chosen, grid.pipeline, root=model.placement[0, model.last])
             ids.append(int(chosen))
     return ids[len(prompt) :]
 
 
 class _LastLogits:
-    """A stage over one sequence whose last pipeline stage returns the logits of the last position, (vocabulary,)."""
+    """The stages over one sequence, of which the last returns the logits of the last position, (vocabulary,)."""
 
     def __init__(self, model, grid, ids):
         self.model = model
         self.tokens = Tokens.of(grid, 1, len(ids), algorithm=model.algorithm)
         self.ids = ids.repeat(self.tokens.sequences).to(model.device)
 
-    def empty_input(self, m):
-        return self.model.empty_activation(self.tokens)
+    def room(self, action):
+        return self.model.room(self.tokens)
 
-    def forward(self, m, x):
-        y = self.model(self.ids if x is None else x, self.tokens)
-        if not self.model.last_stage:
+    def forward(self, action, inputs):
+        y = self.model(inputs[0] if inputs else self.ids, self.tokens, action.stage)
+        if action.stage < self.model.last:
             return y
         # The sequence lies on the first rank over which rows are spread; every rank has its part of the vocabulary.
         algorithm, vocabulary = self.model.algorithm, self.model.shape.vocabulary

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hpctrain import comm
-from hpctrain.config import Config, check_grid
+from hpctrain.config import Config, check_grid, check_pipeline
 from hpctrain.data import ShardedTokens, pack
 from hpctrain.data.corpus import text_files
 from hpctrain.data.tokenizers import tokenizer_from_option
@@ -66,10 +66,12 @@ class Job:
         model_shape = GPT2Shape(m.layers, m.width, m.heads, m.context, m.vocabulary, m.dropout, m.tied)
         made = {"dtype": DTYPES[config.precision.compute], "device": self.device}
         layers = algorithm_of(grid, algorithm, config.tensor.overlap)
-        self.model = GPT2(grid, model_shape, algorithm=layers, key=self.key, **made)
+        self.schedule = check_pipeline(config)
+        cut = None if config.pipeline.partition == "even" else config.pipeline.partition
+        self.model = GPT2(grid, model_shape, cut, self.schedule.placement, algorithm=layers, key=self.key, **made)
         optimizer = adamw(self.model.parameters(), config.train.weight_decay)
         replicas = make(config.replicas, self.model.parameters(), grid, optimizer)
-        self.trainer = Trainer(self.model, grid, optimizer, config.train.microbatches, config.train.clip, replicas)
+        self.trainer = Trainer(self.model, grid, optimizer, self.schedule, config.train.clip, replicas)
 
         self.folder = None
         with comm.together(world):
@@ -112,7 +114,7 @@ class Job:
         rate = learning_rate(step, steps, train.lr, train.warmup)
         for group in self.trainer.optimizer.param_groups:
             group["lr"] = rate
-        batches = self.samples.training_step(self.grid, step, train.batch, train.microbatches, self.device)
+        batches = self.samples.training_step(self.grid, step, train.batch, self.schedule, self.device)
         loss, norm = self.trainer.step(batches)
         seconds = time.perf_counter() - start
         tokens = train.batch * self.config.model.context
@@ -137,9 +139,8 @@ class Job:
         return table
 
     def _validation_batches(self):
-        config = self.config
-        batch, microbatches = config.train.batch, config.train.microbatches
-        return self.samples.validation_batches(self.grid, batch, config.run.eval_batches, microbatches, self.device)
+        batch, batches = self.config.train.batch, self.config.run.eval_batches
+        return self.samples.validation_batches(self.grid, batch, batches, self.schedule, self.device)
 
     def _sample(self) -> str | None:
         count = self.config.run.sample

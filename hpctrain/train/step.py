@@ -68,10 +68,15 @@ class Trainer:
     def _update(self, losses: list[torch.Tensor]) -> tuple[float, float]:
         """Sum, clip and apply the gradients of this rank's `losses`."""
         self.replicas.finish()
+        loss, norm = self._totals(losses)
+        self.replicas.update(norm, self.max_norm)
+        return loss, norm
+
+    def _totals(self, losses: list[torch.Tensor]) -> tuple[float, float]:
+        """The loss and the norm of the gradient, finite."""
         loss, norm = self.replicas.totals(self._share(losses))
         if not (loss - loss == 0 and norm - norm == 0):  # inf and nan are not equal to themselves minus themselves
             raise FloatingPointError(f"loss {loss} and gradient norm {norm} are not both finite")
-        self.replicas.update(norm, self.max_norm)
         return loss, norm
 
     def _share(self, losses: list[torch.Tensor]) -> torch.Tensor:

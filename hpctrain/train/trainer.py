@@ -5,43 +5,100 @@ from __future__ import annotations
 import torch
 
 from hpctrain import comm
-from hpctrain.pipeline import Executor, forward_only, one_f_one_b
+from hpctrain.layers import WeightGradients
+from hpctrain.pipeline import Executor, Schedule, forward_only, one_f_one_b
+from hpctrain.replicas import DataParallel
 from hpctrain.train import step
+from hpctrain.train.stages import Stages
+from hpctrain.train.versions import Versions
 
 
 class Trainer(step.Trainer):
     """Trains a model on any grid.
 
     Args:
-        model: this rank's pipeline stage, such as `models.gpt2.GPT2`.
+        model: this rank's pipeline stages, such as `models.gpt2.GPT2`, placed as the schedule says.
         grid: the process grid.
         optimizer: any torch optimizer over the model's parameters.
-        microbatches: of a step, on each replica.
+        schedule: of the pipeline; a number means 1F1B of so many microbatches a step on each replica.
         max_norm: largest norm of the gradient; 0 for no clipping.
         replicas: one of `ht.replicas` over the same parameters and optimizer; by default `DataParallel`.
+
+    Raises:
+        ValueError: on every rank, for a schedule that places stages elsewhere than the model, and where a schedule that
+            updates each stage by itself (`pipedream`, `pipedream-2bw`) meets clipping or weights that stages share.
     """
 
     def __init__(
-        self, model, grid, optimizer: torch.optim.Optimizer, microbatches: int = 1, max_norm: float = 0.0, replicas=None
-    ):
+        self, model, grid, optimizer: torch.optim.Optimizer, schedule: Schedule | int = 1, max_norm: float = 0.0,
+        replicas=None,
+    ):  # fmt: skip
         super().__init__(model, grid, optimizer, max_norm, replicas)
-        stages = grid.pipeline.size
-        self._train = Executor(grid.pipeline, one_f_one_b(stages, microbatches))
-        self._evaluate = Executor(grid.pipeline, forward_only(stages, microbatches))
+        if isinstance(schedule, int):
+            schedule = one_f_one_b(grid.pipeline.size, schedule)
+        if schedule.placement != model.placement:
+            raise ValueError(
+                f"the schedule {schedule.name} places the stages as {schedule.placement}, the model as "
+                f"{model.placement}; make the model with placement=schedule.placement"
+            )
+        if schedule.delayed:
+            self._check_delayed(schedule)
+        self.schedule = schedule
+        later = WeightGradients(model) if schedule.splits else None
+        self._train = Executor(grid.pipeline, schedule, later)
+        forwards = forward_only(schedule.ranks, schedule.microbatches, schedule.placement, schedule.replica_of)
+        self._evaluate = Executor(grid.pipeline, forwards)
+        self._completed = self._completed_by()
 
     def _check(self, grid):
         """Any number of stages will do."""
 
+    def _check_delayed(self, schedule):
+        if self.max_norm:
+            raise ValueError(
+                f"{schedule.name} updates each stage by itself and cannot clip the gradient of all to "
+                f"max_norm={self.max_norm}; use no clipping (train.clip=0)"
+            )
+        if type(self.replicas) is not DataParallel:
+            raise ValueError(f"{schedule.name} works with replicas.method=ddp, got {type(self.replicas).__name__}")
+        if any(p.shard.holders for p in self.model.parameters()):
+            raise ValueError(
+                f"{schedule.name} updates each stage by itself, so that stages cannot share weights; use untied "
+                "embeddings (model.tied=false)"
+            )
+
+    def _completed_by(self) -> dict[tuple[int, int], list[torch.nn.Parameter]]:
+        """The parameters whose gradients are complete with the last backward of each (replica, stage)."""
+        places = self._train.last_backwards
+        whole = {stage for _, stage in places}
+        later = {p for stage in self.model.stages if stage not in whole for p in self.model.parameters_of(stage)}
+        completed = {}
+        for place in reversed(places):
+            mine = [p for p in dict.fromkeys(self.model.parameters_of(place[1])) if p not in later]
+            completed[place] = mine
+            later.update(mine)  # of two stages that share a parameter, the later one completes it
+        return completed
+
     def step(self, microbatches: list) -> tuple[float, float]:
         """Train on this rank's microbatches; returns the loss before the update and the norm of its gradient.
 
+        Where every few microbatches have an update of their own, the mean of their losses, and the norm of the last
+        one's gradient.
+
         Raises:
-            FloatingPointError: on every rank, when either is not finite; nothing is updated.
+            FloatingPointError: on every rank, when either is not finite; nothing is updated (but by schedules that
+                update on the way).
         """
         self.model.train()
         self.replicas.clear()
-        losses = self._train.run(_Stage(self.model, microbatches), on_last_backward=self.replicas.overlap)
+        if self.schedule.delayed:
+            losses = self._train.run(Versions(self.model, microbatches, self.replicas))
+            return self._totals([loss / len(self.schedule.updates) for loss in losses])
+        losses = self._train.run(Stages(self.model, microbatches), self._last_backward)
         return self._update(losses)
+
+    def _last_backward(self, action) -> None:
+        self.replicas.overlap(self._completed[action.replica, action.stage])
 
     def evaluate(self, batches: list[list]) -> float:
         """The loss over all of `batches`, each a list of this rank's microbatches."""
@@ -49,20 +106,5 @@ class Trainer(step.Trainer):
         losses = []
         with torch.no_grad(), self.replicas.whole():
             for microbatches in batches:
-                losses += self._evaluate.run(_Stage(self.model, microbatches))
+                losses += self._evaluate.run(Stages(self.model, microbatches))
         return comm.all_reduce(self._share(losses), self.grid.world).item()
-
-
-class _Stage:
-    """What the executor runs: the model on one microbatch."""
-
-    def __init__(self, model, microbatches):
-        self.model, self.microbatches = model, microbatches
-
-    def empty_input(self, m):
-        return self.model.empty_activation(self.microbatches[m].tokens)
-
-    def forward(self, m, x):
-        batch = self.microbatches[m]
-        y = self.model(batch.ids if x is None else x, batch.tokens)
-        return self.model.loss(y, batch.targets, batch.scale) if self.model.last_stage else y

@@ -1,0 +1,45 @@
+"""Weights of several versions at once, for schedules that update while microbatches are under way."""
+
+from __future__ import annotations
+
+import torch
+from torch.func import functional_call
+
+from hpctrain.train.stages import Stages
+
+
+class Versions(Stages):
+    """Each forward is bound to the version of the weights that the schedule names, and its backward differentiates by
+    that version. The optimizer updates the model's own parameters, of which the newest version is a copy, since what
+    microbatches under way have saved must not change.
+
+    Source: Narayanan et al., "PipeDream" (SOSP 2019), §3.3, weight stashing.
+    """
+
+    def __init__(self, model, microbatches: list, replicas):
+        super().__init__(model, microbatches)
+        self.replicas = replicas
+        self.parameters = dict(model.named_parameters())
+        self.versions = {0: self._copy()}
+
+    def _copy(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
+
+    def compute(self, action, x, tokens):
+        return functional_call(self.model, self.versions[action.version], (x, tokens, action.stage))
+
+    def reduce(self, action):
+        self.replicas.clear()
+        for name, parameter in self.parameters.items():
+            for weights in self.versions.values():
+                gradient, weights[name].grad = weights[name].grad, None
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self.replicas.finish()
+
+    def update(self, action):
+        self.replicas.update(0.0, 0.0)
+        self.versions[action.version] = self._copy()
+
+    def free(self, action):
+        del self.versions[action.version]
