@@ -1,4 +1,4 @@
-"""Traffic: the one ledger of bytes that leave and reach this rank."""
+"""Traffic: the one ledger of bytes that leave and reach this rank, and of the seconds it takes."""
 
 
 class Traffic:
@@ -16,6 +16,8 @@ class Traffic:
 
     def __init__(self):
         self._cells: dict[tuple[str, str], list[int]] = {}
+        self._seconds: dict[tuple[str, str], float] = {}
+        self.timing = False  # an operation is being timed; those that it is made of are not
 
     def add(self, axis: str, operation: str, sent: int = 0, received: int = 0) -> None:
         cell = self._cells.get((axis, operation))
@@ -24,6 +26,13 @@ class Traffic:
         cell[0] += 1
         cell[1] += sent
         cell[2] += received
+
+    def add_seconds(self, axis: str, operation: str, seconds: float) -> None:
+        self._seconds[axis, operation] = self._seconds.get((axis, operation), 0.0) + seconds
+
+    def seconds(self) -> dict[tuple[str, str], float]:
+        """{(axis, operation): seconds}; "NAME wait" is the waiting for an operation that was started."""
+        return dict(self._seconds)
 
     def table(self) -> dict[tuple[str, str], dict[str, int]]:
         """{(axis, operation): {"calls", "sent", "received"}}, bytes."""
@@ -35,3 +44,4 @@ class Traffic:
 
     def clear(self) -> None:
         self._cells.clear()
+        self._seconds.clear()

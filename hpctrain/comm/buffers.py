@@ -7,6 +7,7 @@ it is done here, once.
 from __future__ import annotations
 
 import functools
+from time import perf_counter
 
 import torch
 
@@ -147,16 +148,27 @@ class Work:
     `finish` is called once all messages are done; what it returns is the result.
     """
 
-    __slots__ = ("_finish", "_keep", "_requests", "_result")
+    __slots__ = ("_finish", "_keep", "_requests", "_result", "owner")
 
     def __init__(self, requests: list, result: torch.Tensor | None, finish=None, keep=()):
         self._requests, self._result, self._finish, self._keep = requests, result, finish, keep
+        self.owner = None  # (axis, name of the operation), set by `timed`
 
     def test(self) -> bool:
         """Let MPI progress; True once all messages are done (`wait` must still be called)."""
         return all([request.Test() for request in self._requests])
 
     def wait(self) -> torch.Tensor | None:
+        if self.owner is None:
+            return self._wait()
+        axis, name = self.owner
+        start = perf_counter()
+        result = self._wait()
+        if not axis.wire.traffic.timing:
+            axis.wire.traffic.add_seconds(axis.name, f"{name} wait", perf_counter() - start)
+        return result
+
+    def _wait(self):
         for request in self._requests:
             request.Wait()
         if self._finish is not None:

@@ -16,6 +16,7 @@ import torch
 
 from hpctrain.comm import buffers
 from hpctrain.comm.buffers import Work, check_reducible, deliver, done, message, operation, reachable
+from hpctrain.comm.timing import timed
 from hpctrain.shard import split_sizes
 
 # The messages that collectives are made of have a tag of their own; callers of `send` and `recv` use lower ones.
@@ -29,6 +30,7 @@ _SMALL = 256 * 1024
 # Point to point --------------------------------------------------------------------------------------------------
 
 
+@timed
 def send(tensor: torch.Tensor, axis, dest: int, tag: int = 0) -> None:
     """Send to rank `dest` of the axis; returns when the tensor may be changed."""
     host = reachable(tensor.contiguous(), axis.wire.cuda_aware)
@@ -36,6 +38,7 @@ def send(tensor: torch.Tensor, axis, dest: int, tag: int = 0) -> None:
     axis.wire.traffic.add(axis.name, "send", sent=tensor.nbytes)
 
 
+@timed
 def send_start(tensor: torch.Tensor, axis, dest: int, tag: int = 0) -> Work:
     """Begin to send; the tensor must not be changed before `wait()`."""
     host = reachable(tensor.contiguous(), axis.wire.cuda_aware)
@@ -44,11 +47,13 @@ def send_start(tensor: torch.Tensor, axis, dest: int, tag: int = 0) -> Work:
     return Work([request], None, keep=(host,))
 
 
+@timed
 def recv(out: torch.Tensor, axis, source: int, tag: int = 0) -> torch.Tensor:
     """Receive into `out`, whose shape and dtype are the sender's."""
     return recv_start(out, axis, source, tag).wait()
 
 
+@timed
 def recv_start(out: torch.Tensor, axis, source: int, tag: int = 0) -> Work:
     host = reachable(out, axis.wire.cuda_aware, copy=False)
     request = axis.comm.Irecv(message(host), source, tag)
@@ -68,6 +73,7 @@ def probe(axis, tag: int = 0) -> int:
 # One to all, all to one ------------------------------------------------------------------------------------------
 
 
+@timed
 def broadcast(tensor: torch.Tensor, axis, root: int = 0) -> torch.Tensor:
     """Overwrite `tensor` on every rank by the root's; returns it."""
     if axis.size > 1:
@@ -79,6 +85,7 @@ def broadcast(tensor: torch.Tensor, axis, root: int = 0) -> torch.Tensor:
     return tensor
 
 
+@timed
 def broadcast_start(tensor: torch.Tensor, axis, root: int = 0) -> Work:
     """Begin to overwrite `tensor` on every rank by the root's."""
     if axis.size == 1 or tensor.numel() == 0:
@@ -92,6 +99,7 @@ def broadcast_start(tensor: torch.Tensor, axis, root: int = 0) -> Work:
     return Work([request], tensor, finish=lambda: deliver(host, tensor))
 
 
+@timed
 def reduce(tensor: torch.Tensor, axis, root: int = 0) -> torch.Tensor:
     """Sum of all ranks' tensors on the root; zeros elsewhere."""
     if axis.size == 1:
@@ -100,6 +108,7 @@ def reduce(tensor: torch.Tensor, axis, root: int = 0) -> torch.Tensor:
     return total if axis.rank == root else total.zero_()
 
 
+@timed
 def gather(tensor: torch.Tensor, axis, counts=None, root: int = 0) -> torch.Tensor:
     """All ranks' rows, in rank order, on the root; no rows elsewhere."""
     if axis.size == 1:
@@ -115,6 +124,7 @@ def gather(tensor: torch.Tensor, axis, counts=None, root: int = 0) -> torch.Tens
     return out
 
 
+@timed
 def scatter(tensor: torch.Tensor, axis, counts, root: int = 0) -> torch.Tensor:
     """This rank's rows of the root's tensor. Elsewhere `tensor` tells only dtype, device and the shape of a row."""
     if axis.size == 1:
@@ -131,6 +141,7 @@ def scatter(tensor: torch.Tensor, axis, counts, root: int = 0) -> torch.Tensor:
 # All to all ------------------------------------------------------------------------------------------------------
 
 
+@timed
 def all_reduce(tensor: torch.Tensor, axis, op: str = "sum") -> torch.Tensor:
     """Replace `tensor` on every rank by the sum, "max" or "min" over all ranks; returns it. All get the same bits.
 
@@ -152,6 +163,7 @@ def all_reduce(tensor: torch.Tensor, axis, op: str = "sum") -> torch.Tensor:
     return deliver(host, tensor)
 
 
+@timed
 def all_reduce_start(tensor: torch.Tensor, axis) -> Work:
     """Begin to replace `tensor` by the sum over all ranks. float16 and bfloat16 travel as float32."""
     check_reducible(tensor.dtype, "sum")
@@ -166,6 +178,7 @@ def all_reduce_start(tensor: torch.Tensor, axis) -> Work:
     return Work([request], tensor, finish=lambda: deliver(host, tensor))
 
 
+@timed
 def all_gather(tensor: torch.Tensor, axis, counts=None) -> torch.Tensor:
     """All ranks' rows, in rank order, on every rank."""
     size = axis.size
@@ -187,6 +200,7 @@ def all_gather(tensor: torch.Tensor, axis, counts=None) -> torch.Tensor:
     return deliver(host, out)
 
 
+@timed
 def all_gather_start(tensor: torch.Tensor, axis, counts=None) -> Work:
     if axis.size == 1:
         return done(tensor)
@@ -196,6 +210,7 @@ def all_gather_start(tensor: torch.Tensor, axis, counts=None) -> Work:
     return _exchange(axis, "all_gather", tensor.contiguous(), (tensor.numel(),) * axis.size, out, sizes, same=True)
 
 
+@timed
 def reduce_scatter(tensor: torch.Tensor, axis, counts=None) -> torch.Tensor:
     """This rank's rows of the sum of all ranks' tensors, which all have sum(counts) rows.
 
@@ -228,6 +243,7 @@ def reduce_scatter(tensor: torch.Tensor, axis, counts=None) -> torch.Tensor:
     return total.to(tensor.device, tensor.dtype)
 
 
+@timed
 def reduce_scatter_start(tensor: torch.Tensor, axis, counts=None) -> Work:
     check_reducible(tensor.dtype, "sum")
     if axis.size == 1:
@@ -245,6 +261,7 @@ def reduce_scatter_start(tensor: torch.Tensor, axis, counts=None) -> Work:
     )  # fmt: skip
 
 
+@timed
 def all_to_all(tensor: torch.Tensor, axis, send_counts=None, recv_counts=None) -> torch.Tensor:
     """Rows `send_counts[r]` of this rank's tensor go to rank r; the rows received, in rank order, are returned.
 

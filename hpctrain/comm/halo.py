@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain.comm.collectives import all_to_all
+from hpctrain.comm.timing import timed_method
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Halo:
     dim: int = 2
     fill: float = 0.0
 
+    @timed_method
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's needed rows. Receives those that others hold, once each."""
         rank = self.axis.rank
@@ -50,6 +52,7 @@ class Halo:
             self._part(out, needed.start, part).copy_(rows)
         return out
 
+    @timed_method
     def adjoint(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the held rows: the sum over all ranks that needed them, in a fixed order."""
         rank = self.axis.rank

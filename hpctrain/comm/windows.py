@@ -18,6 +18,7 @@ from hpctrain.comm.collectives import (
     reduce_scatter,
     reduce_scatter_start,
 )
+from hpctrain.comm.timing import timed_method
 from hpctrain.shard import split
 
 CHUNK = 1 << 16  # elements summed at a time, so that a sum is still in the cache when it is written to all
@@ -69,6 +70,7 @@ class Shared:
         self.mine = self.all[axis.rank]
         self.mine.zero_()
 
+    @timed_method
     def all_reduce(self) -> None:
         """Replace every rank's tensor by the sum over all, taken in rank order; 16-bit floats are summed in float32."""
         axis, numel = self.axis, self.mine.numel()
@@ -104,6 +106,7 @@ class Workspace:
         self._windows: list[Window | None] = [None] * windows
         self._turn = 0
 
+    @timed_method
     def gather(self, part: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
         """All ranks' rows, in rank order; rank r has counts[r]."""
         axis = self.axis
@@ -115,6 +118,7 @@ class Workspace:
         self._windows[self._turn].barrier()
         return whole
 
+    @timed_method
     def gather_start(self, part: torch.Tensor, counts: tuple[int, ...]) -> Work:
         """Begin `gather`. What `wait()` returns is valid until the next call but one is started."""
         if self.axis.size == 1 or not (self.axis.one_node and part.is_cpu):
@@ -138,6 +142,7 @@ class Workspace:
             return like.new_empty(numel)
         return self._next(numel * like.itemsize).parts[self.axis.rank].view(like.dtype)[:numel]
 
+    @timed_method
     def reduce(self, room: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
         """This rank's counts[rank] elements of the sum of all ranks' rooms."""
         axis = self.axis
@@ -147,6 +152,7 @@ class Workspace:
         window.barrier()
         return self._sum_slice(window, room, counts)
 
+    @timed_method
     def reduce_start(self, room: torch.Tensor, counts: tuple[int, ...]) -> Work:
         """Begin `reduce`."""
         if self.axis.size == 1 or not (self.axis.one_node and room.is_cpu):
@@ -171,6 +177,7 @@ class Workspace:
 
     # The same for matrices of which each rank holds columns, and between the two.
 
+    @timed_method
     def gather_columns(self, part: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         """All ranks' columns, in rank order; rank r has widths[r]."""
         axis = self.axis
@@ -194,6 +201,7 @@ class Workspace:
         flat = self.reduce(room.view(-1), [count * width for count in counts])
         return flat.view(counts[self.axis.rank], width)
 
+    @timed_method
     def reduce_columns(self, room: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         """This rank's widths[rank] columns of the sum of all ranks' rooms, viewed as matrices."""
         axis = self.axis
@@ -215,6 +223,7 @@ class Workspace:
         axis.wire.traffic.add(axis.name, "reduce_scatter", *moved)
         return out
 
+    @timed_method
     def rows_to_columns(self, part: torch.Tensor, counts: tuple[int, ...], widths: tuple[int, ...]) -> torch.Tensor:
         """From counts[r] whole rows on each rank r to widths[r] whole columns, by an all-to-all."""
         axis = self.axis
@@ -233,6 +242,7 @@ class Workspace:
         axis.wire.traffic.add(axis.name, "all_to_all", *moved)
         return whole.narrow(1, sum(widths[: axis.rank]), held)
 
+    @timed_method
     def columns_to_rows(self, part: torch.Tensor, counts: tuple[int, ...], widths: tuple[int, ...]) -> torch.Tensor:
         """From widths[r] whole columns on each rank r to counts[r] whole rows. Adjoint and inverse of the above."""
         axis = self.axis

@@ -1,0 +1,41 @@
+"""Seconds in the ledger: those of the outermost operation, waiting told apart."""
+
+import time
+
+import pytest
+import torch
+
+from hpctrain import comm
+
+pytestmark = pytest.mark.mpi
+
+
+def test_seconds_are_those_of_the_outermost_operation(line, world):
+    """Rank 0 comes late, so that the others wait in the operation."""
+    if line.size == 1:
+        pytest.skip("one rank does not communicate")
+    traffic = line.wire.traffic
+    for dtype in (torch.float32, torch.bfloat16):  # the latter is a reduce-scatter and an all-gather
+        world.Barrier()
+        traffic.clear()
+        time.sleep(0.1 if line.rank == 0 else 0)
+        comm.all_reduce(torch.ones(4 * line.size, dtype=dtype), line)
+        ((operation, seconds),) = traffic.seconds().items()
+        assert operation == ("x", "all_reduce")
+        assert seconds < 0.09 if line.rank == 0 else seconds > 0.09
+
+
+def test_waiting_is_told_apart(line, world):
+    if line.size == 1:
+        pytest.skip("one rank does not communicate")
+    traffic = line.wire.traffic
+    world.Barrier()
+    traffic.clear()
+    if line.rank == 0:
+        time.sleep(0.1)
+        comm.send(torch.ones(3), line, 1)
+    elif line.rank == 1:
+        comm.recv_start(torch.empty(3), line, 0).wait()
+        seconds = traffic.seconds()
+        assert set(seconds) == {("x", "recv"), ("x", "recv wait")}
+        assert seconds["x", "recv wait"] > 0.09 > seconds["x", "recv"]
