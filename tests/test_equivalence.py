@@ -14,6 +14,7 @@ from hpctrain.grid import all_grids
 from hpctrain.layers import Tokens, algorithm_of
 from hpctrain.models.export import whole_parameters
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.pipeline import schedule
 from hpctrain.shard import split, subsplit
 from hpctrain.train.batches import Microbatch
 from hpctrain.train.optimizer import adamw
@@ -44,10 +45,11 @@ def microbatches(grid, batch, step, count, algorithm="agarwal"):
     return made
 
 
-def train_on(grid, shape, count, clip, steps=STEPS, algorithm="agarwal", overlap=OVERLAPS):
+def train_on(grid, shape, count, clip, steps=STEPS, algorithm="agarwal", overlap=OVERLAPS, pipeline="1f1b", cut=None):
     made = algorithm_of(grid, algorithm, overlap)
-    model = GPT2(grid, shape, algorithm=made, key=Key(3), dtype=torch.float64)
-    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), count, clip)
+    order = schedule(pipeline, grid.pipeline.size, count)
+    model = GPT2(grid, shape, cut, order.placement, algorithm=made, key=Key(3), dtype=torch.float64)
+    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order, clip)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 1e-2
     results = [

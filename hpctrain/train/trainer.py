@@ -42,7 +42,8 @@ class Trainer(step.Trainer):
                 f"{model.placement}; make the model with placement=schedule.placement"
             )
         if schedule.delayed:
-            self._check_delayed(schedule)
+            with comm.together(grid.comm):  # not every rank holds weights that are shared
+                self._check_delayed(schedule)
         self.schedule = schedule
         later = WeightGradients(model) if schedule.splits else None
         self._train = Executor(grid.pipeline, schedule, later)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.func import functional_call
 
+from hpctrain.layers.parameter import accumulate
 from hpctrain.train.stages import Stages
 
 
@@ -33,8 +34,7 @@ class Versions(Stages):
         for name, parameter in self.parameters.items():
             for weights in self.versions.values():
                 gradient, weights[name].grad = weights[name].grad, None
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                accumulate(parameter, gradient)
         self.replicas.finish()
 
     def update(self, action):

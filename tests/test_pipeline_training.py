@@ -1,0 +1,140 @@
+"""A GPT trained by every schedule: equal to the serial program, alone and together with the other axes."""
+
+import dataclasses
+
+import pytest
+import reference
+import torch
+from test_equivalence import LENGTH, UNEVEN, batches, check, fitting, microbatches
+
+from hpctrain import Grid, Key
+from hpctrain.models.export import whole_parameters
+from hpctrain.models.gpt2 import GPT2
+from hpctrain.pipeline import schedule
+from hpctrain.train.optimizer import adamw
+from hpctrain.train.trainer import Trainer
+
+pytestmark = pytest.mark.mpi
+
+GRIDS = {
+    1: [(1, 1, 1)],
+    2: [(1, 2, 1)],
+    3: [(1, 3, 1)],
+    4: [(1, 4, 1), (2, 2, 1), (1, 2, (1, 1, 2))],
+    8: [(2, 2, (2, 1, 1))],
+}
+FLUSH = ("gpipe", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipe", "dualpipev")
+DELAYED = ("pipedream", "pipedream-2bw")
+
+
+@pytest.mark.parametrize(
+    ("change", "count", "synchronous"),
+    [({}, 3, False), ({"tied": False}, 1, False), ({"dropout": 0.3}, 5, True)],  # batch 5: also empty microbatches
+)
+@pytest.mark.parametrize("name", FLUSH)
+def test_equals_serial(world, name, change, count, synchronous):
+    """Weights, losses and norms after three steps with clipping; tied tables on any ranks, uneven stages."""
+    for data, pipeline, tensor in GRIDS.get(world.size, []):
+        if name in ("chimera", "dualpipe") and pipeline % 2:
+            continue
+        grid = Grid(data, pipeline, tensor)
+        grid.wire.synchronous = synchronous
+        layers = schedule(name, pipeline, count).graph.stages + 1
+        check(grid, dataclasses.replace(UNEVEN, layers=layers, **change), count, 1.0, pipeline=name)
+
+
+def test_any_cut(world):
+    """Stages of very different sizes."""
+    if world.size > 4:
+        pytest.skip("one pipeline is enough")
+    layers = world.size + 3
+    cut = [1] * (world.size - 1) + [4]
+    check(Grid(pipeline=world.size), dataclasses.replace(UNEVEN, layers=layers), 2, 1.0, cut=cut)
+    with pytest.raises(ValueError, match="cut must give at least one block"):
+        check(Grid(pipeline=world.size), dataclasses.replace(UNEVEN, layers=layers), 2, 1.0, cut=[layers + 1])
+
+
+def delayed_reference(name, shape, stages, weights, count, replicas):
+    """SGD in which stage s uses the weights of stages - 1 - s updates ago ("pipedream"), or all stages those of one
+    update ago ("pipedream-2bw"); written from the papers, on whole weights, with one history for all."""
+    blocks = torch.tensor_split(torch.arange(shape.layers), stages)
+    stage_of = {str(int(i)): s for s, part in enumerate(blocks) for i in part}
+    stage = {n: 0 if n in ("wte.weight", "wpe.weight") else stages - 1 for n in weights}
+    stage |= {n: stage_of[n.split(".")[1]] for n in weights if n.startswith("blocks.")}
+    if name == "pipedream":
+        groups = [[m] for m in range(count)]
+        delay = {n: stages - 1 - s for n, s in stage.items()}
+    else:
+        groups = [g.tolist() for g in torch.tensor_split(torch.arange(count), max(1, count // stages))]
+        delay = dict.fromkeys(weights, 1)
+    now = {n: w.clone().requires_grad_() for n, w in weights.items()}
+    optimizer = torch.optim.SGD(now.values(), lr=0.1, momentum=0.9)
+    losses = []
+    for batch in batches(shape):
+        parts = [part.tensor_split(count) for part in batch.tensor_split(replicas)]
+        history, means = [{n: w.detach().clone() for n, w in now.items()}], []
+        for update, group in enumerate(groups):
+            used = {n: history[max(0, update - delay[n])][n].clone().requires_grad_() for n in now}
+            rows = torch.cat([part[m] for part in parts for m in group])
+            logits = reference.gpt2_logits(used, rows[:, :-1], shape.layers, shape.heads)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+            means.append(loss.item())
+            for n, gradient in zip(now, torch.autograd.grad(loss, list(used.values()))):
+                now[n].grad = gradient
+            optimizer.step()
+            history.append({n: w.detach().clone() for n, w in now.items()})
+        losses.append(sum(means) / len(means))
+    return losses, now
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("name", DELAYED)
+def test_delayed_schedules_are_delayed_sgd(world, name, count):
+    for data, pipeline, tensor in GRIDS.get(world.size, []):
+        if count > 5 // data:
+            continue  # an update without any sequence has no mean loss
+        shape = dataclasses.replace(fitting(UNEVEN, pipeline), tied=False)
+        grid = Grid(data, pipeline, tensor)
+        made = schedule(name, pipeline, count)
+        model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)
+        whole = GPT2(alone(), shape, key=Key(3), dtype=torch.float64)
+        weights = {n: p.detach().clone() for n, p in whole.named_parameters()}
+        expected, after = delayed_reference(name, shape, pipeline, weights, count, data)
+        trainer = Trainer(model, grid, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), made)
+        losses = []
+        for step, batch in enumerate(batches(shape)):
+            parts = [part.tensor_split(count) for part in batch.tensor_split(data)]
+            made_of = microbatches(grid, batch, step, count)
+            for update in made.updates:
+                rows = sum(len(part[m]) for part in parts for m in update)
+                for m in update:
+                    made_of[m] = dataclasses.replace(made_of[m], scale=1 / (rows * LENGTH))
+            losses.append(trainer.step(made_of)[0])
+        assert losses == pytest.approx(expected, rel=1e-12)
+        for n, whole in whole_parameters(model, grid):
+            if grid.rank == 0:
+                torch.testing.assert_close(whole, after[n], rtol=1e-10, atol=1e-12)
+
+
+def alone():
+    from mpi4py import MPI
+
+    return Grid(comm=MPI.COMM_SELF)
+
+
+def test_delayed_schedules_refuse_what_joins_stages(world):
+    grid = Grid(pipeline=world.size)
+    for tied, clip, message in ((True, 0.0, "untied embeddings"), (False, 1.0, "train.clip=0")):
+        if tied and world.size == 1:
+            continue
+        shape = dataclasses.replace(UNEVEN, tied=tied)
+        model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)
+        with pytest.raises(ValueError, match=message):
+            Trainer(model, grid, adamw(model.parameters(), 0.1), schedule("pipedream", world.size, 2), clip)
+
+
+def test_the_model_must_be_placed_as_scheduled(world):
+    grid = Grid(pipeline=world.size)
+    model = GPT2(grid, UNEVEN, key=Key(3))
+    with pytest.raises(ValueError, match="make the model with placement=schedule.placement"):
+        Trainer(model, grid, adamw(model.parameters(), 0.1), schedule("zb-v", world.size, 2))
