@@ -9,6 +9,7 @@ from hpctrain.pipeline.flush import forward_only, gpipe, interleaved, one_f_one_
 from hpctrain.pipeline.graph import Edge, StageGraph
 from hpctrain.pipeline.listing import list_schedule
 from hpctrain.pipeline.lowering import Lowered
+from hpctrain.pipeline.partitioners import LayerCosts, partition, score
 from hpctrain.pipeline.schedules import Schedule
 from hpctrain.pipeline.simulate import Costs, Simulation
 from hpctrain.pipeline.terapipe import token_slices
@@ -19,6 +20,7 @@ __all__ = [
     "Edge",
     "Executor",
     "Fused",
+    "LayerCosts",
     "Lowered",
     "NAMES",
     "Schedule",
@@ -29,7 +31,9 @@ __all__ = [
     "interleaved",
     "list_schedule",
     "one_f_one_b",
+    "partition",
     "schedule",
+    "score",
     "token_slices",
 ]
 
