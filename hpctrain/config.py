@@ -13,7 +13,7 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.algorithms import DEFAULT_OVERLAP, check_algorithm, check_overlap
+from hpctrain.algorithms import ALL_REDUCE, DEFAULT_OVERLAP, check_algorithm, check_optimizer, check_overlap
 from hpctrain.grid import check_ranks, grid_shape
 from hpctrain.pipeline import NAMES, Schedule, schedule
 
@@ -73,9 +73,16 @@ class Tensor:
 
 
 @dataclass
+class Comm:
+    all_reduce: str = "shared"  # how sums over the data axis are taken: one of algorithms.ALL_REDUCE
+
+
+@dataclass
 class Train:
     batch: int = 8  # sequences a step, over all replicas
     microbatches: int = 1  # of a replica's part of the batch
+    optimizer: str = "adamw"  # one of algorithms.OPTIMIZERS
+    momentum: float = 0.9  # of sgd (Nesterov's) and rmsprop; below 1
     lr: float = 1e-3
     warmup: int = 10  # steps
     weight_decay: float = 0.1
@@ -109,6 +116,7 @@ class Config:
     grid: GridSizes = field(default_factory=GridSizes)
     pipeline: Pipeline = field(default_factory=Pipeline)
     tensor: Tensor = field(default_factory=Tensor)
+    comm: Comm = field(default_factory=Comm)
     train: Train = field(default_factory=Train)
     replicas: Replicas = field(default_factory=Replicas)
     precision: Precision = field(default_factory=Precision)
@@ -178,6 +186,10 @@ def check(config: Config) -> None:
     _one_of("model.kind", model.kind, ("gpt2",))
     _one_of("replicas.method", config.replicas.method, METHODS)
     _one_of("precision.compute", config.precision.compute, ("fp32", "fp64"))
+    _one_of("comm.all_reduce", config.comm.all_reduce, ALL_REDUCE)
+    check_optimizer(config.train.optimizer)
+    if not 0 <= config.train.momentum < 1:
+        raise ValueError(f"train.momentum must be at least 0 and below 1, got {config.train.momentum}")
     check_overlap(config.tensor.overlap)
     check_algorithm(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])
     if not run.name or "/" in run.name or run.name in (".", ".."):

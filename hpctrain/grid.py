@@ -39,19 +39,21 @@ class Axis:
     """The ranks of a grid that differ only along some of its axes, and this rank's place among them.
 
     Attributes: `name` (of one axis its own, of several joined by "+"), `comm` (an mpi4py `Cartcomm`), `rank` and
-    `size` along it, `one_node` (whether its ranks share memory), and `wire`, shared by the whole grid.
+    `size` along it, `nodes` (which of them share memory: a number for each rank), `one_node` (whether all do), and
+    `wire`, shared by the whole grid. `workspace` and `reducer` belong to `comm/`.
     """
 
-    __slots__ = ("name", "comm", "rank", "size", "one_node", "wire", "workspace", "x", "y", "z")
+    __slots__ = ("name", "comm", "rank", "size", "nodes", "one_node", "wire", "workspace", "reducer", "x", "y", "z")
 
     def __init__(self, name: str, comm: MPI.Cartcomm, node: int, wire: Wire):
         self.name = name
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
-        self.one_node = len(set(comm.allgather(node))) == 1
+        self.nodes = tuple(comm.allgather(node))
+        self.one_node = len(set(self.nodes)) == 1
         self.wire = wire
-        self.workspace = None  # of comm/
+        self.workspace = self.reducer = None
 
     def __repr__(self):
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"

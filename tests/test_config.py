@@ -80,6 +80,21 @@ def test_values(override, attribute, value):
             "replicas.method must be " + " or ".join(f'"{name}"' for name in METHODS) + ", got 'horovod'",
         ),
         ("replicas.servers=0", "replicas.servers must be at least 1 and finite, got 0"),
+        (
+            "train.optimizer=muon",
+            'train.optimizer = "muon" needs the whole matrix of the momentum, which it orthogonalises, of which a rank '
+            "may hold only a part; use one of adamw, adam, nadam, radam, adamax, adagrad, rmsprop, sgd",
+        ),
+        (
+            "train.optimizer=adan",
+            "train.optimizer must be one of adamw, adam, nadam, radam, adamax, adagrad, rmsprop, sgd, got 'adan'",
+        ),
+        ("train.momentum=1.0", "train.momentum must be at least 0 and below 1, got 1.0"),
+        (
+            "comm.all_reduce=tree",
+            'comm.all_reduce must be "shared" or "mpi" or "naive" or "ring" or "parallel" or "halving" or '
+            '"hierarchical" or "auto", got \'tree\'',
+        ),
         ("run.device=tpu", 'run.device must be "auto" or "cpu" or "cuda", got \'tpu\''),
         ("model.heads=5", "model.width must be a multiple of model.heads = 5, got 128"),
         ("model.dropout=1.0", "model.dropout must be at least 0 and below 1, got 1.0"),
@@ -104,7 +119,7 @@ def test_mistakes_are_named(override, message):
         ("[run\n", "is not valid TOML"),
         ("steps = 3\n", "steps stands outside a section"),
         ("[run]\nsteps = '3'\n", "run.steps must be int, got '3'"),
-        ("[quantum]\na = 1\n", "unknown section quantum; known are run, model, data, grid, pipeline, tensor, train, "),
+        ("[quantum]\na = 1\n", "unknown section quantum; known are run, model, data, grid, pipeline, tensor, comm, "),
     ],
 )
 def test_bad_files_are_refused(tmp_path, text, message):

@@ -37,7 +37,8 @@ def train(grid, make, optimizer, max_norm=0.0):
     model = layers_on(grid)
     optimizer = optimizer(model.parameters())
     trainer = Trainer(model, grid, optimizer, max_norm, make(list(model.parameters()), grid, optimizer))
-    mine = split(ROWS, grid.data.size, grid.data.rank)
+    workers = grid.data.size - getattr(trainer.replicas, "servers", 0)
+    mine = split(ROWS, workers, grid.data.rank) if grid.data.rank < workers else slice(0, 0)
     tokens = Tokens.of(grid, mine.stop - mine.start, 1, mine.start)
 
     def loss(model, step):

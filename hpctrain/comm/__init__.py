@@ -5,6 +5,7 @@
 
 from hpctrain.comm import functional
 from hpctrain.comm.agree import agree, together
+from hpctrain.comm.algorithms import choose_all_reduce
 from hpctrain.comm.buffers import Work, done
 from hpctrain.comm.collectives import (
     all_gather,
@@ -43,6 +44,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "broadcast_start",
+    "choose_all_reduce",
     "decide_cuda_aware",
     "done",
     "functional",

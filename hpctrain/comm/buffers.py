@@ -53,8 +53,7 @@ def message(tensor: torch.Tensor, start: int = 0, count: int | None = None) -> l
     datatype = datatypes().get(tensor.dtype)
     if datatype is None:
         raise ValueError(f"tensors of {tensor.dtype} cannot be sent; convert it to one of {_names(datatypes())}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous; pass tensor.contiguous()")
+    check_contiguous(tensor)
     if count is None:
         count = tensor.numel()
     size = tensor.itemsize
@@ -62,6 +61,11 @@ def message(tensor: torch.Tensor, start: int = 0, count: int | None = None) -> l
     if count <= MAX_COUNT:
         return [memory, datatype]
     return [memory, 1, large_datatype(tensor.dtype, count, MAX_COUNT)]
+
+
+def check_contiguous(tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous; pass tensor.contiguous()")
 
 
 @functools.lru_cache(maxsize=256)

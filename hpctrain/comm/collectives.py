@@ -4,6 +4,8 @@ Every function is collective over the axis. Sizes are rows of dim 0: where ranks
 `counts` lists them in rank order, and all ranks must pass the same `counts`. Inputs need not be contiguous; tensors
 that are written in place must be. On an axis of size 1 nothing is copied: the result may be the input itself.
 
+Sums over all ranks are taken by MPI, or by the algorithm that `comm.choose_all_reduce` gave the axis.
+
 The functions ending in `_start` return a `Work` at once; the result is valid after its `wait()`.
 """
 
@@ -150,6 +152,13 @@ def all_reduce(tensor: torch.Tensor, axis, op: str = "sum") -> torch.Tensor:
     check_reducible(tensor.dtype, op)
     if axis.size == 1 or tensor.numel() == 0:
         return tensor
+    if axis.reducer is not None and op == "sum":
+        return axis.reducer.all_reduce(tensor)
+    return all_reduce_by_mpi(tensor, axis, op)
+
+
+def all_reduce_by_mpi(tensor: torch.Tensor, axis, op: str = "sum") -> torch.Tensor:
+    """`all_reduce` whatever the axis's own algorithm for sums, on at least two ranks and one element."""
     if tensor.dtype in buffers.REDUCED_HERE:
         flat = tensor.view(-1)
         counts = split_sizes(flat.numel(), axis.size)
@@ -169,8 +178,12 @@ def all_reduce_start(tensor: torch.Tensor, axis) -> Work:
     check_reducible(tensor.dtype, "sum")
     if axis.size == 1 or tensor.numel() == 0:
         return done(tensor)
+    return all_reduce_by_mpi_start(tensor, axis) if axis.reducer is None else axis.reducer.all_reduce_start(tensor)
+
+
+def all_reduce_by_mpi_start(tensor: torch.Tensor, axis) -> Work:
     if tensor.numel() > buffers.MAX_COUNT:
-        return done(all_reduce(tensor, axis))
+        return done(all_reduce_by_mpi(tensor, axis))
     wide = tensor.float() if tensor.dtype in buffers.REDUCED_HERE else tensor
     host = reachable(wide, direct=False)  # Open MPI's non-blocking collectives are not CUDA-aware (ompi#9845)
     request = axis.comm.Iallreduce(buffers.in_place(), message(host), operation("sum"))

@@ -5,27 +5,33 @@ from __future__ import annotations
 import torch
 
 from hpctrain.comm.buffers import Work, done
-from hpctrain.comm.collectives import all_reduce_start
+from hpctrain.comm.collectives import all_reduce, all_reduce_start
 from hpctrain.comm.windows import Shared
 
 
 class Summed:
     """A flat tensor to fill on every rank of an axis, then replaced by the sum over all. Its creation is collective.
 
-    On one node it lies in memory that all ranks share, where a sum needs no messages.
+    On one node it lies in memory that all ranks share, where a sum needs no messages, unless another algorithm was
+    chosen for the axis.
 
     Attributes: `mine`, this rank's tensor, initially zero.
     """
 
     def __init__(self, axis, numel: int, like: torch.Tensor):
         self.axis = axis
-        shared = axis.size > 1 and axis.one_node and like.is_cpu
+        wanted = axis.reducer is None or axis.reducer.in_windows(numel * like.itemsize)
+        shared = axis.size > 1 and axis.one_node and like.is_cpu and wanted
         self.shared = Shared(axis, numel, like.dtype) if shared else None
         self.mine = self.shared.mine if shared else like.new_zeros(numel)
 
+    def all_reduce(self) -> torch.Tensor:
+        """Replace `mine` by the sum."""
+        if self.shared is None:
+            return all_reduce(self.mine, self.axis)
+        self.shared.all_reduce()
+        return self.mine
+
     def all_reduce_start(self) -> Work:
         """Begin to replace `mine` by the sum; in shared memory it is done on return."""
-        if self.shared is None:
-            return all_reduce_start(self.mine, self.axis)
-        self.shared.all_reduce()
-        return done(self.mine)
+        return done(self.all_reduce()) if self.shared else all_reduce_start(self.mine, self.axis)

@@ -42,6 +42,6 @@ def _timed(axis, name, function, *arguments, **options):
     finally:
         traffic.timing = False
         traffic.add_seconds(axis.name, name, perf_counter() - start)
-    if type(result) is Work:
+    if isinstance(result, Work):
         result.owner = axis, name
     return result

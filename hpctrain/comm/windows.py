@@ -175,6 +175,25 @@ class Workspace:
         axis.wire.traffic.add(axis.name, "reduce_scatter", *moved)
         return out
 
+    def add_up(self, room: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' rooms, in memory that all of them share; each adds up a part. Not in the ledger."""
+        axis = self.axis
+        if axis.size == 1:
+            return room
+        rooms = [part[: room.nbytes].view(room.dtype) for part in self._windows[self._turn].parts]
+        part = split(room.numel(), axis.size, axis.rank)
+        self.barrier()
+        for start in range(part.start, part.stop, CHUNK):
+            places = [each[start : min(start + CHUNK, part.stop)] for each in rooms]
+            _sum(places, places[0])
+        self.barrier()
+        return rooms[0]
+
+    def barrier(self) -> None:
+        """What any rank wrote in the window of the last call, every rank sees after."""
+        if self.axis.size > 1:
+            self._windows[self._turn].barrier()
+
     # The same for matrices of which each rank holds columns, and between the two.
 
     @timed_method

@@ -94,5 +94,5 @@ class LocalSGD(DataParallel):
                 room = self._rooms[dtype, sum(sizes)]
                 places = [part.view_as(t) for t, part in zip(same, room.mine.split(sizes))]
                 torch._foreach_copy_(places, same)
-                room.all_reduce_start().wait().div_(data.size)
+                room.all_reduce().div_(data.size)
                 torch._foreach_copy_(same, places)

@@ -14,7 +14,7 @@ class Method:
     """A way to train on the data axis. The trainer calls, in the order of a step:
 
         method.clear()                      # forget the gradients of the last step
-        method.overlap()                    # the next backward is the last of the step
+        method.overlap()                    # the next backward is the last of the step, for all or some parameters
         method.finish()                     # the gradients are complete
         loss, norm = method.totals(loss)    # what all ranks agree on; the trainer stops where they are not finite
         method.update(norm, max_norm)       # clip, and let the optimizer step
@@ -34,8 +34,8 @@ class Method:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def overlap(self) -> None:
-        """Nothing is done while backward runs."""
+    def overlap(self, parameters=None) -> None:
+        """The next backward completes the gradients of these parameters, by default of all."""
 
     def finish(self) -> None:
         raise NotImplementedError

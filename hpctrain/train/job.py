@@ -22,7 +22,7 @@ from hpctrain.randomness import Key
 from hpctrain.replicas import make
 from hpctrain.train.batches import Samples
 from hpctrain.train.generate import generate
-from hpctrain.train.optimizer import adamw, learning_rate
+from hpctrain.train.optimizer import learning_rate, make_optimizer
 from hpctrain.train.progress import Progress
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.trainer import Trainer
@@ -45,6 +45,7 @@ class Job:
         self.config = config
         self.grid = grid = Grid(shape["data"], shape["pipeline"], (shape["x"], shape["y"], shape["z"]), comm=world)
         self.device = comm.local_device(config.run.device, world)
+        comm.choose_all_reduce(grid.data, config.comm.all_reduce)
         self.transport = comm.decide_cuda_aware(grid, self.device)
         self.key = Key(config.run.seed)
 
@@ -69,9 +70,10 @@ class Job:
         self.schedule = check_pipeline(config)
         cut = None if config.pipeline.partition == "even" else config.pipeline.partition
         self.model = GPT2(grid, model_shape, cut, self.schedule.placement, algorithm=layers, key=self.key, **made)
-        optimizer = adamw(self.model.parameters(), config.train.weight_decay)
+        train = config.train
+        optimizer = make_optimizer(self.model.parameters(), train.weight_decay, train.optimizer, train.momentum)
         replicas = make(config.replicas, self.model.parameters(), grid, optimizer)
-        self.trainer = Trainer(self.model, grid, optimizer, self.schedule, config.train.clip, replicas)
+        self.trainer = Trainer(self.model, grid, optimizer, self.schedule, train.clip, replicas)
 
         self.folder = None
         with comm.together(world):

@@ -1,4 +1,4 @@
-"""AdamW and its learning rate."""
+"""Optimizers by name, and the learning rate."""
 
 from __future__ import annotations
 
@@ -6,14 +6,44 @@ import math
 
 import torch
 
+from hpctrain.algorithms import check_optimizer
 
-def adamw(parameters, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW with betas (0.9, 0.95); weights decay, vectors (biases and norms) do not."""
+
+def make_optimizer(
+    parameters, weight_decay: float, name: str = "adamw", momentum: float = 0.9
+) -> torch.optim.Optimizer:
+    """The optimizer of this name, one of `hpctrain.algorithms.OPTIMIZERS`, in torch's fused or foreach implementation.
+
+    Weights decay, vectors (biases and norms) do not: with adamw, nadam and radam beside the update (decoupled), with
+    the others as part of the gradient. Adam and its kin have betas (0.9, 0.95).
+
+    Args:
+        momentum: of sgd (Nesterov's) and rmsprop.
+
+    Raises:
+        ValueError: for another name, with the reason where the optimizer is known.
+    """
+    check_optimizer(name)
     parameters = list(parameters)
     matrices = [p for p in parameters if len(p.shard.global_shape) > 1]
     vectors = [p for p in parameters if len(p.shard.global_shape) == 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), fused=True)
+    adam = {"betas": (0.9, 0.95)}
+    kind, settings = {
+        "adamw": (torch.optim.AdamW, {**adam, "fused": True}),
+        "adam": (torch.optim.Adam, {**adam, "fused": True}),
+        "nadam": (torch.optim.NAdam, {**adam, "decoupled_weight_decay": True, "foreach": True}),
+        "radam": (torch.optim.RAdam, {**adam, "decoupled_weight_decay": True, "foreach": True}),
+        "adamax": (torch.optim.Adamax, {**adam, "foreach": True}),
+        "adagrad": (torch.optim.Adagrad, {"foreach": True}),
+        "rmsprop": (torch.optim.RMSprop, {"momentum": momentum, "foreach": True}),
+        "sgd": (torch.optim.SGD, {"momentum": momentum, "nesterov": momentum > 0, "fused": True}),
+    }[name]
+    return kind([g for g in groups if g["params"]], **settings)
+
+
+def adamw(parameters, weight_decay: float) -> torch.optim.Optimizer:
+    return make_optimizer(parameters, weight_decay)
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hpctrain.algorithms import MIXING_OPTIMIZERS
 from hpctrain.replicas import DataParallel
-
-# Optimizers whose update of one element depends on others of the same weight, of which a rank holds only a part.
-_MIXING = ("Adafactor", "LBFGS", "Muon")
 
 
 class Trainer:
@@ -29,8 +27,11 @@ class Trainer:
         self, model: torch.nn.Module, grid, optimizer: torch.optim.Optimizer, max_norm: float = 0.0, replicas=None
     ):
         kind = type(optimizer).__name__
-        if kind in _MIXING:
-            raise ValueError(f"optimizer must treat every element of a weight by itself, got {kind}; AdamW does")
+        if kind.lower() in MIXING_OPTIMIZERS:
+            raise ValueError(
+                f"optimizer must treat every element of a weight by itself, got {kind}, which needs "
+                f"{MIXING_OPTIMIZERS[kind.lower()]}; AdamW does"
+            )
         self._check(grid)
         self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
         self.replicas = replicas or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)

@@ -1,0 +1,147 @@
+"""Which algorithm sums tensors over an axis."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from hpctrain.algorithms import ALL_REDUCE
+from hpctrain.comm.algorithms.by_messages import Link, halving, naive, parallel, ring
+from hpctrain.comm.algorithms.hierarchical import Hierarchy
+from hpctrain.comm.buffers import REDUCED_HERE, Work, check_contiguous, deliver, done, reachable
+from hpctrain.comm.collectives import all_reduce_by_mpi, all_reduce_by_mpi_start
+from hpctrain.comm.windows import Shared
+from hpctrain.traffic import Traffic
+
+BY_MESSAGES = {"naive": naive, "ring": ring, "parallel": parallel, "halving": halving}
+KEEPS_16_BITS = ("naive", "parallel")  # each sum is rounded once, where it ends; in the others partial sums travel
+
+# Algorithms started one after another may be under way at once: each has a tag of its own. Above those of other users.
+_FIRST_TAG, _TAGS = 16384, 8192
+
+MEASURED = tuple(1024 * 8**k for k in range(5))  # bytes, 1 KiB to 4 MiB
+
+
+def choose_all_reduce(axis, name: str) -> None:
+    """Let sums over this axis be taken by an algorithm of `hpctrain.algorithms.ALL_REDUCE`. Collective.
+
+    All of them give every rank the same bits. "shared", which every axis begins with, sums gradients in shared memory
+    where the axis is on one node, and all else by MPI.
+    """
+    axis.reducer = None if name == "shared" else Reducer(axis, name)
+
+
+class Reducer:
+    """Sums over an axis by one algorithm, or by the fastest for the size: see `choose_all_reduce`.
+
+    CUDA tensors are staged through pinned host memory, except by MPI's own.
+
+    Attributes: `table`, for "auto": {bytes: {algorithm: seconds}} as measured when this was made, of the slowest rank,
+    so that all ranks choose alike.
+    """
+
+    def __init__(self, axis, name: str):
+        if name not in ALL_REDUCE:
+            raise ValueError(f"comm.all_reduce must be one of {', '.join(ALL_REDUCE)}, got {name!r}")
+        self.axis, self.name, self._turn = axis, name, 0
+        self._hierarchy = Hierarchy(axis) if name in ("hierarchical", "auto") else None
+        self.table = self._measured() if name == "auto" and axis.size > 1 else {}
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace `tensor` by the sum."""
+        how = self._how(tensor.nbytes)
+        return all_reduce_by_mpi(tensor, self.axis) if how == "mpi" else self._finished(how, tensor)
+
+    def all_reduce_start(self, tensor: torch.Tensor) -> Work:
+        """Begin to; in shared memory it is done on return."""
+        how = self._how(tensor.nbytes)
+        return all_reduce_by_mpi_start(tensor, self.axis) if how == "mpi" else self._start(how, tensor)
+
+    def in_windows(self, nbytes: int) -> bool:
+        """Whether tensors of this size that are made to be summed are to lie in shared memory, on one node."""
+        return self.name == "hierarchical" or (self.name == "auto" and self._how(nbytes, "shared") == "shared")
+
+    def _how(self, nbytes, *also):
+        if self.name != "auto":
+            return self.name
+        times = self.table[max((size for size in MEASURED if size <= nbytes), default=MEASURED[0])]
+        return min((name for name in times if name != "shared" or name in also), key=times.get)
+
+    def _finished(self, how, tensor):
+        return self._start(how, tensor).wait()
+
+    def _start(self, how, tensor):
+        check_contiguous(tensor)
+        axis = self.axis
+        self._turn = (self._turn + 1) % _TAGS
+        wide = tensor.float() if tensor.dtype in REDUCED_HERE and how not in KEEPS_16_BITS else tensor
+        host = reachable(wide, direct=False)
+        if how == "hierarchical":
+            axis.wire.traffic.add(
+                axis.name, "all_reduce", *self._hierarchy.all_reduce(host.view(-1), _FIRST_TAG + self._turn)
+            )
+            return done(deliver(host, tensor))
+        link = Link(axis, _FIRST_TAG + self._turn)
+
+        def finish():
+            axis.wire.traffic.add(axis.name, "all_reduce", link.sent, link.received)
+            return deliver(host, tensor)
+
+        return Running(BY_MESSAGES[how](host.view(-1), link), finish)
+
+    def _measured(self):
+        """{bytes: {algorithm: seconds}}: medians of three, of the slowest rank."""
+        axis, table = self.axis, {}
+        counted, axis.wire.traffic = axis.wire.traffic, Traffic()
+        for nbytes in MEASURED:
+            x = torch.zeros(nbytes // 4)
+            sides = {name: partial(self._finished, name, x) for name in (*BY_MESSAGES, "hierarchical")}
+            sides["mpi"] = partial(all_reduce_by_mpi, x, axis)
+            if axis.one_node:
+                sides["shared"] = Shared(axis, x.numel(), x.dtype).all_reduce
+            times = torch.tensor([_median_seconds(axis.comm, side) for side in sides.values()], dtype=torch.float64)
+            table[nbytes] = dict(zip(sides, all_reduce_by_mpi(times, axis, "max").tolist()))
+        axis.wire.traffic = counted
+        return table
+
+
+class Running(Work):
+    """A transfer in several steps: a generator that yields the requests it waits for."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, steps: Iterator[list], finish):
+        super().__init__([], None, finish)
+        self._steps = steps
+        self.test()
+
+    def test(self) -> bool:
+        while super().test():
+            self._requests = next(self._steps, None)
+            if self._requests is None:
+                self._requests = []
+                return True
+        return False
+
+    def _wait(self):
+        while self._requests is not None:
+            for request in self._requests:
+                request.Wait()
+            self._requests = next(self._steps, None)
+        self._requests = []
+        return super()._wait()
+
+
+def _median_seconds(comm, call, times=3):
+    call()
+    taken = []
+    for _ in range(times):
+        comm.Barrier()
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)

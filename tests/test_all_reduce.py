@@ -1,0 +1,158 @@
+"""Every all-reduce algorithm: sums to rounding, the same bits on all ranks, the bytes of its formula."""
+
+import functools
+
+import pytest
+import torch
+
+from hpctrain import Grid, comm
+from hpctrain.algorithms import ALL_REDUCE
+from hpctrain.comm.algorithms import reducer
+
+pytestmark = pytest.mark.mpi
+
+SIZES = [0, 1, 7, 1000, 20_011]
+# Which ranks share a node, one entry a rank: as it is, all alone, halves, every other one, the last alone.
+NODES = {
+    "one": lambda r, p: 0,
+    "own": lambda r, p: r,
+    "halves": lambda r, p: 2 * r // p,
+    "alternate": lambda r, p: r % 2,
+    "last": lambda r, p: int(r == p - 1),
+}
+CASES = [(name, "one") for name in ALL_REDUCE] + [("hierarchical", nodes) for nodes in NODES if nodes != "one"]
+
+
+def axis_with(name, nodes="one", synchronous=False):
+    return _axis_with(name, nodes, synchronous)
+
+
+@functools.cache  # a grid makes a dozen communicators, and "auto" measures
+def _axis_with(name, nodes, synchronous):
+    from mpi4py import MPI
+
+    ranks = MPI.COMM_WORLD.size
+    axis = Grid(data=ranks).data
+    axis.nodes = tuple(NODES[nodes](r, ranks) for r in range(ranks))
+    axis.one_node = len(set(axis.nodes)) == 1
+    axis.wire.synchronous = synchronous
+    comm.choose_all_reduce(axis, name)
+    return axis
+
+
+def everyones(world, numel, dtype):
+    """What each rank gives, known to all."""
+    generator = torch.Generator().manual_seed(numel)
+    return torch.randn(world.size, numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize(("name", "nodes"), CASES)
+def test_sums(world, name, nodes, synchronous):
+    if synchronous and name == "auto":
+        pytest.skip("one of the others")
+    axis = axis_with(name, nodes, synchronous)
+    for dtype, rtol in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.int64, 0)):
+        results = []
+        for numel in SIZES:
+            given = everyones(world, numel, torch.float64).mul(1000).to(dtype)
+            expected = given.double().sum(0).to(dtype)
+            for sum_of in (comm.all_reduce, lambda x, axis: comm.all_reduce_start(x, axis).wait()):
+                mine = given[world.rank].clone()
+                result = sum_of(mine, axis)
+                assert result is mine
+                torch.testing.assert_close(mine, expected, rtol=rtol, atol=1000 * rtol)
+                results.append(mine)
+        bits = torch.cat(results).numpy().tobytes()
+        assert world.bcast(bits) == bits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "nodes"), CASES)
+def test_16_bit_sums_are_rounded_once(world, name, nodes, dtype):
+    """Whole numbers of which partial sums are not all representable; float32 has them exactly."""
+    axis = axis_with(name, nodes)
+    given = torch.arange(101).remainder(17).add(torch.tensor([[2048]] + [[1]] * (world.size - 1))).to(dtype)
+    expected = given.float().sum(0).to(dtype)
+    assert torch.equal(comm.all_reduce(given[world.rank].clone(), axis), expected)
+    assert torch.equal(comm.all_reduce_start(given[world.rank].clone(), axis).wait(), expected)
+
+
+def halving_bytes(p, n):
+    """Sent by each rank, n bytes that divide evenly."""
+    q = 1 << (p.bit_length() - 1)
+    works = 2 * (q - 1) * n // q
+    joined = 2 * (p - q)
+    return [(n if r % 2 == 0 else works + n) if r < joined else works for r in range(p)]
+
+
+def hierarchical_bytes(nodes, n):
+    counts = [nodes.count(node) for node in nodes]
+    lanes, groups, sent = min(counts), len(set(nodes)), []
+    for r, node in enumerate(nodes):
+        lane = 2 * (groups - 1) * (n // lanes) // groups if nodes[:r].count(node) < lanes else 0
+        sent.append(2 * (counts[r] - 1) * n // counts[r] + lane)
+    return sent
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("name", "nodes"), CASES)
+def test_bytes_are_those_of_the_formula(world, name, nodes):
+    if name == "auto":
+        pytest.skip("whatever is the fastest")
+    axis, p = axis_with(name, nodes), world.size
+    n = 4 * 840 * 8
+    axis.wire.traffic.clear()
+    comm.all_reduce(torch.zeros(n // 4), axis)
+    best = 2 * (p - 1) * n // p
+    sent = {
+        "naive": [(p - 1) * n] + [n] * (p - 1),
+        "halving": halving_bytes(p, n),
+        "hierarchical": hierarchical_bytes(axis.nodes, n),
+    }.get(name, [best] * p)[world.rank]
+    assert axis.wire.traffic.table() == {("data", "all_reduce"): {"calls": 1, "sent": sent, "received": sent}}
+
+
+@pytest.mark.parametrize("name", ["ring", "parallel", "halving", "naive", "auto"])
+def test_many_under_way(world, name):
+    """Started in one order, helped along in another on each rank."""
+    axis = axis_with(name)
+    tensors = [torch.full((1000 * n + 1,), float(world.rank + n)) for n in range(6)]
+    works = [comm.all_reduce_start(tensor, axis) for tensor in tensors]
+    for turn in range(12):
+        works[(turn * (world.rank + 1)) % 6].test()
+    p = world.size
+    for n, work in enumerate(works):
+        assert torch.equal(work.wait(), torch.full((1000 * n + 1,), p * (p - 1) / 2 + p * n))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_auto_takes_the_fastest_of_its_table_alike_on_all_ranks(world, monkeypatch):
+    monkeypatch.setattr(reducer, "MEASURED", (1024, 8192))
+    axis = _axis_with.__wrapped__("auto", "one", False)
+    table = axis.reducer.table
+    assert world.bcast(table) == table
+    for nbytes, times in table.items():
+        fastest = min((seconds, name) for name, seconds in times.items() if name != "shared")[1]
+        assert axis.reducer._how(nbytes) == axis.reducer._how(8 * nbytes - 1) == fastest
+        assert axis.reducer.in_windows(nbytes) == (min(times, key=times.get) == "shared")
+    assert set(table[1024]) == set(ALL_REDUCE) - {"auto"}
+    assert axis.wire.traffic.table() == {}
+
+
+def test_other_operations_stay_with_mpi(world):
+    axis = axis_with("ring")
+    assert comm.all_reduce(torch.tensor([float(world.rank)]), axis, "max").item() == world.size - 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", [name for name in ALL_REDUCE if name not in ("shared", "auto")])
+def test_strided_tensors_are_refused(world, name):
+    axis = axis_with(name)
+    with pytest.raises(ValueError, match=r"shape \(4, 2\) is not contiguous"):
+        comm.all_reduce(torch.zeros(4, 4).t()[:, :2], axis)
+
+
+def test_unknown_names_are_refused(world):
+    with pytest.raises(ValueError, match="comm.all_reduce must be one of shared, mpi, .*, auto, got 'tree'"):
+        axis_with("tree")
