@@ -1,0 +1,15 @@
+"""Checkpoints that never lie: checksummed, committed by a rename, readable on any grid. No pickle.
+
+    RUN/checkpoints/step-20/rank-00000.h5 …     the shards that each rank wrote, every chunk with its checksum
+    RUN/checkpoints/step-20/manifest.json       which slice is where, SHA-256 of each file, grid, step, settings
+    RUN/checkpoints/step-20/manifest.sha256     of the manifest; `sha256sum -c` reads it
+    RUN/checkpoints/latest                      a link to the newest
+
+A folder named step-N is complete. It is written as step-N.tmp, which a killed job leaves behind and nobody reads.
+"""
+
+from hpctrain.train.checkpoint.checkpointer import Checkpointer
+from hpctrain.train.checkpoint.manifest import Corrupt
+from hpctrain.train.checkpoint.state import Entry, TrainingState, rectangles
+
+__all__ = ["Checkpointer", "Corrupt", "Entry", "TrainingState", "rectangles"]

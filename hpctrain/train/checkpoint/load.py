@@ -1,0 +1,98 @@
+"""Fill a rank's memory from a checkpoint of any grid, reading just the slices that it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+
+import torch
+
+from hpctrain.shard import Shard
+from hpctrain.train.checkpoint.manifest import DTYPES, Manifest
+from hpctrain.train.checkpoint.shards import Reader
+from hpctrain.train.checkpoint.state import Described, Entry, State
+
+
+def load(folder: Path, manifest: Manifest, state: State) -> int:
+    """Fill what the state needs. Returns how many bytes this rank read.
+
+    Raises:
+        Corrupt: naming the file that does not hold what the manifest says.
+        ValueError: when the state needs tensors that are not there, or in another shape or type.
+    """
+    read = 0
+    with contextlib.ExitStack() as stack:
+        readers: dict[str, Reader] = {}
+        where = pieces_by_tensor(manifest)
+        for entry in state.to_load(described(manifest)):
+            if entry.name in manifest.scalars:
+                entry.tensor.fill_(manifest.scalars[entry.name][1])
+                continue
+            filled = 0
+            dtype = DTYPES[manifest.tensors[entry.name][0]]
+            for name, bounds in where[entry.name]:
+                if (common := overlap(entry.shard.slices, bounds)) is None:
+                    continue
+                if name not in readers:
+                    readers[name] = stack.enter_context(Reader(folder / name))
+                there, here = common
+                part = readers[name].read(entry.name, bounds, dtype, there)
+                entry.tensor.view(entry.shard.shape)[here].copy_(part)
+                filled += part.numel()
+                read += part.nbytes
+            assert filled == math.prod(entry.shard.shape), f"{entry.name}: {filled} of {entry.shard}"
+    return read
+
+
+def described(manifest: Manifest) -> dict[str, Described]:
+    """Shape and type of everything in a checkpoint."""
+    tensors = {name: Described(shape, DTYPES[dtype]) for name, (dtype, shape) in manifest.tensors.items()}
+    return tensors | {name: Described((), DTYPES[dtype]) for name, (dtype, _) in manifest.scalars.items()}
+
+
+def pieces_by_tensor(manifest: Manifest) -> dict[str, list[tuple[str, tuple]]]:
+    """For each tensor, (file name, bounds) of its pieces."""
+    where: dict[str, list] = {name: [] for name in manifest.tensors}
+    for file in manifest.files:
+        for name, pieces in file.pieces.items():
+            where[name] += [(file.name, bounds) for bounds in pieces]
+    return where
+
+
+def overlap(slices: tuple[slice, ...], bounds) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What two rectangles share, counted from the corner of `bounds` and from that of `slices`; None for nothing.
+
+    >>> overlap((slice(2, 9),), ((5, 20),))
+    ((slice(0, 4, None),), (slice(3, 7, None),))
+    """
+    there, here = [], []
+    for mine, (start, stop) in zip(slices, bounds):
+        low, high = max(mine.start, start), min(mine.stop, stop)
+        if low >= high:
+            return None
+        there.append(slice(low - start, high - start))
+        here.append(slice(low - mine.start, high - mine.start))
+    return tuple(there), tuple(here)
+
+
+class Whole:
+    """A state that takes all of some tensors into this process's memory, for export.
+
+    Attributes: `tensors`, by name without the prefix.
+    """
+
+    def __init__(self, prefix: str):
+        self.prefix, self.tensors = prefix, {}
+
+    def to_save(self) -> list[Entry]:
+        return []
+
+    def to_load(self, saved: dict[str, Described]) -> list[Entry]:
+        entries = []
+        for name, (shape, dtype) in saved.items():
+            if name.startswith(self.prefix):
+                shard = Shard(shape, tuple(slice(0, size) for size in shape))
+                room = self.tensors[name.removeprefix(self.prefix)] = torch.empty(shape, dtype=dtype)
+                entries.append(Entry(name, shard, room))
+        return entries

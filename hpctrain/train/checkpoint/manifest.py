@@ -1,0 +1,189 @@
+"""The manifest of a checkpoint: what is in which file. JSON, believed only after every part has been checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+FORMAT, VERSION = "hpctrain checkpoint", 1
+NAME, SUM = "manifest.json", "manifest.sha256"
+LARGEST = 1 << 30  # bytes of a manifest; more is refused unread
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+class Corrupt(ValueError):
+    """A checkpoint that must not be used; the message names the file and says what is wrong with it."""
+
+
+@dataclass
+class File:
+    """One file: its name, its size, its SHA-256, and the rectangles it holds of each tensor, a (start, stop) a dim."""
+
+    name: str
+    bytes: int
+    sha256: str
+    pieces: dict[str, list[tuple[tuple[int, int], ...]]]
+
+
+@dataclass
+class Manifest:
+    """Attributes: `tensors`, dtype and global shape of each; `scalars`, dtype and value of tensors without dims;
+    `files`; and `about`: grid, data position, random state, configuration, versions and whatever else the job keeps."""
+
+    step: int
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    scalars: dict[str, tuple[str, float | int | bool]]
+    files: list[File]
+    about: dict = field(default_factory=dict)
+    format: str = FORMAT
+    version: int = VERSION
+
+    def text(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        Corrupt: when it is missing, does not have the SHA-256 beside it, or does not make sense.
+    """
+    path = folder / NAME
+    try:
+        if path.stat().st_size > LARGEST:
+            raise Corrupt(f"{path} has {path.stat().st_size} bytes, more than any manifest")
+        content, told = path.read_bytes(), (folder / SUM).read_bytes()
+    except OSError as error:
+        raise Corrupt(f"{error.filename} cannot be read: {error.strerror}") from error
+    if told != checksum(content).encode():
+        raise Corrupt(f"{path} does not have the checksum in {folder / SUM}: one of them was changed")
+    try:
+        return parse(content.decode())
+    except Corrupt as error:
+        raise Corrupt(f"{path}: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Corrupt(f"{path} is not a manifest: {error}") from error
+
+
+def checksum(content: bytes) -> str:
+    return f"{hashlib.sha256(content).hexdigest()}  {NAME}\n"
+
+
+def parse(text: str) -> Manifest:
+    """The manifest in `text`, every number and name in it checked before anybody computes or allocates by it."""
+    values = json.loads(text)
+    if values.pop("format") != FORMAT:
+        raise Corrupt("this is no checkpoint of hpctrain")
+    if (version := values.pop("version")) != VERSION:
+        raise Corrupt(f"format version {version} is not {VERSION}")
+    files = [File(**file) for file in values.pop("files")]
+    manifest = Manifest(files=files, **values)
+    _natural(manifest.step, "step")
+    manifest.tensors = {name: _tensor(name, *told) for name, told in manifest.tensors.items()}
+    manifest.scalars = {name: _scalar(name, *told) for name, told in manifest.scalars.items()}
+    if len({file.name for file in files}) != len(files):
+        raise Corrupt("a file is named twice")
+    for file in files:
+        _check_file(file, manifest.tensors)
+    _check_cover(manifest)
+    return manifest
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.h5"
+
+
+def _check_file(file: File, tensors) -> None:
+    if not (isinstance(file.name, str) and re.fullmatch(r"rank-\d{5,}\.h5", file.name)):
+        raise Corrupt(f"{file.name!r} is not a file name of a checkpoint")
+    _natural(file.bytes, file.name)
+    if not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
+        raise Corrupt(f"{file.name} has no SHA-256")
+    total = 0
+    for name, parts in file.pieces.items():
+        dtype, shape = tensors[name]
+        file.pieces[name] = [tuple((start, stop) for start, stop in part) for part in parts]
+        for part in file.pieces[name]:
+            if len(part) != len(shape):
+                raise Corrupt(f"{name} has {len(shape)} dims, a piece of it in {file.name} has {len(part)}")
+            for (start, stop), size in zip(part, shape):
+                _natural(start, name), _natural(stop, name)
+                if not start < stop <= size:
+                    raise Corrupt(f"{file.name} holds {start}:{stop} of a dim of {name} that has {size}")
+            total += math.prod(stop - start for start, stop in part) * DTYPES[dtype].itemsize
+    if total > file.bytes:
+        raise Corrupt(f"{file.name} has {file.bytes} bytes and is to hold {total}")
+
+
+def _check_cover(manifest: Manifest) -> None:
+    """Every element of every tensor is in one file, once."""
+    parts: dict[str, list] = {name: [] for name in manifest.tensors}
+    for file in manifest.files:
+        for name, pieces in file.pieces.items():
+            parts[name] += pieces
+    for name, pieces in parts.items():
+        _, shape = manifest.tensors[name]
+        held = sum(math.prod(stop - start for start, stop in piece) for piece in pieces)
+        if held != math.prod(shape):
+            raise Corrupt(f"the files hold {held} of the {math.prod(shape)} elements of {name}")
+        bounds = np.array(pieces, dtype=np.int64).reshape(len(pieces), len(shape), 2)
+        meet = (bounds[:, None, :, 0] < bounds[None, :, :, 1]).all(-1)
+        if (meet & meet.T).sum() > len(pieces):
+            raise Corrupt(f"two pieces of {name} overlap")
+
+
+def _tensor(name: str, dtype: str, shape) -> tuple[str, tuple[int, ...]]:
+    _check_name(name, dtype)
+    for size in shape:
+        _natural(size, name)
+    if not shape or len(shape) > 32:
+        raise Corrupt(f"{name} has {len(shape)} dims")
+    return dtype, tuple(shape)
+
+
+def _scalar(name: str, dtype: str, value) -> tuple[str, float | int | bool]:
+    _check_name(name, dtype)
+    if not isinstance(value, (bool, int, float)):
+        raise Corrupt(f"{name} must be a number, is {value!r}")
+    return dtype, value
+
+
+def _check_name(name: str, dtype: str) -> None:
+    if not re.fullmatch(r"[\w./\-]+", name) or ".." in name or name.startswith("/"):
+        raise Corrupt(f"{name!r} is not the name of a tensor")
+    if dtype not in DTYPES:
+        raise Corrupt(f"{name} has the unknown type {dtype!r}")
+
+
+def _natural(value, what: str) -> None:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise Corrupt(f"{what}: {value!r} is not a size")
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest and its checksum to `folder`, on disk before this returns."""
+    content = manifest.text().encode()
+    for name, part in ((NAME, content), (SUM, checksum(content).encode())):
+        with (folder / name).open("xb") as file:
+            file.write(part)
+            file.flush()
+            os.fsync(file.fileno())

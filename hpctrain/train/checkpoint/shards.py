@@ -1,0 +1,157 @@
+"""One file of shards: an HDF5 dataset for each rectangle, in chunks with a checksum each."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+
+from hpctrain.train.checkpoint.manifest import DTYPES, Corrupt, File
+from hpctrain.train.checkpoint.state import Entry
+
+CHUNK = 256 * 1024  # bytes: a chunk stays in the processor's cache between its copy, its checksum and its write
+LIBVER = ("v110", "v110")  # metadata have checksums as well
+
+
+def write(path: Path, entries: Iterable[Entry]) -> File:
+    """Write the entries, which are in host memory, to a new file; it is on disk before this returns."""
+    pieces: dict[str, list] = {}
+    try:
+        _write_datasets(path, entries, pieces)
+    except RuntimeError as error:  # what h5py makes of some errors of the operating system
+        raise OSError(f"{path} cannot be written: {error}") from error
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+        return File(path.name, os.fstat(file.fileno()).st_size, digest, pieces)
+
+
+def _write_datasets(path, entries, pieces):
+    with h5py.File(path, "x", libver=LIBVER) as file:
+        for entry in entries:
+            bounds = tuple((part.start, part.stop) for part in entry.shard.slices)
+            shape = entry.shard.shape
+            values = bits(entry.tensor).reshape(shape)
+            dataset = file.create_dataset(
+                dataset_name(entry.name, bounds), shape, values.dtype, chunks=chunks(shape, values.itemsize),
+                fletcher32=True, track_times=False, fill_time="never",
+            )  # fmt: skip
+            dataset.write_direct(values)
+            pieces.setdefault(entry.name, []).append(bounds)
+
+
+def check(path: Path, told: File) -> None:
+    """Raise Corrupt unless the file has the size and the SHA-256 that the manifest says."""
+    size = _size(path)
+    if size != told.bytes:
+        raise Corrupt(f"{path} has {size} bytes instead of {told.bytes}: it is truncated or was changed")
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise Corrupt(f"{path} cannot be read: {error}") from error
+    if digest != told.sha256:
+        raise Corrupt(f"{path} does not have the SHA-256 in the manifest: it is corrupt or was changed")
+
+
+def check_contents(path: Path, told: File, tensors: dict) -> None:
+    """Read all that the manifest says is there through HDF5's own checksums. Raises Corrupt."""
+    with Reader(path) as reader:
+        for name, pieces in told.pieces.items():
+            for bounds in pieces:
+                whole = tuple(slice(0, stop - start) for start, stop in bounds)
+                reader.read(name, bounds, DTYPES[tensors[name][0]], whole)
+
+
+class Reader:
+    """An open file of shards. Nothing but plain datasets of the expected shape and type is read.
+
+    Raises:
+        Corrupt: naming the file, when it cannot be opened or does not hold what it should.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        _size(path)
+        try:
+            # a cache that holds the chunks of one row of them, as each is decoded whole
+            self.file = h5py.File(path, "r", rdcc_nbytes=16 << 20)
+        except OSError as error:
+            raise Corrupt(f"{path} cannot be opened as HDF5, it may be truncated or corrupt: {error}") from error
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def read(self, name: str, bounds, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
+        """`part` of the rectangle `bounds` of a tensor, counted from the rectangle's corner."""
+        shape, wanted = tuple(stop - start for start, stop in bounds), storage(dtype)
+        where = dataset_name(name, bounds)
+        try:
+            # a link to another file, or a dataset whose data lie in one, could show anything
+            link = self.file.get(where, getlink=True)
+            dataset = self.file[where] if isinstance(link, h5py.HardLink) else None
+            plain = isinstance(dataset, h5py.Dataset) and not dataset.is_virtual and not dataset.external
+            if not plain or dataset.shape != shape or dataset.dtype != wanted or not dataset.fletcher32:
+                raise Corrupt(f"{self.path} does not hold {where} of shape {shape} as {dtype} with checksums")
+            count = math.prod(-(-size // chunk) for size, chunk in zip(shape, dataset.chunks))
+            if dataset.id.get_num_chunks() != count:  # HDF5 would give zeros
+                raise Corrupt(f"{self.path} lacks parts of {where}")
+            values = np.empty([s.stop - s.start for s in part], wanted)
+            dataset.read_direct(values, part)
+        except (OSError, KeyError, RuntimeError) as error:
+            raise Corrupt(f"{self.path} is corrupt at {where}: {error}") from error
+        return from_bits(values, dtype)
+
+
+def dataset_name(name: str, bounds) -> str:
+    """Parameter and slice, such as model/wte.weight[0:128,0:64]."""
+    return f"{name}[{','.join(f'{start}:{stop}' for start, stop in bounds)}]"
+
+
+def chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Rows of all dims, as many as CHUNK bytes hold.
+
+    >>> chunks((1000, 256), 4), chunks((3, 1 << 20), 4), chunks((5,), 8)
+    ((256, 256), (1, 65536), (5,))
+    """
+    room = CHUNK // itemsize
+    out = []
+    for size in reversed(shape):
+        held = max(1, min(size, room))
+        out.insert(0, held)
+        room //= held
+    return tuple(out)
+
+
+def storage(dtype: torch.dtype) -> np.dtype:
+    """What a file holds for a torch dtype: the same bits, little-endian."""
+    other = {torch.bfloat16: "<u2", torch.bool: "|u1"}
+    return np.dtype(other.get(dtype) or torch.empty((), dtype=dtype).numpy().dtype.newbyteorder("<"))
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """A host tensor's memory as what a file holds."""
+    other = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}
+    return tensor.contiguous().view(other.get(tensor.dtype, tensor.dtype)).numpy()
+
+
+def from_bits(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(values).view(dtype)
+
+
+def _size(path: Path) -> int:
+    try:
+        if not path.is_file() or path.is_symlink():
+            raise Corrupt(f"{path} is missing")
+        return path.stat().st_size
+    except OSError as error:
+        raise Corrupt(f"{path} cannot be read: {error.strerror}") from error
