@@ -3,7 +3,7 @@
 import torch
 
 from hpctrain.shard import Shard
-from hpctrain.train.checkpoint import Entry
+from hpctrain.state import Entry
 
 
 class Alone:

@@ -7,7 +7,9 @@ import contextlib
 import torch
 
 from hpctrain import comm
+from hpctrain.replicas import state
 from hpctrain.replicas.clipping import clip, local_square
+from hpctrain.state import Described, Entry
 
 
 class Method:
@@ -62,3 +64,15 @@ class Method:
     def report(self) -> dict:
         """Members for the step's line of metrics."""
         return {}
+
+    def to_save(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
+        """What this rank writes to a checkpoint; see `state.State`. Parameters are `names` in it."""
+        return state.to_save(names, self.optimizer, self.grid)
+
+    def to_load(self, names: dict[torch.nn.Parameter, str], saved: dict[str, Described]) -> list[Entry]:
+        """Memory to be filled from a checkpoint, of any grid and any method, that holds the tensors `saved`.
+
+        Raises:
+            ValueError: when that is of another model.
+        """
+        return state.to_load(names, self.optimizer, saved)

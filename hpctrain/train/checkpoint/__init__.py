@@ -10,6 +10,6 @@ A folder named step-N is complete. It is written as step-N.tmp, which a killed j
 
 from hpctrain.train.checkpoint.checkpointer import Checkpointer
 from hpctrain.train.checkpoint.manifest import Corrupt
-from hpctrain.train.checkpoint.state import Entry, TrainingState, rectangles
+from hpctrain.train.checkpoint.state import TrainingState
 
-__all__ = ["Checkpointer", "Corrupt", "Entry", "TrainingState", "rectangles"]
+__all__ = ["Checkpointer", "Corrupt", "TrainingState"]

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from hpctrain import comm
+from hpctrain.state import Entry, State
 from hpctrain.train.checkpoint import folder, load, manifest, shards
 from hpctrain.train.checkpoint.manifest import Corrupt, Manifest
-from hpctrain.train.checkpoint.state import Entry, State
 
 log = logging.getLogger("hpctrain")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from hpctrain.shard import Shard
+from hpctrain.state import Described, Entry, State
 from hpctrain.train.checkpoint.manifest import DTYPES, Manifest
 from hpctrain.train.checkpoint.shards import Reader
-from hpctrain.train.checkpoint.state import Described, Entry, State
 
 
 def load(folder: Path, manifest: Manifest, state: State) -> int:

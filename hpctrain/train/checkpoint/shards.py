@@ -12,8 +12,8 @@ import h5py
 import numpy as np
 import torch
 
+from hpctrain.state import Entry
 from hpctrain.train.checkpoint.manifest import DTYPES, Corrupt, File
-from hpctrain.train.checkpoint.state import Entry
 
 CHUNK = 256 * 1024  # bytes: a chunk stays in the processor's cache between its copy, its checksum and its write
 LIBVER = ("v110", "v110")  # metadata have checksums as well
