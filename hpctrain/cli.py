@@ -15,11 +15,17 @@ from hpctrain.pipeline.command import add_options as add_schedule_options
 from hpctrain.slurm import jobs, submit
 
 USAGE_ERROR = 2
+CHECKPOINT_ACTIONS = ("ls", "verify", "export")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns its exit status. A user's mistake is one line on stderr and status 2."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, more = parser.parse_known_args(arguments)
+    if more and (not hasattr(options, "overrides") or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    elif more:
+        options.overrides += more  # argparse stops at the option in: CONFIG.toml --resume section.key=value
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hpctrain").setLevel(logging.INFO)
     return options.command(options)
@@ -27,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(options) -> int:
     """Every rank runs this. An unexpected error on any of them ends them all."""
+    from hpctrain.train.interrupts import STOPPED, Interrupts
+
+    interrupts = Interrupts()  # first of all: until then a signal kills
     limit_threads()
     from mpi4py import MPI
 
@@ -36,19 +45,22 @@ def train(options) -> int:
         from hpctrain.comm import together
         from hpctrain.config import load_config
         from hpctrain.train.job import Job
+        from hpctrain.train.loop import Stopped
+        from hpctrain.train.sanity import BadStep
 
         try:
             with together(world):
                 config = load_config(options.config, options.overrides)
-            job = Job(config, world)
+            interrupts.max_seconds = config.run.max_seconds
+            job = Job(config, world, options.resume, interrupts)
         except (ValueError, OSError) as error:
             return complain(error, world.rank)
-        job.run()
-    except BaseException as error:
-        if isinstance(error, FloatingPointError):  # raised on every rank
+        try:
+            return STOPPED if job.run() else 0
+        except (BadStep, Stopped) as error:  # raised on every rank
             return complain(error, world.rank, status=1)
+    except BaseException:
         abort(world)
-    return 0
 
 
 def pack(options) -> int:
@@ -88,6 +100,16 @@ def export(options) -> int:
         return complain(error)
     print(f"wrote {target}/")
     return 0
+
+
+def checkpoint(options) -> int:
+    """List, verify or export the checkpoints of a run."""
+    from hpctrain.train.checkpoint.command import run
+
+    try:
+        return run(options)
+    except (ValueError, OSError) as error:
+        return complain(error)
 
 
 def ranks(options) -> int:
@@ -135,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("config", metavar="CONFIG.toml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="takes the place of a setting")
+        command.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint of the run")
         command.set_defaults(command=run)
 
     configured("train", train, "train; start it on every rank: mpirun -n 8 hpctrain train CONFIG.toml")
@@ -152,6 +175,13 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("schedule", help="show a pipeline schedule: timeline, bubble, memory, messages")
     add_schedule_options(command)
     command.set_defaults(command=schedule)
+
+    command = commands.add_parser("checkpoint", help="list, verify or export the checkpoints of a run")
+    command.add_argument("action", choices=CHECKPOINT_ACTIONS)
+    command.add_argument("run", metavar="RUN", help="the run folder")
+    command.add_argument("--step", type=int, help="this one only; export takes the newest valid one by itself")
+    command.add_argument("-o", "--output", metavar="DIR", help="where export writes")
+    command.set_defaults(command=checkpoint)
 
     command = commands.add_parser("export", help="write a run's weights for Hugging Face transformers")
     command.add_argument("run", metavar="RUN", help="the run folder")

@@ -30,6 +30,8 @@ class Run:
     eval_batches: int = 4  # validation batches, each of train.batch sequences
     device: str = "auto"  # "auto", "cpu" or "cuda"
     sample: int = 0  # tokens to generate at the end
+    checkpoint_every: int = 0  # steps between checkpoints, and one at the end; 0: only when the job is told to stop
+    max_seconds: float = 0.0  # save and stop after so long, as on SIGUSR1; 0: never
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Model:
     vocabulary: int = 257  # at least that of the data
     dropout: float = 0.0
     tied: bool = True  # input and output embeddings share one table
+    init: str = ""  # start from this folder of Hugging Face's (config.json, model.safetensors), of the same sizes
 
 
 @dataclass
@@ -109,6 +112,21 @@ class Precision:
 
 
 @dataclass
+class Checkpoint:
+    keep: int = 2  # older ones are deleted once a newer one has been read back
+    background: bool = True  # write while training goes on
+    on_failure: str = "continue"  # when one cannot be written: "continue" without it, or "stop"
+
+
+@dataclass
+class Sanity:
+    nonfinite: str = "stop"  # loss or gradient norm not finite: "stop", "skip" the step, or "rollback" to a checkpoint
+    spike: str = "skip"  # likewise for a loss above spike_factor times the median of the last 32 steps
+    spike_factor: float = 0.0  # 0: no loss is a spike
+    limit: int = 10  # steps skipped or rolled back in one job, after which it stops
+
+
+@dataclass
 class Config:
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
@@ -120,6 +138,8 @@ class Config:
     train: Train = field(default_factory=Train)
     replicas: Replicas = field(default_factory=Replicas)
     precision: Precision = field(default_factory=Precision)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    sanity: Sanity = field(default_factory=Sanity)
 
     @property
     def ranks(self) -> int:
@@ -141,8 +161,8 @@ def load_config(path: str | os.PathLike | None = None, overrides: typing.Sequenc
     Raises:
         ValueError: naming the key, what it got and what would do.
 
-    >>> load_config(overrides=["run.steps=7", "grid.tensor=[2, 1, 1]", "run.name=small"]).run
-    Run(name='small', out='runs', seed=0, steps=7, eval_every=0, eval_batches=4, device='auto', sample=0)
+    >>> load_config(overrides=["run.steps=7", "grid.tensor=[2, 1, 1]"]).grid
+    GridSizes(data=1, pipeline=1, tensor=[2, 1, 1])
     >>> load_config(overrides=["run.stesp=7"])
     Traceback (most recent call last):
     ValueError: unknown key run.stesp; did you mean run.steps?
@@ -178,6 +198,8 @@ def check(config: Config) -> None:
         "model.width": 1, "model.heads": 1, "model.context": 1, "model.vocabulary": 1, "train.batch": 1,
         "train.microbatches": 1, "train.lr": 0, "train.warmup": 0, "train.weight_decay": 0, "train.clip": 0,
         "replicas.average_every": 0, "replicas.servers": 1, "replicas.staleness": 0,
+        "run.checkpoint_every": 0, "run.max_seconds": 0, "checkpoint.keep": 1,
+        "sanity.spike_factor": 0, "sanity.limit": 0,
     }.items():  # fmt: skip
         section, key = name.split(".")
         if not (value := getattr(getattr(config, section), key)) >= low or value == math.inf:
@@ -190,6 +212,9 @@ def check(config: Config) -> None:
     check_optimizer(config.train.optimizer)
     if not 0 <= config.train.momentum < 1:
         raise ValueError(f"train.momentum must be at least 0 and below 1, got {config.train.momentum}")
+    _one_of("checkpoint.on_failure", config.checkpoint.on_failure, ("continue", "stop"))
+    _one_of("sanity.nonfinite", config.sanity.nonfinite, ("stop", "skip", "rollback"))
+    _one_of("sanity.spike", config.sanity.spike, ("stop", "skip", "rollback"))
     check_overlap(config.tensor.overlap)
     check_algorithm(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])
     if not run.name or "/" in run.name or run.name in (".", ".."):

@@ -37,14 +37,11 @@ def export_gpt2(model: GPT2, grid, folder: Path, end_of_document: int | None = N
     writer = None
     with comm.together(grid.comm):
         if grid.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            config = json.dumps(gpt2_config(model.shape, end_of_document), indent=2)
-            (folder / "config.json").write_text(config + "\n", encoding="utf-8")
-            writer = _SafetensorsWriter(folder)
+            writer = HuggingFaceWriter(folder, model.shape, end_of_document)
     for name, weight in whole_parameters(model, grid):
         with comm.together(grid.comm):
             if writer:
-                writer.add(*to_hugging_face(name, weight, model.shape))
+                writer.add(name, weight)
     with comm.together(grid.comm):
         if writer:
             writer.close()
@@ -72,13 +69,23 @@ def gpt2_config(shape: GPT2Shape, end_of_document: int | None) -> dict:
 
 def to_hugging_face(name: str, weight: torch.Tensor, shape: GPT2Shape) -> tuple[str, torch.Tensor]:
     """Hugging Face's name of a whole parameter, and its tensor in their layout."""
+    theirs, transposed = hugging_face_name(name)
+    if ".qkv." in name:  # ours: (head, {q, k, v}, feature); theirs: ({q, k, v}, head, feature)
+        head_width = shape.width // shape.heads
+        weight = weight.unflatten(0, (shape.heads, 3, head_width)).transpose(0, 1).flatten(0, 2)
+    weight = weight.t() if transposed and weight.dim() == 2 else weight
+    return theirs, weight.contiguous()
+
+
+def hugging_face_name(name: str) -> tuple[str, bool]:
+    """Hugging Face's name of a parameter, and whether their matrix is the transpose of ours.
+
+    >>> hugging_face_name("blocks.3.mlp.up.bias")
+    ('transformer.h.3.mlp.c_fc.bias', True)
+    """
     for pattern, theirs, transposed in _NAMES:
         if match := re.fullmatch(pattern, name):
-            if ".qkv." in name:  # ours: (head, {q, k, v}, feature); theirs: ({q, k, v}, head, feature)
-                head_width = shape.width // shape.heads
-                weight = weight.unflatten(0, (shape.heads, 3, head_width)).transpose(0, 1).flatten(0, 2)
-            weight = weight.t() if transposed and weight.dim() == 2 else weight
-            return match.expand(theirs), weight.contiguous()
+            return match.expand(theirs), transposed
     raise AssertionError(f"{name} has no Hugging Face name")
 
 
@@ -110,16 +117,20 @@ def whole_parameters(model: torch.nn.Module, grid):
             yield name, torch.empty(0)
 
 
-class _SafetensorsWriter:
-    """Collects tensors and writes them in files of limited size, with Hugging Face's index when there are several.
+class HuggingFaceWriter:
+    """Collects whole parameters and writes them in files of limited size, with an index when there are several.
 
     An older export in the folder stays until this one is whole.
     """
 
-    def __init__(self, folder: Path):
-        self.folder, self.held, self.files = folder, {}, []
+    def __init__(self, folder: Path, shape: GPT2Shape, end_of_document: int | None):
+        self.folder, self.shape, self.held, self.files = folder, shape, {}, []
+        folder.mkdir(parents=True, exist_ok=True)
+        config = json.dumps(gpt2_config(shape, end_of_document), indent=2)
+        (folder / "config.json").write_text(config + "\n", encoding="utf-8")
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        name, tensor = to_hugging_face(name, weight, self.shape)
         if self.held and sum(t.nbytes for t in self.held.values()) + tensor.nbytes > FILE_BYTES:
             self._write()
         self.held[name] = tensor

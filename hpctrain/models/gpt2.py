@@ -105,6 +105,8 @@ class GPT2(torch.nn.Module):
             for parameter in self.parameters_of(stage):
                 _held_by(parameter, holders[stage])
         if shape.tied:  # tables on several ranks start equal, and get the same gradient
+            if self.last in self.stages:
+                self.head.weight.same_as = "wte.weight"  # its name in checkpoints
             for module in (getattr(self, name, None) for name in ("wte", "head")):
                 if module is not None:
                     _held_by(module.weight, sorted({*holders[0], *holders[-1]}))

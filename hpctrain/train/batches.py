@@ -55,9 +55,10 @@ class Samples:
         rows = [self.tokens.read(int(number) * self.context, self.context + 1) for number in numbers]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, self.context + 1, dtype=torch.int64)
 
-    def training_step(self, grid, step: int, batch: int, schedule, device) -> list[Microbatch]:
-        """This rank's microbatches of training step `step` (from 0), whose global batch has `batch` sequences."""
-        order = self.training[step * batch : (step + 1) * batch]
+    def training_step(self, grid, number: int, batch: int, schedule, device, step: int) -> list[Microbatch]:
+        """This rank's microbatches of batch `number` (from 0) of the order, of `batch` sequences over all replicas, for
+        training step `step` (from 0): the same number, unless batches were left out."""
+        order = self.training[number * batch : (number + 1) * batch]
         return self._microbatches(grid, order, schedule, step, device)
 
     def validation_batches(self, grid, batch: int, batches: int, schedule, device) -> list[list[Microbatch]]:

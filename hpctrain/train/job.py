@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
-import time
+import platform
 from pathlib import Path
 
+import h5py
+import mpi4py
+import numpy as np
 import torch
 
-from hpctrain import comm
+from hpctrain import __version__, comm
 from hpctrain.config import Config, check_grid, check_pipeline
 from hpctrain.data import ShardedTokens, pack
 from hpctrain.data.corpus import text_files
@@ -18,16 +22,29 @@ from hpctrain.grid import Grid
 from hpctrain.layers import algorithm_of
 from hpctrain.models.export import export_gpt2
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.models.pretrained import load_gpt2
 from hpctrain.randomness import Key
 from hpctrain.replicas import make
-from hpctrain.train.batches import Samples
+from hpctrain.train.batches import Microbatch, Samples
+from hpctrain.train.checkpoint import Checkpointer, TrainingState
+from hpctrain.train.checkpoint.manifest import Manifest
 from hpctrain.train.generate import generate
-from hpctrain.train.optimizer import learning_rate, make_optimizer
-from hpctrain.train.progress import Progress
+from hpctrain.train.optimizer import make_optimizer
+from hpctrain.train.interrupts import Interrupts
+from hpctrain.train.loop import Loop
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.trainer import Trainer
 
 log = logging.getLogger("hpctrain")
+
+# Settings that a training keeps for good; None for all of a section. Others may change when it is resumed.
+SAME = {
+    "model": ("kind", "layers", "width", "heads", "context", "vocabulary", "dropout", "tied"),
+    "run": ("seed",),
+    "train": ("batch",),
+    "data": ("validation",),
+    "precision": None,
+}
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -39,7 +56,7 @@ class Job:
         ValueError: on every rank, for a grid that does not fit the ranks, bad data, or a folder that cannot be made.
     """
 
-    def __init__(self, config: Config, world):
+    def __init__(self, config: Config, world, resume: bool = False, interrupts: Interrupts | None = None):
         check_grid(config, world.size)
         shape, algorithm = config.grid_shape, config.tensor.algorithm
         self.config = config
@@ -75,74 +92,92 @@ class Job:
         replicas = make(config.replicas, self.model.parameters(), grid, optimizer)
         self.trainer = Trainer(self.model, grid, optimizer, self.schedule, train.clip, replicas)
 
+        self.state = TrainingState(self.model, replicas)
         self.folder = None
         with comm.together(world):
             if grid.rank == 0:
-                self.folder = RunFolder(config)
+                self.folder = RunFolder(config, resume)
+        options = config.checkpoint
+        checkpointer = Checkpointer(config.folder / "checkpoints", grid.comm, options.keep, options.background)
+        self.loop = Loop(self, checkpointer, interrupts)
+        if resume:
+            self.loop.resume()
+        if config.model.init and self.loop.step == 0:
+            with comm.together(world):
+                load_gpt2(self.model, Path(config.model.init))
+        with comm.together(world):
+            if self.folder:
+                self.folder.begin(self.loop.step)
 
-    def run(self) -> None:
-        """Train, evaluate, export, generate."""
+    def run(self) -> str:
+        """Train, evaluate, export, generate. Returns why it stopped early, if it did; a checkpoint is then there."""
         config, lead = self.config, self.grid.rank == 0
-        steps, every = config.run.steps, config.run.eval_every
-        progress = Progress(steps) if lead else None
         if lead:
             self._introduce()
-        validation = self._validation_batches()
-        record = {}
-        for step in range(steps):
-            record = self._step(step)
-            if step + 1 == steps or (every and (step + 1) % every == 0):
-                record["val_loss"] = self.trainer.evaluate(validation)
-            if lead:
-                self.folder.log(record)
-                progress.update(record)
+        reason = self.loop.run()
         if lead:
-            progress.close()
             self.folder.close()
             self.folder.plot()
+        if reason:
+            if lead:
+                print(f"stopped by {reason} after step {self.loop.step}; saved, go on with --resume", flush=True)
+            return reason
         with self.trainer.replicas.whole():
             export_gpt2(self.model, self.grid, config.folder / "model", self.tokens.end_of_document)
             sample = self._sample()
         if lead:
-            print(f"final training loss {record['loss']:.4f}, validation loss {record['val_loss']:.4f} (nats a token)")
+            last = {key: value for record in self.folder.history for key, value in record.items() if value is not None}
+            print(f"final training loss {last['loss']:.4f}, validation loss {last['val_loss']:.4f} (nats a token)")
             if sample:
                 print(f"sample:\n{sample}")
             print(f"results: {self.folder.path}/", flush=True)
+        return ""
 
-    def _step(self, step: int) -> dict:
-        train, steps = self.config.train, self.config.run.steps
-        start = time.perf_counter()
-        self.grid.wire.traffic.clear()
-        rate = learning_rate(step, steps, train.lr, train.warmup)
-        for group in self.trainer.optimizer.param_groups:
-            group["lr"] = rate
-        batches = self.samples.training_step(self.grid, step, train.batch, self.schedule, self.device)
-        loss, norm = self.trainer.step(batches)
-        seconds = time.perf_counter() - start
-        tokens = train.batch * self.config.model.context
-        return {
-            "step": step + 1,
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": rate,
-            "tokens": tokens * (step + 1),
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "bytes_sent": self._bytes("sent"),
-            "bytes_received": self._bytes("received"),
-            **self.trainer.replicas.report(),
-        }
+    def training_batch(self, batch: int, step: int) -> list[Microbatch]:
+        """This rank's microbatches of a batch of the sample order."""
+        train = self.config.train
+        return self.samples.training_step(self.grid, batch, train.batch, self.schedule, self.device, step)
 
-    def _bytes(self, direction: str) -> dict[str, int]:
-        """This rank's traffic since the step began, by axis of the grid."""
-        table = {"data": 0, "pipeline": 0, "tensor": 0}
-        for (axis, _), cell in self.grid.wire.traffic.table().items():
-            table[axis if axis in table else "tensor"] += cell[direction]
-        return table
-
-    def _validation_batches(self):
+    def validation_batches(self) -> list[list[Microbatch]]:
         batch, batches = self.config.train.batch, self.config.run.eval_batches
         return self.samples.validation_batches(self.grid, batch, batches, self.schedule, self.device)
+
+    def about(self) -> dict:
+        """What a checkpoint tells beside the tensors."""
+        return {
+            "grid": self.grid.shape,
+            "config": dataclasses.asdict(self.config),
+            "random": {"seed": self.config.run.seed, "generator": "Philox-4x64-10 by name, step and index"},
+            "versions": {
+                "hpctrain": __version__, "python": platform.python_version(), "torch": torch.__version__,
+                "numpy": np.__version__, "h5py": h5py.__version__, "mpi4py": mpi4py.__version__,
+            },
+        }  # fmt: skip
+
+    def data_facts(self) -> dict:
+        return {
+            "samples": self.samples.training.samples,
+            "tokens": self.tokens.tokens,
+            "end_of_document": self.tokens.end_of_document,
+            "sha256": self.tokens.digest(),
+        }
+
+    def check_origin(self, told: Manifest) -> None:
+        """Raise ValueError unless going on from this checkpoint is going on with the same training."""
+        there, here = told.about["config"], dataclasses.asdict(self.config)
+        wrong = [
+            f"{section}.{key} = {here[section][key]}, was {value}"
+            for section, keys in SAME.items()
+            for key, value in there[section].items()
+            if (keys is None or key in keys) and value != here[section].get(key)
+        ]
+        wrong += [f"{k} of the data {v}, was {told.about['data'][k]}" for k, v in self.data_facts().items()
+                  if v != told.about["data"][k]]  # fmt: skip
+        if wrong:
+            raise ValueError(
+                f"step-{told.step} is of another training: {'; '.join(wrong)}. Use its settings, or start anew without "
+                "--resume"
+            )
 
     def _sample(self) -> str | None:
         count = self.config.run.sample
@@ -156,6 +191,8 @@ class Job:
         config, model = self.config, self.config.model
         if self.folder.moved:
             print(f"an older run was moved to {self.folder.moved}/")
+        if self.loop.step:
+            print(f"resumed after step {self.loop.step}")
         print(self.grid.describe())
         print(
             f"{model.kind}: {model.layers} layers, width {model.width}, {model.heads} heads, context {model.context}, "

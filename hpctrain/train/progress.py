@@ -30,13 +30,14 @@ class Progress:
             self.bar.start()
 
     def update(self, record: dict) -> None:
-        text = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        loss = f"loss {record['loss']:.4f}" if record["loss"] is not None else f"skipped: {record['skipped']}"
+        text = f"{loss}  {record['tokens_per_second']:,.0f} tokens/s"
         if "val_loss" in record:
             text += f"  validation {record['val_loss']:.4f}"
         step = record["step"]
         if self.bar:
             self.bar.update(self.task, completed=step, text=text)
-        elif step == 1 or step % self.every == 0 or "val_loss" in record:
+        elif step == 1 or step % self.every == 0 or "val_loss" in record or "skipped" in record:
             print(f"step {step:{len(str(self.steps))}d}/{self.steps}  {text}", flush=True)
 
     def close(self) -> None:

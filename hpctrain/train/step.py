@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from hpctrain.algorithms import MIXING_OPTIMIZERS
@@ -35,6 +37,7 @@ class Trainer:
         self._check(grid)
         self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
         self.replicas = replicas or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)
+        self.check = check_finite  # called before every update, with loss and norm; raises where it must not be made
         # What parallelize made gives the one loss on every rank of the tensor axis; others give each rank its share.
         self._counts_loss = grid.tensor.rank == 0 or not hasattr(model, "hpctrain_grid")
 
@@ -76,11 +79,15 @@ class Trainer:
     def _totals(self, losses: list[torch.Tensor]) -> tuple[float, float]:
         """The loss and the norm of the gradient, finite."""
         loss, norm = self.replicas.totals(self._share(losses))
-        if not (loss - loss == 0 and norm - norm == 0):  # inf and nan are not equal to themselves minus themselves
-            raise FloatingPointError(f"loss {loss} and gradient norm {norm} are not both finite")
+        self.check(loss, norm)
         return loss, norm
 
     def _share(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """What this rank adds to the loss, float64."""
         counted = losses and self._counts_loss
         return torch.stack(losses).double().sum().cpu() if counted else torch.zeros((), dtype=torch.float64)
+
+
+def check_finite(loss: float, norm: float) -> None:
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise FloatingPointError(f"loss {loss} and gradient norm {norm} are not both finite")

@@ -35,12 +35,12 @@ class Checkpointer:
         keep: how many checkpoints stay.
         background: write while training goes on; `save` then takes as long as a copy in memory.
 
-    Attributes: `stalled`, seconds for which training has stood still; `saved`, step of the newest checkpoint, or None.
+    Attributes: `saved`, step of the newest checkpoint, or None.
     """
 
     def __init__(self, root: Path, world, keep: int = 2, background: bool = True):
         self.root, self.world, self.keep, self.background = root, world, keep, background
-        self.stalled, self.saved = 0.0, None
+        self._stalled, self.saved = 0.0, None
         self._under_way: _Save | None = None
         self._room: dict[str, torch.Tensor] = {}
 
@@ -53,6 +53,11 @@ class Checkpointer:
     def phase_done(self) -> bool:
         """Whether this rank has done its part; once all have, `poll` may be called."""
         return self._under_way is not None and self._under_way.done
+
+    def take_stall(self) -> float:
+        """Seconds for which training stood still since the last call."""
+        stalled, self._stalled = self._stalled, 0.0
+        return stalled
 
     def save(self, step: int, state: State, about: dict) -> str | None:
         """Save, or begin to. Returns why that failed, or why an earlier save did that had to be waited for."""
@@ -69,7 +74,7 @@ class Checkpointer:
         except (ValueError, OSError) as failed:
             return f"step {step}: {failed}"
         finally:
-            self.stalled += time.perf_counter() - start
+            self._stalled += time.perf_counter() - start
 
     def poll(self) -> str | None:
         """Go on to the next phase: to be called when this rank's part is done on all ranks. Returns why it failed."""
@@ -85,7 +90,7 @@ class Checkpointer:
             self._abandon(save, str(failed))
             return f"step {save.step}: {failed}"
         finally:
-            self.stalled += time.perf_counter() - start
+            self._stalled += time.perf_counter() - start
         return None
 
     def finish(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -76,23 +77,16 @@ def overlap(slices: tuple[slice, ...], bounds) -> tuple[tuple[slice, ...], tuple
     return tuple(there), tuple(here)
 
 
-class Whole:
-    """A state that takes all of some tensors into this process's memory, for export.
+def whole(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
+    """All of one tensor."""
+    shape, dtype = described(manifest)[name]
+    room = torch.empty(shape, dtype=dtype)
+    load(folder, manifest, _One(Entry(name, Shard(shape, tuple(slice(0, size) for size in shape)), room)))
+    return room
 
-    Attributes: `tensors`, by name without the prefix.
-    """
 
-    def __init__(self, prefix: str):
-        self.prefix, self.tensors = prefix, {}
+class _One(NamedTuple):
+    entry: Entry
 
-    def to_save(self) -> list[Entry]:
-        return []
-
-    def to_load(self, saved: dict[str, Described]) -> list[Entry]:
-        entries = []
-        for name, (shape, dtype) in saved.items():
-            if name.startswith(self.prefix):
-                shard = Shard(shape, tuple(slice(0, size) for size in shape))
-                room = self.tensors[name.removeprefix(self.prefix)] = torch.empty(shape, dtype=dtype)
-                entries.append(Entry(name, shard, room))
-        return entries
+    def to_load(self, saved):
+        return [self.entry]

@@ -1,0 +1,113 @@
+"""Start from a folder in Hugging Face's format: each rank reads just what its slices are made of."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpctrain.models.export import gpt2_config, hugging_face_name
+from hpctrain.models.gpt2 import GPT2, GPT2Shape
+
+CHUNK = 4 << 20  # elements read at a time
+_FREE = ("architectures", "embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id", "eos_token_id")
+
+
+def load_gpt2(model: GPT2, folder: Path) -> None:
+    """Fill this rank's parameters; needs no communication.
+
+    Raises:
+        ValueError: when the folder cannot be read, or holds a model of other sizes; all differences are listed.
+    """
+    check_config(model.shape, folder)
+    with _Safetensors(folder) as files, torch.no_grad():
+        for name, p in model.named_parameters():
+            theirs, transposed = hugging_face_name(getattr(p, "same_as", name))
+            stored = files.get(theirs)
+            shape = tuple(p.shard.global_shape)
+            if transposed:
+                shape = shape[::-1]
+            if tuple(stored.get_shape()) != shape:
+                raise ValueError(f"{theirs} in {folder} has the shape {tuple(stored.get_shape())}, not {shape}")
+            _fill(p, stored, _columns(model.shape, ".qkv." in name), transposed)
+
+
+def check_config(shape: GPT2Shape, folder: Path) -> None:
+    """Raise ValueError unless the folder holds a GPT-2 of this shape."""
+    try:
+        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.init = {folder} holds no readable config.json: {error}") from error
+    wanted = {key: value for key, value in gpt2_config(shape, None).items() if key not in _FREE}
+    # what Hugging Face leaves out of the file has the value of the first GPT-2
+    usual = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    wrong = [f"{k} = {got}, not {v}" for k, v in wanted.items() if (got := told.get(k, usual.get(k))) != v]
+    if wrong:
+        raise ValueError(f"model.init = {folder} is another model than the section [model] says: {'; '.join(wrong)}")
+
+
+def _columns(shape: GPT2Shape, fused: bool) -> np.ndarray | None:
+    """Where our rows are among their columns: the fused queries, keys and values are by head in ours."""
+    if not fused:
+        return None
+    theirs = np.arange(3 * shape.width).reshape(3, shape.heads, -1)
+    return theirs.transpose(1, 0, 2).reshape(-1)
+
+
+def _fill(p: torch.nn.Parameter, stored, columns, transposed: bool) -> None:
+    rows, *rest = p.shard.slices
+    if p.numel() == 0:
+        return
+    ours = p.view(p.shard.shape)
+    if not rest or not transposed:
+        if columns is not None:  # a bias
+            ours.copy_(stored[:][torch.from_numpy(columns[rows])])
+        else:
+            ours.copy_(stored[rows.start : rows.stop][..., rest[0]] if rest else stored[rows.start : rows.stop])
+        return
+    taken = torch.from_numpy(columns[rows]) if columns is not None else rows
+    step = max(1, CHUNK // stored.get_shape()[1])
+    (features,) = rest
+    for start in range(features.start, features.stop, step):
+        stop = min(start + step, features.stop)
+        ours[:, start - features.start : stop - features.start].copy_(stored[start:stop][:, taken].t())
+
+
+class _Safetensors:
+    """The tensors of a folder, in one file or in several with an index; read by slices."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        try:
+            self.where = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else None
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{index} cannot be read: {error}") from error
+
+    def __enter__(self):
+        self.stack, self.open = contextlib.ExitStack(), {}
+        return self
+
+    def __exit__(self, *_):
+        self.stack.close()
+
+    def get(self, name: str):
+        # GPT2Model, without the projection onto the vocabulary, names its parts without the prefix
+        for known in (name, name.removeprefix("transformer.")):
+            file = "model.safetensors" if self.where is None else Path(self.where.get(known, "")).name
+            if file and known in set(self._file(file).keys()):
+                return self._file(file).get_slice(known)
+        raise ValueError(f"{self.folder} does not hold {name}")
+
+    def _file(self, name: str):
+        from safetensors import SafetensorError, safe_open
+
+        if name not in self.open:
+            try:
+                self.open[name] = self.stack.enter_context(safe_open(self.folder / name, "pt"))
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
+        return self.open[name]

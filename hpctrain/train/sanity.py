@@ -1,0 +1,54 @@
+"""Steps that must not change the weights: what makes one, and what is done about it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+WINDOW = 32  # steps whose losses say what is usual
+
+KINDS = {1: "spike", 2: "nonfinite"}  # the largest code of all ranks counts
+
+
+class BadStep(FloatingPointError):
+    """Raised on every rank before the update, of which nothing is done.
+
+    Attributes: `kind`, of KINDS, `loss` and `norm`.
+    """
+
+    def __init__(self, kind: str, loss: float, norm: float, text: str):
+        super().__init__(text)
+        self.kind, self.loss, self.norm = kind, loss, norm
+
+
+class Sanity:
+    """Judges the loss and the norm of the gradient of each step.
+
+    Args:
+        factor: a loss above this many times the median of the last WINDOW good steps is a spike; 0: none is.
+
+    Attributes: `losses`, of those steps.
+    """
+
+    def __init__(self, factor: float):
+        self.factor = factor
+        self.losses: list[float] = []
+
+    def judge(self, loss: float, norm: float) -> int:
+        """0 where all is well, or a code of KINDS."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return 2
+        usual = len(self.losses) == WINDOW and self.factor
+        return int(bool(usual) and loss > self.factor * statistics.median(self.losses))
+
+    def good(self, loss: float) -> None:
+        """A step was taken."""
+        self.losses = [*self.losses, loss][-WINDOW:]
+
+    def bad(self, code: int, loss: float, norm: float) -> BadStep:
+        """What the code says, in words that are the same on all ranks but for the numbers."""
+        if code == 2:
+            text = f"loss {loss} and gradient norm {norm} are not both finite"
+        else:
+            text = f"loss {loss:.4g} is over {self.factor} times the median of the last {WINDOW} steps"
+        return BadStep(KINDS[code], loss, norm, text)
