@@ -7,8 +7,11 @@ import contextlib
 import torch
 
 from hpctrain import comm
+from hpctrain.replicas import state
 from hpctrain.replicas.clipping import local_square
 from hpctrain.replicas.data_parallel import BUCKET_BYTES, DataParallel, PartialBucket
+from hpctrain.shard import Shard
+from hpctrain.state import Entry
 
 
 class LocalSGD(DataParallel):
@@ -34,8 +37,8 @@ class LocalSGD(DataParallel):
 
     def __init__(self, parameters, grid, optimizer, every: int = 1, state: bool = False, bucket_bytes=BUCKET_BYTES):
         super().__init__(parameters, grid, optimizer, bucket_bytes)
-        self.every, self.state = every, state
-        self._steps = 0  # since the last average
+        self.every, self.average_state = every, state
+        self._steps = torch.zeros((), dtype=torch.int64)  # since the last average
         self._rooms: dict[tuple, comm.Summed] = {}
 
     def _bucket(self, parameters, plane):
@@ -60,8 +63,8 @@ class LocalSGD(DataParallel):
         super().update(self._norm, max_norm)
         self._steps += 1
         if self._steps == self.every:
-            self._steps = 0
-            self._average(self.parameters + self._states() if self.state else self.parameters)
+            self._steps.zero_()
+            self._average(self.parameters + self._states() if self.average_state else self.parameters)
 
     @contextlib.contextmanager
     def whole(self):
@@ -74,6 +77,15 @@ class LocalSGD(DataParallel):
         yield
         with torch.no_grad():
             torch._foreach_copy_(self.parameters, own)
+
+    def to_save(self, names):
+        count = Entry("steps_since_average", Shard((), ()), self._steps)
+        return [count, *state.own_to_save(names, self.optimizer, self.grid)]
+
+    def to_load(self, names, saved):
+        count = Entry("steps_since_average", Shard((), ()), self._steps)
+        own = {name: value for name, value in saved.items() if name != count.name}
+        return [count, *state.own_to_load(names, self.optimizer, own, self.grid)]
 
     def _states(self) -> list[torch.Tensor]:
         """The optimizer's tensors that are as large as their parameter, in an order that all replicas share."""

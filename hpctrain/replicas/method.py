@@ -29,6 +29,8 @@ class Method:
         optimizer: over these parameters; its learning rate may be set before each step.
     """
 
+    lockstep = True  # all ranks take the same step at about the same time
+
     def __init__(self, parameters, grid, optimizer: torch.optim.Optimizer | None = None):
         self.parameters, self.grid, self.optimizer = list(parameters), grid, optimizer
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from hpctrain import comm
+from hpctrain.replicas import state
 from hpctrain.replicas.clipping import clip, local_square
 from hpctrain.replicas.data_parallel import BUCKET_BYTES, DataParallel, PartialBucket
+from hpctrain.replicas.state import Piece
 from hpctrain.shard import Shard, split_sizes
 
 
@@ -47,10 +49,11 @@ class ParameterServer(DataParallel):
             for bucket in self.buckets:
                 slices |= bucket.slices()
             for group in optimizer.param_groups:
-                group["params"] = [piece for p in group["params"] for piece in slices[p]]
-            self.slices = [piece for pieces in slices.values() for piece in pieces]
+                group["params"] = [piece.held for p in group["params"] for piece in slices[p]]
+            self.pieces = [piece for pieces in slices.values() for piece in pieces]
         else:
-            self.slices = []
+            self.pieces = []
+        self.slices = [piece.held for piece in self.pieces]
 
     def _bucket(self, parameters, plane):
         return _SummedBucket(parameters, self.grid.data, self.workers)
@@ -68,6 +71,15 @@ class ParameterServer(DataParallel):
                 clip(self.slices, norm, max_norm)
             self.optimizer.step()
         self._pull()
+
+    def to_save(self, names):
+        self._pull()
+        pieces = state.pieces_to_save(names, self.pieces, self.optimizer, self.grid)
+        return state.parameters_to_save(names, self.grid) + pieces
+
+    def to_load(self, names, saved):
+        pieces = state.pieces_to_load(names, self.pieces, self.optimizer, saved)
+        return state.parameters_to_load(names, saved) + pieces
 
     def _pull(self) -> None:
         """Make everybody's weights those of the servers."""
@@ -100,7 +112,7 @@ class ServedBucket(PartialBucket):
         return slice(first, first + self.counts[rank])
 
     def slices(self) -> dict:
-        """This server's pieces of each parameter, as parameters themselves with a place for their gradients."""
+        """This server's pieces of each parameter, held as parameters themselves with a place for their gradients."""
         pieces, end = {}, 0
         for parameter in self.parameters:
             start, end = end, end + parameter.numel()
@@ -110,7 +122,7 @@ class ServedBucket(PartialBucket):
                 piece = torch.nn.Parameter(self.own[within])
                 piece.shard = Shard((high - low,), (slice(0, high - low),))
                 piece.grad = self.gradient[within]
-                pieces[parameter] = [piece]
+                pieces[parameter] = [Piece(parameter, low - start, high - start, piece)]
         return pieces
 
 

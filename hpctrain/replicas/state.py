@@ -1,51 +1,50 @@
-"""The state of a model that every replica holds whole, and of its optimizer, for checkpoints."""
+"""The state of a model and of its optimizer, as it goes into checkpoints."""
 
 from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
 
 import torch
 
 from hpctrain.shard import Shard
-from hpctrain.state import Described, Entry, part_of
+from hpctrain.state import Described, Entry, part_of, rectangles
+
+Names = dict[torch.nn.Parameter, str]
 
 
-def to_save(names: dict[torch.nn.Parameter, str], optimizer, grid) -> list[Entry]:
+# Whole on every replica ---------------------------------------------------------------------------------------------
+
+
+def to_save(names: Names, optimizer, grid) -> list[Entry]:
     """This rank's part: every replica writes some of the rows of a slice, so that all ranks write about as much."""
-    owned = [p for p in names if p.shard.owned(grid.coords)]
-    entries = [Entry(f"model/{names[p]}", p.shard, p.detach()) for p in owned]
-    for p in owned:
-        for key, value in optimizer.state[p].items():
-            shard = p.shard if value.shape == p.shape else Shard((), ())
-            entries.append(Entry(f"optimizer/{key}/{names[p]}", shard, value))
-    parts = (part_of(entry, grid.data.size, grid.data.rank) for entry in entries)
-    return [part for part in parts if part]
+    return _shared([*_parameters(names, grid), *_states(names, optimizer, grid)], grid)
 
 
-def to_load(names: dict[torch.nn.Parameter, str], optimizer, saved: dict[str, Described]) -> list[Entry]:
+def to_load(names: Names, optimizer, saved: dict[str, Described]) -> list[Entry]:
     """Memory of the parameters, and of an optimizer's state made anew with what the checkpoint has of it.
 
     Raises:
         ValueError: listing all parameters that the checkpoint lacks or has in another shape or type.
     """
-    check_parameters(names, saved)
-    kept: dict[str, list] = {}
-    for name, value in saved.items():
-        if name.startswith("optimizer/"):
-            _, key, parameter = name.split("/", 2)
-            kept.setdefault(parameter, []).append((key, value))
+    entries = parameters_to_load(names, saved)
+    kept = _kept_states(saved)
     optimizer.state.clear()
-    entries = []
     for p, name in names.items():
-        entries.append(Entry(f"model/{name}", p.shard, p.detach()))
         for key, value in kept.get(name, ()):
-            like = value.shape == p.shard.global_shape
-            shard, device = (p.shard, p.device) if like else (Shard((), ()), None)  # torch has numbers on the host
-            room = optimizer.state[p][key] = torch.empty(shard.shape, dtype=value.dtype, device=device)
+            shard = p.shard if value.shape else Shard((), ())
+            room = optimizer.state[p][key] = _room(shard.shape, value, p)
             entries.append(Entry(f"optimizer/{key}/{name}", shard, room))
     return entries
 
 
-def check_parameters(names: dict[torch.nn.Parameter, str], saved: dict[str, Described]) -> None:
-    """Raise ValueError listing every parameter that is not there in the shape and type that the model has."""
+def parameters_to_save(names: Names, grid) -> list[Entry]:
+    return _shared(_parameters(names, grid), grid)
+
+
+def parameters_to_load(names: Names, saved: dict[str, Described]) -> list[Entry]:
+    """Raises ValueError listing every parameter that is not there in the shape and type that the model has."""
     wrong = []
     for p, name in names.items():
         here, there = Described(p.shard.global_shape, p.dtype), saved.get(f"model/{name}")
@@ -53,6 +52,119 @@ def check_parameters(names: dict[torch.nn.Parameter, str], saved: dict[str, Desc
             wrong.append(f"{name}: {_said(here)} in the model, {_said(there)} in the checkpoint")
     if wrong:
         raise ValueError("the checkpoint is of another model:\n  " + "\n  ".join(wrong))
+    return [Entry(f"model/{name}", p.shard, p.detach()) for p, name in names.items()]
+
+
+def _parameters(names, grid):
+    return [Entry(f"model/{name}", p.shard, p.detach()) for p, name in names.items() if p.shard.owned(grid.coords)]
+
+
+def _states(names, optimizer, grid):
+    return [
+        Entry(f"optimizer/{key}/{name}", p.shard if value.dim() else Shard((), ()), value)
+        for p, name in names.items()
+        if p.shard.owned(grid.coords)
+        for key, value in optimizer.state[p].items()
+    ]
+
+
+def _shared(entries, grid):
+    parts = (part_of(entry, grid.data.size, grid.data.rank) for entry in entries)
+    return [part for part in parts if part]
+
+
+# In pieces ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `start` to `stop`, in row-major order, of this rank's slice of a parameter, which no other replica has.
+
+    Attributes: `held`, the optimizer's parameter for them, flat.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+    held: torch.Tensor
+
+    def entries(self, name: str, flat: torch.Tensor) -> list[Entry]:
+        """A flat tensor of this piece, as rectangles of the global tensor `name`."""
+        parts = rectangles(self.parameter.shard, self.start, self.stop)
+        ends = itertools.accumulate((torch.Size(part.shape).numel() for part in parts), initial=0)
+        return [Entry(name, part, flat[a:b]) for part, (a, b) in zip(parts, itertools.pairwise(ends))]
+
+
+def pieces_to_save(names: Names, pieces: list[Piece], optimizer, grid) -> list[Entry]:
+    """The optimizer's state; numbers are saved with the first piece of a parameter."""
+    entries = []
+    for piece in pieces:
+        if not piece.parameter.shard.owned(grid.coords):
+            continue
+        for key, value in optimizer.state[piece.held].items():
+            name = f"optimizer/{key}/{names[piece.parameter]}"
+            if value.dim():
+                entries += piece.entries(name, value.view(-1))
+            elif piece.start == 0:
+                entries.append(Entry(name, Shard((), ()), value))
+    return entries
+
+
+def pieces_to_load(names: Names, pieces: list[Piece], optimizer, saved: dict[str, Described]) -> list[Entry]:
+    kept = _kept_states(saved)
+    optimizer.state.clear()
+    entries = []
+    for piece in pieces:
+        for key, value in kept.get(names[piece.parameter], ()):
+            name = f"optimizer/{key}/{names[piece.parameter]}"
+            shape = (piece.stop - piece.start,) if value.shape else ()
+            room = optimizer.state[piece.held][key] = _room(shape, value, piece.held)
+            entries += piece.entries(name, room) if value.shape else [Entry(name, Shard((), ()), room)]
+    return entries
+
+
+# Each replica its own ------------------------------------------------------------------------------------------------
+
+
+def own_to_save(names: Names, optimizer, grid) -> list[Entry]:
+    """With the replicas as a dim before the others, so that only as many of them can go on from it."""
+    entries = [*_parameters(names, grid), *_states(names, optimizer, grid)]
+    return [_of_replica(entry, grid) for entry in entries]
+
+
+def own_to_load(names: Names, optimizer, saved: dict[str, Described], grid) -> list[Entry]:
+    """Raises ValueError as `to_load`, and for another number of replicas."""
+    if counts := {value.shape[0] for value in saved.values() if value.shape} - {grid.data.size}:
+        raise ValueError(
+            f"the checkpoint holds {min(counts)} replicas that trained by themselves; use grid.data={min(counts)}"
+        )
+    one = {name: Described(value.shape[1:], value.dtype) for name, value in saved.items()}
+    return [_of_replica(entry, grid) for entry in to_load(names, optimizer, one)]
+
+
+def _of_replica(entry, grid):
+    shard, rank = entry.shard, grid.data.rank
+    one = slice(rank, rank + 1)
+    whole = dataclasses.replace(shard, global_shape=(grid.data.size, *shard.global_shape), slices=(one, *shard.slices))
+    return Entry(entry.name, whole, entry.tensor.view(whole.shape))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _kept_states(saved) -> dict[str, list]:
+    """Key and description of the optimizer's tensors, by parameter."""
+    kept: dict[str, list] = {}
+    for name, value in saved.items():
+        if name.startswith("optimizer/"):
+            _, key, parameter = name.split("/", 2)
+            kept.setdefault(parameter, []).append((key, value))
+    return kept
+
+
+def _room(shape, value: Described, like) -> torch.Tensor:
+    # torch's optimizers have numbers on the host
+    return torch.empty(shape, dtype=value.dtype, device=like.device if shape else None)
 
 
 def _said(described: Described | None) -> str:

@@ -172,7 +172,7 @@ class Job:
             if (keys is None or key in keys) and value != here[section].get(key)
         ]
         wrong += [f"{k} of the data {v}, was {told.about['data'][k]}" for k, v in self.data_facts().items()
-                  if v != told.about["data"][k]]  # fmt: skip
+                  if v != told.about["data"].get(k)]  # fmt: skip
         if wrong:
             raise ValueError(
                 f"step-{told.step} is of another training: {'; '.join(wrong)}. Use its settings, or start anew without "

@@ -17,6 +17,9 @@ from hpctrain.train.sanity import BadStep, Sanity
 log = logging.getLogger("hpctrain")
 
 
+AGREE_EVERY = 20  # steps, where ranks are to go at their own pace
+
+
 class Stopped(RuntimeError):
     """Raised on every rank: the job must not go on."""
 
@@ -118,6 +121,9 @@ class Loop:
 
     def _decide(self, loss: float, norm: float) -> None:
         """What all ranks agree on, once a step: whether it may be taken, whether to stop, how far a save is."""
+        if not (self.trainer.replicas.lockstep or (self.step + 1) % AGREE_EVERY == 0 or self._due(self.step + 1)):
+            self._may_poll = False
+            return
         saving = self.checkpointer.busy and not self.checkpointer.phase_done
         stop = self.interrupts.code if self.interrupts else 0
         bad, self._stop, waiting = self._largest(self.sanity.judge(loss, norm), stop, int(saving))
@@ -152,9 +158,8 @@ class Loop:
         return False
 
     def _save_when_due(self) -> None:
-        every, last = self.config.run.checkpoint_every, self.step == self.config.run.steps
-        due = every and (self.step % every == 0 or last)
-        if not (due or self._stop) or self.checkpointer.saved == self.step:
+        last = self.step == self.config.run.steps
+        if not (self._due(self.step) or self._stop) or self.checkpointer.saved == self.step:
             return
         if self.job.folder:
             self.job.folder.sync()
@@ -164,6 +169,10 @@ class Loop:
             if error:
                 raise Stopped(f"told to stop by {REASONS[self._stop]}, but the checkpoint failed: {error}")
         self._report(error)
+
+    def _due(self, step: int) -> bool:
+        every = self.config.run.checkpoint_every
+        return bool(every) and (step % every == 0 or step == self.config.run.steps)
 
     def _about(self) -> dict:
         return self.job.about() | {

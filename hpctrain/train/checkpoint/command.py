@@ -77,7 +77,10 @@ def export(root: Path, steps: list[int], options) -> int:
     writer = HuggingFaceWriter(target, shape, end)
     for name in told.tensors:
         if name.startswith("model/"):
-            writer.add(name.removeprefix("model/"), load.whole(path, told, name))
+            weight = load.whole(path, told, name)
+            if told.about["config"]["replicas"]["method"] == "local_sgd":
+                weight = weight.mean(0)  # of the replicas
+            writer.add(name.removeprefix("model/"), weight)
     writer.close()
     print(f"wrote {target}/ from step {step}")
     return 0

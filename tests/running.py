@@ -1,0 +1,88 @@
+"""Starting real jobs with a time limit."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass
+class Ended:
+    status: int
+    output: str
+    seconds: float
+
+
+class Job:
+    """A command in a session of its own, its output in a file; `wait` ends it after `limit` seconds."""
+
+    def __init__(self, command, folder, environment):
+        self.log = folder / "output.log"
+        self.started = time.monotonic()
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment},
+                start_new_session=True,
+            )  # fmt: skip
+
+    def wait(self, limit=60):
+        try:
+            status = self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, 9)
+            pytest.fail(f"the job did not end within {limit} s:\n{self.output[-3000:]}")
+        return Ended(status, self.output, time.monotonic() - self.started)
+
+    @property
+    def output(self):
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, text, limit=60):
+        """Until the output holds `text`."""
+        while text not in self.output:
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < self.started + limit, self.output
+            time.sleep(0.05)
+
+    def pid_of_rank(self, rank):
+        """mpirun's child that is this rank."""
+        mine = f"OMPI_COMM_WORLD_RANK={rank}".encode()
+        for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            if mine in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return int(pid)
+        raise AssertionError(f"no rank {rank} among the children of {self.process.pid}")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(ranks, command, ...) begins a job of that many ranks."""
+    launcher = os.environ.get("MPIRUN", str(ROOT / "jobs/mpirun.sh"))
+    jobs = []
+
+    def begin(ranks, *command, **environment):
+        jobs.append(Job([launcher, "-n", str(ranks), *command], tmp_path, environment))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        if job.process.poll() is None:
+            os.killpg(job.process.pid, 9)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A little corpus."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(400)))
+    return path
+
+
+@pytest.fixture
+def python():
+    return sys.executable
