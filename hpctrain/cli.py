@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(options) -> int:
     """Every rank runs this. An unexpected error on any of them ends them all."""
-    from hpctrain.train.interrupts import STOPPED, Interrupts
+    from hpctrain.train.signals import STOPPED, Interrupts
 
     interrupts = Interrupts()  # first of all: until then a signal kills
     limit_threads()

@@ -3,7 +3,7 @@
 #
 # Slurm's warning (#SBATCH --signal=B:USR1@...) reaches only the batch shell. It is passed on to the ranks, which save and
 # end with status 85; the job then puts itself back into the queue, to go on where it stopped. Without Slurm it ends with
-# status 85, and the same command continues.
+# status 85, and the same command with --resume continues.
 set -uo pipefail
 
 requeue=85 # hpctrain.train.signals
@@ -27,7 +27,7 @@ if [ "$status" = "$requeue" ]; then
         echo "supervise.sh: saved; requeueing job $SLURM_JOB_ID"
         scontrol requeue "$SLURM_JOB_ID" && sleep 60 # Slurm ends this job
     else
-        echo "supervise.sh: saved; the same command goes on from there"
+        echo "supervise.sh: saved; the same command with --resume goes on from there"
     fi
 fi
 exit "$status"

@@ -30,9 +30,9 @@ from hpctrain.train.checkpoint import Checkpointer, TrainingState
 from hpctrain.train.checkpoint.manifest import Manifest
 from hpctrain.train.generate import generate
 from hpctrain.train.optimizer import make_optimizer
-from hpctrain.train.interrupts import Interrupts
 from hpctrain.train.loop import Loop
 from hpctrain.train.run_folder import RunFolder
+from hpctrain.train.signals import Interrupts
 from hpctrain.train.trainer import Trainer
 
 log = logging.getLogger("hpctrain")

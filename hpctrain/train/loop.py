@@ -9,10 +9,10 @@ import torch
 
 from hpctrain import comm
 from hpctrain.train.checkpoint.checkpointer import Checkpointer
-from hpctrain.train.interrupts import REASONS, Interrupts
 from hpctrain.train.optimizer import learning_rate
 from hpctrain.train.progress import Progress
 from hpctrain.train.sanity import BadStep, Sanity
+from hpctrain.train.signals import REASONS, Interrupts
 
 log = logging.getLogger("hpctrain")
 

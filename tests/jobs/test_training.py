@@ -182,7 +182,7 @@ def test_the_warning_reaches_the_ranks(tmp_path):
     for _ in range(2):
         job.send_signal(signal.SIGUSR1)
         assert job.stdout.readline() == "warned\n"
-    assert "saved; the same command goes on from there" in job.stdout.read()
+    assert "saved; the same command with --resume goes on from there" in job.stdout.read()
     assert job.wait(10) == 85
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-STOPPED = 75  # exit status of a job that saved and is to be started again with --resume; EX_TEMPFAIL of sysexits.h
+STOPPED = 85  # exit status of a job that saved and is to be started again with --resume; jobs/supervise.sh requeues it
 
 # The largest code of all ranks counts.
 REASONS = {0: "", 1: "run.max_seconds", 2: "SIGUSR1", 3: "SIGTERM"}

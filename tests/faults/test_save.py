@@ -1,0 +1,184 @@
+"""Saves that are cut short or fail, at every point: a whole checkpoint is left, and what is left over is cleaned."""
+
+import errno
+import os
+import resource
+import signal
+import sys
+
+import h5py
+import pytest
+from checkpoint_checks import Alone, Numbers
+
+from hpctrain.train.checkpoint import Checkpointer, folder, shards
+
+EVENTS = {"open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+class Count:
+    """Calls `act` at the n-th of the operations by which a save changes the disk."""
+
+    def __init__(self, number, act):
+        self.left, self.act = number, act
+        sys.addaudithook(lambda event, _: self.point() if event in EVENTS else None)
+        fsync, write = os.fsync, h5py.Dataset.write_direct
+        os.fsync = lambda handle: (self.point(), fsync(handle))
+        h5py.Dataset.write_direct = lambda *a: (self.point(), write(*a))
+
+    def point(self):
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+
+def in_child(work, *arguments):
+    """Exit status of a process of its own that does the work: negative for a signal."""
+    if (pid := os.fork()) == 0:
+        try:
+            work(*arguments)
+            os._exit(0)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_killed_at_every_point(tmp_path):
+    """The third save, with older ones to prune."""
+    first = Checkpointer(tmp_path, Alone(), background=False)
+    for step in (1, 2):
+        assert first.save(step, Numbers(step), {}) is None
+
+    def save(number):
+        Count(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        saver = Checkpointer(tmp_path, Alone(), background=False)
+        assert saver.save(3, Numbers(3), {}) is None
+
+    found = []
+    for number in range(1, 1000):
+        status = in_child(save, number)
+        assert status in (-signal.SIGKILL, 0)
+        numbers = Numbers(9)
+        told = Checkpointer(tmp_path, Alone()).resume(numbers)
+        found.append(told.step)
+        assert numbers == Numbers(told.step), number
+        assert told.step in (2, 3)
+        assert not list(tmp_path.glob("*.tmp"))
+        assert all(folder.verify(folder.place(tmp_path, step)) for step in folder.steps(tmp_path))
+        if status == 0:
+            break
+        if told.step == 3:  # for the next round, as it was
+            folder.place(tmp_path, 3).rename(tmp_path / "step-3.tmp")
+            folder.clean(tmp_path)
+            if 1 not in folder.steps(tmp_path):
+                assert first.save(1, Numbers(1), {}) is None
+                folder.point(tmp_path, 2)
+    assert status == 0
+    assert found == sorted(found)
+    assert found.count(2) > 25
+    assert found.count(3) > 5
+    assert folder.steps(tmp_path) == [3, 2]
+
+
+def limited(size):
+    """A disk that takes no more than this of any file."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk(tmp_path, background):
+    """HDF5 itself fails, at any size of file; the older checkpoint stays, and the next save succeeds."""
+
+    def work(size):
+        saver = Checkpointer(tmp_path, Alone(), background=background)
+        assert saver.save(1, Numbers(1), {}) is None
+        assert saver.finish() is None
+        limited(size)
+        error = saver.save(2, Numbers(2), {}) or saver.finish()
+        assert error.startswith("step 2: rank 0: "), error
+        assert saver.saved == 1
+        assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-1"]
+        numbers = Numbers(9)
+        assert Checkpointer(tmp_path, Alone()).resume(numbers).step == 1
+        assert numbers == Numbers(1)
+
+    for size in (100, 5000, 200_000):
+        assert in_child(work, size) == 0
+        folder.place(tmp_path, 1).rename(tmp_path / "step-1.tmp")
+
+
+def test_a_save_after_a_failed_one(tmp_path, monkeypatch):
+    saver = Checkpointer(tmp_path, Alone(), background=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write", fails(OSError(errno.ENOSPC, "No space left on device")))
+        assert saver.save(1, Numbers(1), {}) == "step 1: rank 0: [Errno 28] No space left on device"
+    assert saver.save(2, Numbers(2), {}) is None
+    assert folder.steps(tmp_path) == [2]
+
+
+def fails(error):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    saver = Checkpointer(tmp_path / "checkpoints", Alone())
+    assert "checkpoints" in saver.save(1, Numbers(1), {})
+    assert not saver.busy
+
+
+def test_a_programming_error_is_not_taken_for_a_full_disk(tmp_path, monkeypatch):
+    saver = Checkpointer(tmp_path, Alone())
+    monkeypatch.setattr(shards, "write", fails(TypeError("a mistake")))
+    saver.save(1, Numbers(1), {})
+    with pytest.raises(TypeError, match="a mistake"):
+        saver.finish()
+
+
+def test_a_checkpoint_is_never_overwritten(tmp_path):
+    saver = Checkpointer(tmp_path, Alone(), background=False)
+    assert saver.save(1, Numbers(1), {}) is None
+    assert "step-1 exists already" in saver.save(1, Numbers(2), {})
+    numbers = Numbers(9)
+    saver.resume(numbers)
+    assert numbers == Numbers(1)
+
+
+def test_nothing_is_pruned_unless_the_newest_can_be_read_back(tmp_path, monkeypatch):
+    saver = Checkpointer(tmp_path, Alone(), keep=1, background=False)
+    assert saver.save(1, Numbers(1), {}) is None
+    publish = folder.publish
+
+    def and_damage(root, made):
+        path = publish(root, made)
+        content = bytearray((path / "rank-00000.h5").read_bytes())
+        place = content.find(Numbers(2).tensors["3/int64.2"].numpy().tobytes()[:64])
+        content[place] ^= 1
+        (path / "rank-00000.h5").write_bytes(content)
+        return path
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "publish", and_damage)
+        assert "rank-00000.h5 is corrupt" in saver.save(2, Numbers(2), {})
+    assert folder.steps(tmp_path) == [1]
+    assert (tmp_path / "step-2.bad").exists()
+    assert saver.save(3, Numbers(3), {}) is None
+    assert folder.steps(tmp_path) == [3]
+
+
+def test_background_saves_what_was_there_when_it_was_called(tmp_path):
+    saver = Checkpointer(tmp_path, Alone(), keep=1)
+    numbers = Numbers(1)
+    for step in (1, 2):
+        assert saver.save(step, numbers, {}) is None
+        numbers.clear()
+        assert saver.finish() is None
+        loaded = Numbers(9)
+        assert Checkpointer(tmp_path, Alone()).resume(loaded).step == step
+        assert loaded == Numbers(step)
+        numbers = Numbers(2)
+    assert saver.take_stall() > 0 == saver.take_stall()

@@ -1,0 +1,177 @@
+"""Saved on one grid, loaded on another: weights and optimizer exactly equal, the losses that follow to rounding."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_equivalence import UNEVEN, batches, fitting, microbatches
+
+from hpctrain import Grid, Key
+from hpctrain.models.export import whole_parameters
+from hpctrain.models.gpt2 import GPT2
+from hpctrain.replicas import AsyncParameterServer, DataParallel, LocalSGD, ParameterServer
+from hpctrain.state import rectangles
+from hpctrain.train.checkpoint import Checkpointer, TrainingState
+from hpctrain.train.optimizer import adamw
+from hpctrain.train.trainer import Trainer
+
+pytestmark = pytest.mark.mpi
+
+SHAPE = dataclasses.replace(fitting(UNEVEN, 2), dropout=0.2)
+
+# (ranks, data, pipeline, tensor), by number of ranks: from the first grid to the others, which may leave ranks out.
+GRIDS = {
+    1: [(1, 1, 1, 1)],
+    2: [(2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 1, (1, 2, 1)), (1, 1, 1, 1)],
+    3: [(3, 3, 1, 1), (2, 1, 2, 1), (3, 1, 1, (1, 1, 3))],
+    4: [(4, 2, 1, (2, 1, 1)), (4, 1, 2, (1, 1, 2)), (3, 3, 1, 1), (4, 4, 1, 1)],
+    8: [(8, 2, 2, (2, 1, 1)), (1, 1, 1, 1), (4, 4, 1, 1), (8, 1, 2, (2, 2, 1)), (3, 3, 1, 1)],
+}
+
+
+class Run:
+    """A little training on a grid."""
+
+    def __init__(self, grid, method=DataParallel, **options):
+        self.grid = grid
+        self.model = GPT2(grid, SHAPE, key=Key(3), dtype=torch.float64)
+        self.optimizer = adamw(self.model.parameters(), 0.1)
+        replicas = method(self.model.parameters(), grid, self.optimizer, **options)
+        self.trainer = Trainer(self.model, grid, self.optimizer, 2, 1.0, replicas)
+        self.state = TrainingState(self.model, replicas)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-2
+
+    def steps(self, first, last):
+        made = batches(SHAPE, 4)
+        return [self.trainer.step(microbatches(self.grid, made[s], s, 2))[0] for s in range(first, last)]
+
+    def wholes(self):
+        """On the first rank, every weight and every tensor of the optimizer whole, gathered without checkpoints."""
+        found = {f"weight {name}": whole for name, whole in whole_parameters(self.model, self.grid)}
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            kept = _Kept(self.model, self.optimizer, key)
+            found |= {f"{key} {name}": whole for name, whole in whole_parameters(kept, self.grid)}
+        return found
+
+
+class _Kept:
+    """An optimizer's tensors, in the place of the parameters."""
+
+    def __init__(self, model, optimizer, key):
+        self.tensors = []
+        for name, p in model.named_parameters():
+            value = optimizer.state[p][key].expand(p.shape).clone()
+            value.shard = p.shard
+            self.tensors.append((name, value))
+
+    def named_parameters(self):
+        return self.tensors
+
+
+def grids(world):
+    """The grids of this number of ranks; None where this rank is not part of one."""
+    for ranks, *shape in GRIDS.get(world.size, []):
+        sub = world.Split(world.rank < ranks, world.rank)
+        yield Grid(*shape, comm=sub) if world.rank < ranks else None
+
+
+def test_every_grid_to_every_other(world, tmp_path):
+    folder = world.bcast(tmp_path)
+    first, *others = grids(world)
+    source = Run(first)
+    source.steps(0, 2)
+    saved = source.wholes()
+    assert Checkpointer(folder, first.comm, background=False).save(2, source.state, {"a": 1}) is None
+    losses = source.steps(2, 4)
+    for grid in [first, *others]:
+        if grid is not None:
+            run = Run(grid)
+            told = Checkpointer(folder, grid.comm).resume(run.state)
+            assert (told.step, told.about) == (2, {"a": 1})
+            for name, whole in run.wholes().items():
+                assert torch.equal(whole, saved[name]), name
+            again = run.steps(2, 4)
+            assert again == (losses if grid is first else pytest.approx(losses, rel=1e-12))
+        world.Barrier()
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [(ParameterServer, {}), (ParameterServer, {"servers": 2}), (LocalSGD, {"every": 3}), (AsyncParameterServer, {})],
+)
+def test_methods(world, tmp_path, method, options):
+    """Each goes on with the same bits; what a parameter server saved, data parallelism loads."""
+    if world.size != 3:
+        pytest.skip("on three ranks")
+    folder = world.bcast(tmp_path)
+    grid = Grid(data=3)
+    source = Run(grid, method, **options)
+    source.steps(0, 2)
+    assert Checkpointer(folder, grid.comm, background=False).save(2, source.state, {}) is None
+    weights = [p.detach().clone() for p in source.model.parameters()]
+    losses = source.steps(2, 4)
+    run = Run(grid, method, **options)
+    Checkpointer(folder, grid.comm).resume(run.state)
+    for p, weight in zip(run.model.parameters(), weights):
+        assert torch.equal(p, weight)
+    if method is not AsyncParameterServer:
+        assert run.steps(2, 4) == losses
+    other = Run(grid)
+    if method is LocalSGD:
+        with pytest.raises(ValueError, match="of another model"):
+            Checkpointer(folder, grid.comm).resume(other.state)
+    else:
+        Checkpointer(folder, grid.comm).resume(other.state)
+        if method is ParameterServer:
+            assert other.steps(2, 4) == pytest.approx(losses, rel=1e-12)
+
+
+def test_a_failure_on_one_rank_is_everybody_s(world, tmp_path, monkeypatch):
+    from hpctrain.train.checkpoint import shards
+
+    folder = world.bcast(tmp_path)
+    grid = Grid(data=world.size)
+    run = Run(grid)
+    run.steps(0, 1)
+    saver = Checkpointer(folder, grid.comm)
+    assert saver.save(1, run.state, {}) is None
+    assert saver.finish() is None
+    last = world.size - 1
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    if world.rank == last:
+        monkeypatch.setattr(shards, "write", full)
+    assert saver.save(2, run.state, {}) is None  # in the background
+    assert saver.finish() == f"step 2: rank {last}: [Errno 28] No space left on device"
+    monkeypatch.undo()
+    assert Checkpointer(folder, grid.comm).resume(Run(grid).state).step == 1
+
+
+def test_each_rank_reads_only_what_it_needs(world, tmp_path):
+    from hpctrain.train.checkpoint import load, manifest
+
+    folder = world.bcast(tmp_path)
+    grid = Grid(tensor=(1, world.size, 1))
+    run = Run(grid)
+    run.steps(0, 1)
+    assert Checkpointer(folder, grid.comm, background=False).save(1, run.state, {}) is None
+    told = manifest.read(folder / "step-1")
+    read = load.load(folder / "step-1", told, run.state)
+    assert read == sum(3 * p.nbytes for p in run.model.parameters())
+
+
+def test_rectangles_are_the_elements_in_order(world):
+    """Every range of a 3-D slice, against numbering them all."""
+    from hpctrain import Shard
+
+    shard = Shard((5, 6, 7), (slice(1, 4), slice(2, 5), slice(3, 7)))
+    numbers = torch.arange(5 * 6 * 7).view(5, 6, 7)
+    flat = numbers[shard.slices].reshape(-1)
+    for start in range(len(flat)):
+        for stop in range(start + 1, len(flat) + 1):
+            parts = [numbers[part.slices].reshape(-1) for part in rectangles(shard, start, stop)]
+            assert torch.equal(torch.cat(parts), flat[start:stop])
+            assert len(parts) <= 5
