@@ -113,7 +113,6 @@ LIES = {
     "fraction": lambda v: v["tensors"].update({"0/float32.1": ["float32", [3.0]]}),
     "true": lambda v: v.update(step=True),
     "another type": lambda v: v["tensors"].update({"0/float32.1": ["object", [3]]}),
-    "another width": lambda v: v["tensors"].update({"0/float32.1": ["float16", [3]]}),
     "no pieces": lambda v: _first(v)["pieces"].update({"0/float32.1": []}),
     "a piece too few": lambda v: _first(v)["pieces"].pop("0/float32.1"),
     "a piece twice": lambda v: _first(v)["pieces"].update({"0/float32.1": [[[0, 2]], [[0, 1]]]}),
@@ -134,8 +133,17 @@ def test_a_manifest_that_lies(root, caplog, lie, monkeypatch):
     caplog.set_level(logging.WARNING, "hpctrain")
     rewrite(root / "step-2", LIES[lie])
     monkeypatch.setattr(np, "empty", small_only(np.empty))
+    with pytest.raises(manifest.Corrupt, match="manifest.json"):
+        folder.verify(root / "step-2")
     assert resumed(root) == (1, True)
     assert "step-2" in caplog.text
+
+
+def test_a_type_of_another_width(root):
+    """The datasets are not what the manifest says."""
+    rewrite(root / "step-2", lambda v: v["tensors"].update({"0/float32.1": ["float16", [3]]}))
+    with pytest.raises(manifest.Corrupt, match=r"rank-00000.h5 does not hold 0/float32.1\[0:3\]"):
+        folder.verify(root / "step-2")
 
 
 def small_only(make):

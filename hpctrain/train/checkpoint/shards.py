@@ -22,28 +22,70 @@ LIBVER = ("v110", "v110")  # metadata have checksums as well
 def write(path: Path, entries: Iterable[Entry]) -> File:
     """Write the entries, which are in host memory, to a new file; it is on disk before this returns."""
     pieces: dict[str, list] = {}
-    try:
-        _write_datasets(path, entries, pieces)
-    except RuntimeError as error:  # what h5py makes of some errors of the operating system
-        raise OSError(f"{path} cannot be written: {error}") from error
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
-        return File(path.name, os.fstat(file.fileno()).st_size, digest, pieces)
+    with path.open("xb+", buffering=0) as raw:
+        disk = _Disk(raw)
+        with h5py.File(disk, "w", libver=LIBVER) as file:
+            for entry in entries:
+                bounds = tuple((part.start, part.stop) for part in entry.shard.slices)
+                shape = entry.shard.shape
+                values = bits(entry.tensor).reshape(shape)
+                dataset = file.create_dataset(
+                    dataset_name(entry.name, bounds), shape, values.dtype, chunks=chunks(shape, values.itemsize),
+                    fletcher32=True, track_times=False, fill_time="never",
+                )  # fmt: skip
+                dataset.write_direct(values)
+                pieces.setdefault(entry.name, []).append(bounds)
+        if disk.error:
+            raise disk.error
+        raw.seek(0)
+        digest = hashlib.file_digest(raw, "sha256").hexdigest()
+        os.fsync(raw.fileno())
+        return File(path.name, os.fstat(raw.fileno()).st_size, digest, pieces)
 
 
-def _write_datasets(path, entries, pieces):
-    with h5py.File(path, "x", libver=LIBVER) as file:
-        for entry in entries:
-            bounds = tuple((part.start, part.stop) for part in entry.shard.slices)
-            shape = entry.shard.shape
-            values = bits(entry.tensor).reshape(shape)
-            dataset = file.create_dataset(
-                dataset_name(entry.name, bounds), shape, values.dtype, chunks=chunks(shape, values.itemsize),
-                fletcher32=True, track_times=False, fill_time="never",
-            )  # fmt: skip
-            dataset.write_direct(values)
-            pieces.setdefault(entry.name, []).append(bounds)
+class _Disk:
+    """A file for HDF5, which is never told of an error in writing it: where a file cannot be closed since the disk is
+    full, HDF5 goes on with objects that are gone, and crashes.
+
+    Attributes: `error`, the first one, or None.
+    """
+
+    def __init__(self, raw):
+        self.raw, self.error, self.place, self.end = raw, None, 0, 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.end}[whence]
+        return self.place
+
+    def tell(self) -> int:
+        return self.place
+
+    def write(self, data) -> int:
+        data, done = memoryview(data).cast("B"), 0
+        try:
+            while not self.error and done < len(data):
+                done += os.pwrite(self.raw.fileno(), data[done:], self.place + done)
+        except OSError as error:
+            self.error = error
+        self.place += len(data)
+        self.end = max(self.end, self.place)
+        return len(data)
+
+    def read(self, size: int) -> bytes:
+        found = os.pread(self.raw.fileno(), size, self.place)
+        self.place += size
+        return found.ljust(size, b"\0")
+
+    def truncate(self, size: int) -> int:
+        try:
+            self.raw.truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+        self.end = size
+        return size
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
 
 
 def check(path: Path, told: File) -> None:
