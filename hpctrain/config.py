@@ -78,6 +78,8 @@ class Tensor:
 @dataclass
 class Comm:
     all_reduce: str = "shared"  # how sums over the data axis are taken: one of algorithms.ALL_REDUCE
+    watchdog: float = 600.0  # seconds in one operation after which a rank says where it is and ends the job; 0: never
+    check: bool = False  # before every collective its ranks compare operation, shape, type and caller: slow
 
 
 @dataclass
@@ -124,6 +126,8 @@ class Sanity:
     spike: str = "skip"  # likewise for a loss above spike_factor times the median of the last 32 steps
     spike_factor: float = 0.0  # 0: no loss is a spike
     limit: int = 10  # steps skipped or rolled back in one job, after which it stops
+    check_every: int = 100  # steps between comparisons of what several ranks hold, and of their speeds; 0: never
+    straggler: float = 2.0  # a rank whose own work takes this many times that of its peers is named; 0: none is
 
 
 @dataclass
@@ -200,6 +204,7 @@ def check(config: Config) -> None:
         "replicas.average_every": 0, "replicas.servers": 1, "replicas.staleness": 0,
         "run.checkpoint_every": 0, "run.max_seconds": 0, "checkpoint.keep": 1,
         "sanity.spike_factor": 0, "sanity.limit": 0,
+        "sanity.check_every": 0, "sanity.straggler": 0, "comm.watchdog": 0,
     }.items():  # fmt: skip
         section, key = name.split(".")
         if not (value := getattr(getattr(config, section), key)) >= low or value == math.inf:

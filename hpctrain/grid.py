@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,11 +29,15 @@ class Wire:
         cuda_aware: MPI may be given device memory; otherwise CUDA tensors are staged through pinned host memory.
             Set by `comm.decide_cuda_aware`.
         synchronous: every send is an MPI_Ssend, which waits for its receiver, so that no buffering hides a deadlock.
+        watch: `comm.Watch` that is told of every operation, or None.
+        check: `comm.Checks` that is asked before every operation, or None.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
     cuda_aware: bool = False
     synchronous: bool = False
+    watch: object | None = None
+    check: object | None = None
 
 
 class Axis:
@@ -109,6 +114,17 @@ class Grid:
     def plane(self, *names: str) -> Axis:
         """The ranks that differ from this one only along these tensor axes, in row-major order."""
         return self._planes[tuple(name for name in AXES if name in names)]
+
+    def planes(self) -> list[Axis]:
+        """Every set of tensor axes, in one order on all ranks."""
+        return [self._planes[names] for names in _subsets(TENSOR)]
+
+    def members(self, axis: str) -> list[int]:
+        """Ranks of the grid along an axis, by its name, in the order of their ranks in it; this one among them."""
+        names = AXES if axis == "world" else axis.split("+")
+        ranges = (range(size) if name in names else [self.coords[name]] for name, size in self.shape.items())
+        strides = [math.prod(list(self.shape.values())[n + 1 :]) for n in range(len(AXES))]
+        return [sum(map(operator.mul, place, strides)) for place in itertools.product(*ranges)]
 
     def describe(self) -> str:
         """The rank table: one line a rank with its coordinates, this rank marked by an arrow."""

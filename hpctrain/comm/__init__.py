@@ -7,6 +7,7 @@ from hpctrain.comm import functional
 from hpctrain.comm.agree import agree, together
 from hpctrain.comm.algorithms import choose_all_reduce
 from hpctrain.comm.buffers import Work, done
+from hpctrain.comm.check import Checks, Mismatch
 from hpctrain.comm.collectives import (
     all_gather,
     all_gather_start,
@@ -29,9 +30,14 @@ from hpctrain.comm.collectives import (
 from hpctrain.comm.device import decide_cuda_aware, local_device
 from hpctrain.comm.halo import Halo
 from hpctrain.comm.summed import Summed
+from hpctrain.comm.watch import Watch, Watched
 from hpctrain.comm.windows import Shared, workspace
 
 __all__ = [
+    "Checks",
+    "Mismatch",
+    "Watch",
+    "Watched",
     "Halo",
     "Shared",
     "Summed",

@@ -156,20 +156,24 @@ class Work:
 
     def __init__(self, requests: list, result: torch.Tensor | None, finish=None, keep=()):
         self._requests, self._result, self._finish, self._keep = requests, result, finish, keep
-        self.owner = None  # (axis, name of the operation), set by `timed`
+        self.owner = None  # (axis, name of the operation, the one other rank or None), set by `timed`
 
     def test(self) -> bool:
         """Let MPI progress; True once all messages are done (`wait` must still be called)."""
         return all([request.Test() for request in self._requests])
 
     def wait(self) -> torch.Tensor | None:
-        if self.owner is None:
+        if self.owner is None or self.owner[0].wire.traffic.timing:
             return self._wait()
-        axis, name = self.owner
+        axis, name, peer = self.owner
         start = perf_counter()
+        watch = axis.wire.watch
+        if watch is not None:
+            watch.begin(axis, f"{name} wait", peer)
         result = self._wait()
-        if not axis.wire.traffic.timing:
-            axis.wire.traffic.add_seconds(axis.name, f"{name} wait", perf_counter() - start)
+        if watch is not None:
+            watch.end()
+        axis.wire.traffic.add_seconds(axis.name, f"{name} wait", perf_counter() - start)
         return result
 
     def _wait(self):

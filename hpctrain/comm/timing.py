@@ -37,11 +37,19 @@ def _timed(axis, name, function, *arguments, **options):
         return function(*arguments, **options)
     traffic.timing = True
     start = perf_counter()
+    watch, check = axis.wire.watch, axis.wire.check
+    peer = arguments[2] if name in ("send", "recv") else None
+    if watch is not None:
+        watch.begin(axis, name, peer)
     try:
+        if check is not None:
+            check(axis, name, arguments, options)
         result = function(*arguments, **options)
     finally:
         traffic.timing = False
         traffic.add_seconds(axis.name, name, perf_counter() - start)
+        if watch is not None:
+            watch.end()
     if isinstance(result, Work):
-        result.owner = axis, name
+        result.owner = axis, name, peer
     return result

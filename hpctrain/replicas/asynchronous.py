@@ -34,7 +34,7 @@ class AsyncParameterServer(ParameterServer):
         staleness: steps that a worker may be ahead of the slowest, at least 0.
     """
 
-    lockstep = False
+    alike = lockstep = False
 
     def __init__(
         self, parameters, grid, optimizer, servers: int = 1, staleness: int = 1, bucket_bytes: int = BUCKET_BYTES

@@ -35,6 +35,8 @@ class LocalSGD(DataParallel):
         state: average the optimizer's state too (momentum and second moments); otherwise each replica keeps its own.
     """
 
+    alike = False
+
     def __init__(self, parameters, grid, optimizer, every: int = 1, state: bool = False, bucket_bytes=BUCKET_BYTES):
         super().__init__(parameters, grid, optimizer, bucket_bytes)
         self.every, self.average_state = every, state

@@ -29,6 +29,7 @@ class Method:
         optimizer: over these parameters; its learning rate may be set before each step.
     """
 
+    alike = True  # after an update all replicas have the same weights, to the bit
     lockstep = True  # all ranks take the same step at about the same time
 
     def __init__(self, parameters, grid, optimizer: torch.optim.Optimizer | None = None):

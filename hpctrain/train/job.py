@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import platform
+import socket
 from pathlib import Path
 
 import h5py
@@ -61,6 +62,11 @@ class Job:
         shape, algorithm = config.grid_shape, config.tensor.algorithm
         self.config = config
         self.grid = grid = Grid(shape["data"], shape["pipeline"], (shape["x"], shape["y"], shape["z"]), comm=world)
+        self.world, self.hosts = grid.comm, grid.comm.allgather(socket.gethostname())
+        if config.comm.watchdog:
+            self.world = comm.Watched(comm.Watch(grid, config.comm.watchdog))
+        if config.comm.check:
+            comm.Checks(grid)
         self.device = comm.local_device(config.run.device, world)
         comm.choose_all_reduce(grid.data, config.comm.all_reduce)
         self.transport = comm.decide_cuda_aware(grid, self.device)
@@ -98,7 +104,7 @@ class Job:
             if grid.rank == 0:
                 self.folder = RunFolder(config, resume)
         options = config.checkpoint
-        checkpointer = Checkpointer(config.folder / "checkpoints", grid.comm, options.keep, options.background)
+        checkpointer = Checkpointer(config.folder / "checkpoints", self.world, options.keep, options.background)
         self.loop = Loop(self, checkpointer, interrupts)
         if resume:
             self.loop.resume()

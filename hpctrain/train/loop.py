@@ -8,6 +8,7 @@ import time
 import torch
 
 from hpctrain import comm
+from hpctrain.train.alike import Speeds, differing
 from hpctrain.train.checkpoint.checkpointer import Checkpointer
 from hpctrain.train.optimizer import learning_rate
 from hpctrain.train.progress import Progress
@@ -38,6 +39,7 @@ class Loop:
     def __init__(self, job, checkpointer: Checkpointer, interrupts: Interrupts | None):
         self.job, self.config, self.grid, self.trainer = job, job.config, job.grid, job.trainer
         self.checkpointer, self.interrupts = checkpointer, interrupts
+        self.speeds = Speeds(self.grid, self.config.sanity.straggler)
         self.sanity = Sanity(self.config.sanity.spike_factor)
         self.step = self.batches = self._bad = self._stop = 0
         self._may_poll = False
@@ -62,7 +64,7 @@ class Loop:
             BadStep, Stopped: on every rank.
         """
         config, folder = self.config, self.job.folder
-        steps, every = config.run.steps, config.run.eval_every
+        steps, every, compare = config.run.steps, config.run.eval_every, config.sanity.check_every
         progress = Progress(steps) if folder else None
         validation = self.job.validation_batches()
         try:
@@ -75,6 +77,8 @@ class Loop:
                 if folder:
                     folder.log(record)
                     progress.update(record)
+                if compare and (self.step % compare == 0 or self._due(self.step)):
+                    self._compare()
                 self._save_when_due()
         finally:
             if progress:
@@ -103,6 +107,7 @@ class Loop:
         self.step += 1
         self.batches += 1
         seconds = time.perf_counter() - start
+        self.speeds.add(seconds)
         tokens = train.batch * self.config.model.context
         record |= {
             "lr": rate,
@@ -156,6 +161,15 @@ class Loop:
         if self.job.folder:
             self.job.folder.begin(self.step)
         return False
+
+    def _compare(self) -> None:
+        """Weights that are to be alike, before they are saved, and the ranks' speeds."""
+        wrong = differing(self.job.state.names, self.grid) if self.trainer.replicas.alike else []
+        for rank, (differences, slow) in enumerate(self.job.world.allgather((wrong, self.speeds.slow()))):
+            for text in slow:
+                self._warn(f"rank {rank} on {self.job.hosts[rank]} is slow: {text}")
+            if differences:
+                raise Stopped(f"step {self.step}: {differences[0]}; weights are damaged, go on with --resume")
 
     def _save_when_due(self) -> None:
         last = self.step == self.config.run.steps

@@ -11,9 +11,12 @@ import sys
 import h5py
 import numpy as np
 import pytest
+import torch
 from checkpoint_checks import Alone, Numbers
 
 from hpctrain.train.checkpoint import Checkpointer, folder, manifest
+
+SIZES = ((3,), (7, 5))
 
 
 @pytest.fixture
@@ -21,15 +24,15 @@ def root(tmp_path):
     """Checkpoints of steps 1 and 2."""
     saver = Checkpointer(tmp_path, Alone(), background=False)
     for step in (1, 2):
-        assert saver.save(step, Numbers(step), {}) is None
+        assert saver.save(step, Numbers(step, SIZES), {}) is None
     return tmp_path
 
 
 def resumed(root):
     """(step, whether the numbers are that step's)."""
-    numbers = Numbers(9)
+    numbers = Numbers(9, SIZES)
     told = Checkpointer(root, Alone()).resume(numbers)
-    return told.step, numbers == Numbers(told.step)
+    return told.step, numbers == Numbers(told.step, SIZES)
 
 
 def test_an_untouched_checkpoint_is_loaded(root):
@@ -104,19 +107,19 @@ def _first(values):
 LIES = {
     "outside": lambda v: _first(v).update(name="../step-1/rank-00000.h5"),
     "absolute": lambda v: _first(v).update(name="/etc/passwd"),
-    "negative shape": lambda v: v["tensors"].update({"0/float32.1": ["float32", [-3]]}),
-    "huge shape": lambda v: v["tensors"].update({"0/float32.1": ["float32", [1 << 60]]}),
+    "negative shape": lambda v: v["tensors"].update({"0/float32.0": ["float32", [-3]]}),
+    "huge shape": lambda v: v["tensors"].update({"0/float32.0": ["float32", [1 << 60]]}),
     "huge shape and piece": lambda v: (
-        v["tensors"].update({"0/float32.1": ["float32", [1 << 60]]}),
-        _first(v)["pieces"].update({"0/float32.1": [[[0, 1 << 60]]]}),
+        v["tensors"].update({"0/float32.0": ["float32", [1 << 60]]}),
+        _first(v)["pieces"].update({"0/float32.0": [[[0, 1 << 60]]]}),
     ),
-    "fraction": lambda v: v["tensors"].update({"0/float32.1": ["float32", [3.0]]}),
+    "fraction": lambda v: v["tensors"].update({"0/float32.0": ["float32", [3.0]]}),
     "true": lambda v: v.update(step=True),
-    "another type": lambda v: v["tensors"].update({"0/float32.1": ["object", [3]]}),
-    "no pieces": lambda v: _first(v)["pieces"].update({"0/float32.1": []}),
-    "a piece too few": lambda v: _first(v)["pieces"].pop("0/float32.1"),
-    "a piece twice": lambda v: _first(v)["pieces"].update({"0/float32.1": [[[0, 2]], [[0, 1]]]}),
-    "a piece outside": lambda v: _first(v)["pieces"].update({"0/float32.1": [[[1, 4]]]}),
+    "another type": lambda v: v["tensors"].update({"0/float32.0": ["object", [3]]}),
+    "no pieces": lambda v: _first(v)["pieces"].update({"0/float32.0": []}),
+    "a piece too few": lambda v: _first(v)["pieces"].pop("0/float32.0"),
+    "a piece twice": lambda v: _first(v)["pieces"].update({"0/float32.0": [[[0, 2]], [[0, 1]]]}),
+    "a piece outside": lambda v: _first(v)["pieces"].update({"0/float32.0": [[[1, 4]]]}),
     "an unknown tensor": lambda v: _first(v)["pieces"].update({"other": [[[0, 3]]]}),
     "no files": lambda v: v.update(files=[]),
     "a file twice": lambda v: v["files"].append(dict(_first(v))),
@@ -141,8 +144,8 @@ def test_a_manifest_that_lies(root, caplog, lie, monkeypatch):
 
 def test_a_type_of_another_width(root):
     """The datasets are not what the manifest says."""
-    rewrite(root / "step-2", lambda v: v["tensors"].update({"0/float32.1": ["float16", [3]]}))
-    with pytest.raises(manifest.Corrupt, match=r"rank-00000.h5 does not hold 0/float32.1\[0:3\]"):
+    rewrite(root / "step-2", lambda v: v["tensors"].update({"0/float32.0": ["float16", [3]]}))
+    with pytest.raises(manifest.Corrupt, match=r"rank-00000.h5 does not hold 0/float32.0\[0:3\]"):
         folder.verify(root / "step-2")
 
 
@@ -156,7 +159,7 @@ def small_only(make):
 
 def test_what_hdf5_would_make_up_is_refused(root, tmp_path_factory):
     """A chunk that was never written, a virtual dataset, one outside: all with the size and SHA-256 that fit."""
-    target, dataset = root / "step-2/rank-00000.h5", "0/float32.1[0:3]"
+    target, dataset = root / "step-2/rank-00000.h5", "0/float32.0[0:3]"
     elsewhere = tmp_path_factory.mktemp("other") / "other.h5"
     with h5py.File(elsewhere, "w") as file:
         file["data"] = np.ones(3, "<f4")
@@ -231,10 +234,10 @@ def test_another_model_is_refused_and_nothing_is_set_aside(root):
     from hpctrain.state import Described
 
     def refuses(saved):
-        assert saved["0/float32.0"] == Described((7, 5), Numbers().tensors["0/float32.0"].dtype)
+        assert saved["0/float32.1"] == Described((7, 5), torch.float32)
         raise ValueError("another model")
 
-    numbers = Numbers()
+    numbers = Numbers(1, SIZES)
     numbers.to_load = refuses
     with pytest.raises(ValueError, match="another model"):
         Checkpointer(root, Alone()).resume(numbers)

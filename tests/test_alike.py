@@ -1,0 +1,64 @@
+"""A single flipped bit in what several ranks hold is found, and named."""
+
+import pytest
+import torch
+from test_equivalence import UNEVEN, fitting
+
+from hpctrain import Grid, Key
+from hpctrain.models.gpt2 import GPT2
+from hpctrain.train.alike import Speeds, differing, digest
+
+DIFFERS = "differs from that of the other 2 ranks with the same slice"
+
+# (data, pipeline, tensor), rank with a flipped bit, in which parameter, what is said
+CASES = {
+    1: [((1, 1, 1), None, "", [])],
+    2: [((2, 1, 1), 1, "blocks.0.mlp.up.weight", ["blocks.0.mlp.up.weight differs between rank 0 and rank 1"])],
+    3: [
+        ((3, 1, 1), 2, "wte.weight", [f"wte.weight of rank 2 {DIFFERS}"]),
+        ((3, 1, 1), 0, "ln_f.bias", [f"ln_f.bias of rank 0 {DIFFERS}"]),
+        ((1, 1, (3, 1, 1)), 1, "blocks.1.ln_1.weight", [f"blocks.1.ln_1.weight of rank 1 {DIFFERS}"]),
+        ((1, 1, (3, 1, 1)), 1, "blocks.1.mlp.up.weight", []),  # each has another slice
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.mpi
+def test_a_flipped_bit(world):
+    for shape, rank, name, said in CASES.get(world.size, []):
+        grid = Grid(*shape)
+        model = GPT2(grid, fitting(UNEVEN, 1), key=Key(3), dtype=torch.float32)
+        names = {p: name for name, p in model.named_parameters()}
+        assert differing(names, grid) == []
+        if world.rank == rank:
+            words = dict(model.named_parameters())[name].data.view(-1).view(torch.int32)
+            words[len(words) // 2] ^= 1 << 30
+        assert differing(names, grid) == said
+        found = world.allgather(differing(names, grid))
+        assert all(told == said for told in found)
+
+
+@pytest.mark.mpi
+def test_a_slow_rank_is_named(world):
+    grid = Grid(data=world.size)
+    speeds = Speeds(grid, 2.0)
+    for _ in range(3):
+        speeds.add(5.0 if world.rank == world.size - 1 else 1.0)
+    told = speeds.slow()
+    if world.size > 1 and world.rank == world.size - 1:
+        assert told == ["its own work takes 5 s a step, that of the others of its stage 1 s"]
+    else:
+        assert told == []
+    assert speeds.slow() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_every_bit_counts(dtype):
+    tensor = torch.randint(0, 2, (37,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = digest(tensor)
+    for bit in range(37 * tensor.itemsize * 8 if dtype != torch.bool else 0):
+        changed = tensor.clone()
+        changed.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+        assert digest(changed) != whole
+    assert digest(tensor.roll(1)) != whole
+    assert digest(torch.empty(0, dtype=dtype)) == 0

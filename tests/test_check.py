@@ -1,0 +1,66 @@
+"""Checked mode: ranks that call different collectives are named, with their lines, before anything is sent."""
+
+import pytest
+import torch
+from test_equivalence import UNEVEN, fitting, train_on
+
+from hpctrain import Grid, comm
+from hpctrain.comm.check import caller
+
+pytestmark = pytest.mark.mpi
+
+
+def differing(grid, here, there):
+    """What is said when the last rank calls `there` and the others `here`; everybody leaves with it, and can go on."""
+    axis = grid.tensor.x
+    with pytest.raises(comm.Mismatch) as caught:
+        (there if axis.rank == axis.size - 1 else here)(axis)
+    assert comm.all_reduce(torch.ones(2), axis).tolist() == [axis.size] * 2
+    return str(caught.value)
+
+
+def test_operation_shape_type_and_line(world):
+    if world.size == 1:
+        pytest.skip("one rank agrees with itself")
+    grid = Grid(tensor=world.size)
+    comm.Checks(grid)
+    x = torch.zeros(4, 3)
+    reduce, line = (lambda axis: comm.all_reduce(x, axis)), caller().split(":")[1]
+    last = world.size - 1
+    told = differing(grid, reduce, lambda axis: comm.all_gather(x, axis))
+    if world.size > 2:
+        assert told.startswith(f"along x: rank {last} calls all_gather(float32 …×3) at ")
+    assert f"all_reduce(float32 4×3) at {'/'.join(__file__.split('/')[-3:])}:{line}" in told
+    for there, said in {
+        "shape": (lambda axis: comm.all_reduce(x[:3], axis), "all_reduce(float32 3×3)"),
+        "type": (lambda axis: comm.all_reduce(x.double(), axis), "all_reduce(float64 4×3)"),
+        "root": (lambda axis: comm.broadcast(x, axis, root=1), "broadcast(float32 4×3, 1)"),
+        "line": (lambda axis: comm.all_reduce(x, axis), "all_reduce(float32 4×3)"),
+    }.values():
+        told = differing(grid, reduce, there)
+        assert f"rank {last} calls {said} at " in told or world.size == 2
+        assert said in told
+
+
+def test_training_passes_its_own_checks(world):
+    """All layers, the pipeline and data parallelism; the losses are those without checks."""
+    shapes = {
+        1: [(1, 1, 1)],
+        2: [(2, 1, 1), (1, 2, 1), (1, 1, (1, 2, 1))],
+        4: [(2, 1, (1, 1, 2)), (1, 1, (2, 2, 1))],
+        8: [(1, 1, (2, 2, 2)), (2, 2, (2, 1, 1))],
+    }
+    for shape in shapes.get(world.size, []):
+        grid, plain = Grid(*shape), Grid(*shape)
+        comm.Checks(grid)
+        made = fitting(UNEVEN, shape[1])
+        assert train_on(grid, made, 2, 1.0)[1:] == train_on(plain, made, 2, 1.0)[1:]
+
+
+def test_members(world):
+    """Ranks along each axis, against what their communicators say."""
+    for shape in {1: [(1, 1, 1)], 4: [(2, 2, 1), (1, 2, (1, 1, 2))], 6: [(1, 3, (1, 2, 1))],
+                  8: [(2, 2, (2, 1, 1)), (1, 1, (2, 2, 2))]}.get(world.size, []):  # fmt: skip
+        grid = Grid(*shape)
+        for axis in (grid.data, grid.pipeline, grid.world, *grid.planes()):
+            assert grid.members(axis.name) == axis.comm.allgather(grid.rank)
