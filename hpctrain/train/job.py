@@ -30,8 +30,8 @@ from hpctrain.train.batches import Microbatch, Samples
 from hpctrain.train.checkpoint import Checkpointer, TrainingState
 from hpctrain.train.checkpoint.manifest import Manifest
 from hpctrain.train.generate import generate
-from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.loop import Loop
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.signals import Interrupts
 from hpctrain.train.trainer import Trainer
