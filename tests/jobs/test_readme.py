@@ -38,11 +38,12 @@ def test_the_two_commands_are_those_of_ci():
     assert all(command in ci for command in commands)
 
 
-@pytest.mark.parametrize("title", ["Submit jobs", "Study scaling"])
+@pytest.mark.parametrize("title", ["Submit jobs", "Stop and go on", "Study scaling"])
 def test_commands(checkout, title):
-    """The first indented block of the section, run as a script."""
+    """The first indented block of the section, run as a script; that about checkpoints has its data from another."""
     block = re.search(r"(?:^    .*\n)+", section(title), re.MULTILINE).group()
-    script = "set -euo pipefail\nsource jobs/env.sh\n" + block
+    data = "hpctrain pack hpctrain -o data.h5\n" if title == "Stop and go on" else ""
+    script = "set -euo pipefail\nsource jobs/env.sh\n" + data + block
     ended = subprocess.run(
         ["bash", "-c", script], cwd=checkout, capture_output=True, text=True, timeout=240, env={**os.environ}
     )
@@ -51,6 +52,10 @@ def test_commands(checkout, title):
         assert (checkout / "gpt2-mine/model.safetensors").exists()
         for name in re.findall(r"^    runs/NAME/([\w.]+)", section(title), re.MULTILINE):
             assert (checkout / "runs/mine" / name).exists()
+    elif title == "Stop and go on":
+        assert (checkout / "gpt2-step-3/model.safetensors").exists()
+        assert len((checkout / "runs/kept/metrics.jsonl").read_text().splitlines()) == 8
+        assert "resumed after step 6" in ended.stdout
     else:
         assert (checkout / "runs/weak-2/metrics.jsonl").exists()
 

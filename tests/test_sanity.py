@@ -1,0 +1,50 @@
+"""What makes a step a bad one; which samples come after a rollback and a resume."""
+
+import math
+
+import pytest
+
+from hpctrain import Key
+from hpctrain.data import SampleOrder
+from hpctrain.train.sanity import WINDOW, Sanity
+
+
+def test_not_finite():
+    sanity = Sanity(0.0)
+    for loss, norm in ((math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0), (1.0, math.inf), (-math.inf, 1.0)):
+        assert sanity.judge(loss, norm) == 2
+        assert sanity.bad(2, loss, norm).kind == "nonfinite"
+    assert sanity.judge(1e30, 1e30) == 0
+
+
+def test_a_spike_is_judged_by_the_median_of_a_full_window():
+    sanity = Sanity(2.0)
+    for step in range(WINDOW):
+        assert sanity.judge(1000.0, 1.0) == 0  # too early to tell
+        sanity.good(1.0 + step / WINDOW)
+    usual = 1.0 + (WINDOW - 1) / 2 / WINDOW
+    assert sanity.judge(2 * usual, 1.0) == 0
+    assert sanity.judge(2 * usual + 1e-9, 1.0) == 1
+    assert str(sanity.bad(1, 7.0, 1.0)) == "loss 7 is over 2.0 times the median of the last 32 steps"
+    for _ in range(WINDOW):
+        sanity.good(10.0)
+    assert sanity.judge(2 * usual + 1e-9, 1.0) == 0  # old steps are forgotten
+    assert len(sanity.losses) == WINDOW
+
+
+def test_without_a_factor_nothing_is_a_spike():
+    sanity = Sanity(0.0)
+    for _ in range(WINDOW):
+        sanity.good(1.0)
+    assert sanity.judge(1e9, 1.0) == 0
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 7])
+def test_no_sample_is_repeated_or_left_out(stop):
+    """Batches of 3 of 10 samples, stopped in the middle of an epoch: the order is a function of the batch's number."""
+    whole = SampleOrder(10, Key(0, "order"))
+    before = [n for batch in range(stop) for n in whole[batch * 3 : batch * 3 + 3].tolist()]
+    again = SampleOrder(10, Key(0, "order"))
+    after = [n for batch in range(stop, 10) for n in again[batch * 3 : batch * 3 + 3].tolist()]
+    for epoch in range(3):
+        assert sorted((before + after)[epoch * 10 : epoch * 10 + 10]) == list(range(10))
