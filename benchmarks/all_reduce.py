@@ -17,6 +17,7 @@ fitted to the times (least squares of relative errors), `error` is the median re
 import argparse
 import json
 import os
+import random
 import socket
 import statistics
 import time
@@ -53,11 +54,12 @@ def peers(numel):
 
 def seconds(sides, nbytes):
     """Times of every round of each side, taken in turn; the slowest rank counts."""
-    calls = max(1, (64 << 10) // nbytes)
-    times, order = {name: [] for name in sides}, list(sides.items())
+    calls = max(1, min(32, (256 << 10) // nbytes))
+    times, order, chance = {name: [] for name in sides}, list(sides.items()), random.Random(0)
     for turn in range(1 + (ROUNDS // 3 if nbytes >= LONG else ROUNDS)):
-        order.append(order.pop(0))  # nobody is always first, as the caches are what the last one left
+        chance.shuffle(order)  # the same on all ranks; nobody always comes after the same one
         for name, call in order:
+            call()
             world.Barrier()
             start = time.perf_counter()
             for _ in range(calls):

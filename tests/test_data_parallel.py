@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hpctrain import Grid, Key
+from hpctrain import Grid, Key, comm
+from hpctrain.algorithms import ALL_REDUCE
 from hpctrain.layers import Linear, Tokens
 from hpctrain.replicas import DataParallel
 from hpctrain.shard import Shard
@@ -70,6 +71,31 @@ def test_sums_do_not_depend_on_the_buckets(world, bucket_bytes, backwards, share
         got = step(layers, grid, replicas, backwards)
     for name, expected in serial(world.size, backwards).items():
         torch.testing.assert_close(got[name], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_every_algorithm_sums_the_buckets(world, name):
+    grid = Grid(data=world.size)
+    comm.choose_all_reduce(grid.data, name)
+    layers = model(grid)
+    replicas = DataParallel(layers.parameters(), grid, bucket_bytes=500)
+    for _ in range(2):
+        got = step(layers, grid, replicas, 2)
+    for parameter, expected in serial(world.size, 2).items():
+        torch.testing.assert_close(got[parameter], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["shared", "naive", "parallel", "halving", "hierarchical"])
+def test_the_same_bits_for_any_bucket_size(world, name):
+    """These add in an order that does not depend on where in a bucket a gradient lies."""
+    bits = set()
+    for bucket_bytes in (1, 500, 1 << 20):
+        grid = Grid(data=world.size)
+        comm.choose_all_reduce(grid.data, name)
+        layers = model(grid)
+        got = step(layers, grid, DataParallel(layers.parameters(), grid, bucket_bytes=bucket_bytes))
+        bits.add(torch.cat([gradient.view(-1) for gradient in got.values()]).numpy().tobytes())
+    assert len(bits) == 1
 
 
 def test_buckets_start_in_one_order(world):

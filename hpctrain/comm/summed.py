@@ -20,8 +20,9 @@ class Summed:
 
     def __init__(self, axis, numel: int, like: torch.Tensor):
         self.axis = axis
-        wanted = axis.reducer is None or axis.reducer.in_windows(numel * like.itemsize)
-        shared = axis.size > 1 and axis.one_node and like.is_cpu and wanted
+        shared = axis.size > 1 and axis.one_node and like.is_cpu
+        if shared and axis.reducer is not None:
+            shared = axis.reducer.in_windows(numel * like.itemsize)
         self.shared = Shared(axis, numel, like.dtype) if shared else None
         self.mine = self.shared.mine if shared else like.new_zeros(numel)
 

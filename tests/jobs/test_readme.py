@@ -1,5 +1,6 @@
 """The README tells the truth: its commands and its program run as they stand."""
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from conftest import ROOT
 
 pytestmark = pytest.mark.job
 
+RUNS = ("server", "local")  # of "Spread the batch"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -38,7 +40,7 @@ def test_the_two_commands_are_those_of_ci():
     assert all(command in ci for command in commands)
 
 
-@pytest.mark.parametrize("title", ["Submit jobs", "Stop and go on", "Study scaling"])
+@pytest.mark.parametrize("title", ["Submit jobs", "Stop and go on", "Study scaling", "Spread the batch"])
 def test_commands(checkout, title):
     """The first indented block of the section, run as a script; that about checkpoints has its data from another."""
     block = re.search(r"(?:^    .*\n)+", section(title), re.MULTILINE).group()
@@ -56,6 +58,11 @@ def test_commands(checkout, title):
         assert (checkout / "gpt2-step-3/model.safetensors").exists()
         assert len((checkout / "runs/kept/metrics.jsonl").read_text().splitlines()) == 8
         assert "resumed after step 6" in ended.stdout
+    elif title == "Spread the batch":
+        last = [json.loads((checkout / f"runs/{name}/metrics.jsonl").read_text().splitlines()[-1]) for name in RUNS]
+        assert [record["step"] for record in last] == [6, 6]
+        assert 0 < sum(last[0]["staleness"]) <= 12 == 2 * last[0]["step"]
+        assert last[1]["bytes_sent"]["data"] > 1000  # the sixth step ends in an average
     else:
         assert (checkout / "runs/weak-2/metrics.jsonl").exists()
 

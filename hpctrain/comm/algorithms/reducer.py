@@ -29,8 +29,9 @@ MEASURED = tuple(1024 * 8**k for k in range(5))  # bytes, 1 KiB to 4 MiB
 def choose_all_reduce(axis, name: str) -> None:
     """Let sums over this axis be taken by an algorithm of `hpctrain.algorithms.ALL_REDUCE`. Collective.
 
-    All of them give every rank the same bits. "shared", which every axis begins with, sums gradients in shared memory
-    where the axis is on one node, and all else by MPI.
+    All of them give every rank the same bits. All but "mpi", "ring" and "auto" add in an order that does not depend on
+    an element's place in the tensor, so that gradients have the same bits for any size of the buckets. "shared", which
+    every axis begins with, sums gradients in shared memory where the axis is on one node, and all else by MPI.
     """
     axis.reducer = None if name == "shared" else Reducer(axis, name)
 
@@ -49,6 +50,7 @@ class Reducer:
             raise ValueError(f"comm.all_reduce must be one of {', '.join(ALL_REDUCE)}, got {name!r}")
         self.axis, self.name, self._turn = axis, name, 0
         self._hierarchy = Hierarchy(axis) if name in ("hierarchical", "auto") else None
+        self._chosen: dict[tuple, str] = {}
         self.table = self._measured() if name == "auto" and axis.size > 1 else {}
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -68,8 +70,10 @@ class Reducer:
     def _how(self, nbytes, *also):
         if self.name != "auto":
             return self.name
-        times = self.table[max((size for size in MEASURED if size <= nbytes), default=MEASURED[0])]
-        return min((name for name in times if name != "shared" or name in also), key=times.get)
+        if (nbytes, *also) not in self._chosen:
+            times = self.table[max((size for size in self.table if size <= nbytes), default=min(self.table))]
+            self._chosen[nbytes, *also] = min((n for n in times if n != "shared" or n in also), key=times.get)
+        return self._chosen[nbytes, *also]
 
     def _finished(self, how, tensor):
         return self._start(how, tensor).wait()
