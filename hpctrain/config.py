@@ -15,7 +15,8 @@ from pathlib import Path
 
 from hpctrain.algorithms import ALL_REDUCE, DEFAULT_OVERLAP, check_algorithm, check_optimizer, check_overlap
 from hpctrain.grid import check_ranks, grid_shape
-from hpctrain.pipeline import NAMES, Schedule, schedule
+from hpctrain.pipeline import NAMES, Schedule, balanced_slices, schedule
+from hpctrain.pipeline.partitioners import METHODS as PARTITIONS
 
 METHODS = ("ddp", "parameter_server", "local_sgd")  # of hpctrain.replicas
 
@@ -66,7 +67,8 @@ class GridSizes:
 class Pipeline:
     schedule: str = "1f1b"  # one of `pipeline.NAMES`: see `hpctrain schedule --compare`
     chunks: int = 0  # stages a rank, for "interleaved"; 0: as many as the schedule has by itself
-    partition: str | list[int] = "even"  # layers of each stage: as equal as can be, or a list
+    slices: int | list[int] = 0  # of a sequence, for "terapipe": how many (0: as many as ranks), or their lengths
+    partition: str | list[int] = "even"  # layers of each stage: "even", by cost "dp", "lp" or "rl", or a list
 
 
 @dataclass
@@ -235,6 +237,19 @@ def check(config: Config) -> None:
         config.data.text = ["python-stdlib"]
 
 
+def token_slices(config: Config) -> list[int]:
+    """Lengths of the token slices of every sequence, of equal floating-point operations; [] where they are whole."""
+    slices, context, width = config.pipeline.slices, config.model.context, config.model.width
+    if isinstance(slices, list):
+        if min(slices, default=0) < 1 or sum(slices) != context:
+            raise ValueError(f"pipeline.slices must be lengths that add up to model.context = {context}, got {slices}")
+        return slices
+    if config.pipeline.schedule != "terapipe" and slices < 2:
+        return []
+    # a block multiplies every token by 12 width² weights, and by the keys and values of every token before it
+    return balanced_slices(context, slices or config.grid_shape["pipeline"], 12 * width**2, 2 * width)
+
+
 def check_pipeline(config: Config) -> Schedule:
     """The schedule of the pipeline.
 
@@ -243,7 +258,8 @@ def check_pipeline(config: Config) -> Schedule:
     """
     pipeline, model, ranks = config.pipeline, config.model, config.grid_shape["pipeline"]
     _one_of("pipeline.schedule", pipeline.schedule, NAMES)
-    made = schedule(pipeline.schedule, ranks, config.train.microbatches, pipeline.chunks or None)
+    slices = len(token_slices(config)) or None
+    made = schedule(pipeline.schedule, ranks, config.train.microbatches, pipeline.chunks or None, slices)
     stages, cut = made.graph.stages, pipeline.partition
     if model.layers < stages:
         raise ValueError(
@@ -251,7 +267,7 @@ def check_pipeline(config: Config) -> Schedule:
             f"many layers, got model.layers = {model.layers}; use fewer stages or more layers"
         )
     if isinstance(cut, str):
-        _one_of("pipeline.partition", cut, ("even",))
+        _one_of("pipeline.partition", cut, PARTITIONS)
     elif len(cut) != stages or min(cut) < 1 or sum(cut) != model.layers:
         raise ValueError(
             f"pipeline.partition must list at least one layer for each of {stages} stages, {model.layers} in all, "

@@ -81,7 +81,7 @@ def test_flatten(grids, shape):
         expected = whole(shape).flatten(1)
         rows = subsplit(split(batch, t.z.size, t.z.rank), t.x.size, t.x.rank)
         residual = rows, split(features, t.y.size, t.y.rank)
-        assert len(range(*rows.indices(batch))) == len(Tokens.of(grid, batch, 1).residual_rows)
+        assert len(range(*rows.indices(batch))) == len(Tokens.of(grid, batch, 1).residual_rows()[0])
 
         x = block(grid, whole(shape)).requires_grad_()
         y = Flatten(grid, channels)(x)

@@ -45,11 +45,13 @@ def microbatches(grid, batch, step, count, algorithm="agarwal"):
     return made
 
 
-def train_on(grid, shape, count, clip, steps=STEPS, algorithm="agarwal", overlap=OVERLAPS, pipeline="1f1b", cut=None):
+def train_on(
+    grid, shape, count, clip, steps=STEPS, algorithm="agarwal", overlap=OVERLAPS, pipeline="1f1b", slices=(), cut=None
+):
     made = algorithm_of(grid, algorithm, overlap)
-    order = schedule(pipeline, grid.pipeline.size, count)
+    order = schedule(pipeline, grid.pipeline.size, count, slices=len(slices) or None)
     model = GPT2(grid, shape, cut, order.placement, algorithm=made, key=Key(3), dtype=torch.float64)
-    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order, clip)
+    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order, clip, slices)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 1e-2
     results = [

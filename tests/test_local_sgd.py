@@ -42,7 +42,7 @@ def train(grid, make, optimizer, max_norm=0.0):
     tokens = Tokens.of(grid, mine.stop - mine.start, 1, mine.start)
 
     def loss(model, step):
-        rows, columns = tokens.residual_rows, split(6, grid.tensor.y.size, grid.tensor.y.rank)
+        rows, columns = tokens.residual_rows()[0], split(6, grid.tensor.y.size, grid.tensor.y.rank)
         x, y = (t[step, rows.start : rows.stop, columns] for t in (X, Y))
         up, down = model
         return (down(torch.tanh(up(x, tokens)), tokens) - y).square().sum() / ROWS

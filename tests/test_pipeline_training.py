@@ -23,6 +23,7 @@ GRIDS = {
     4: [(1, 4, 1), (2, 2, 1), (1, 2, (1, 1, 2))],
     8: [(2, 2, (2, 1, 1))],
 }
+SLICED = {2: [(1, 1, (2, 1, 1))], 4: [(1, 2, (2, 1, 1))]}
 FLUSH = ("gpipe", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipe", "dualpipev")
 DELAYED = ("pipedream", "pipedream-2bw")
 
@@ -41,6 +42,16 @@ def test_equals_serial(world, name, change, count, synchronous):
         grid.wire.synchronous = synchronous
         layers = schedule(name, pipeline, count).graph.stages + 1
         check(grid, dataclasses.replace(UNEVEN, layers=layers, **change), count, 1.0, pipeline=name)
+
+
+@pytest.mark.parametrize(("slices", "change"), [([7], {}), ([4, 1, 2], {"dropout": 0.3, "tied": False}), ([1] * 7, {})])
+def test_token_slices(world, slices, change):
+    """TeraPipe: sequences of 7 tokens in slices, with dropout, uneven rows over x and z, and synchronous messages."""
+    for data, pipeline, tensor in [*GRIDS.get(world.size, []), *SLICED.get(world.size, [])]:
+        grid = Grid(data, pipeline, tensor)
+        grid.wire.synchronous = len(slices) == 3
+        shape = dataclasses.replace(fitting(UNEVEN, pipeline), **change)
+        check(grid, shape, 2, 1.0, pipeline="terapipe", slices=slices)
 
 
 def test_any_cut(world):

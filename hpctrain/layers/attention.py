@@ -82,36 +82,47 @@ class Attention(torch.nn.Module):
         shape = (len(tokens.inner), tokens.length, groups, self.queries + 2, self.head_width)
         q, k, v = self.qkv(x, tokens).view(shape).split((self.queries, 1, 1), 3)
         if self.rotary is not None:
-            q, k = rotate(q, self.rotary), rotate(k, self.rotary)
+            q, k = rotate(q, self.rotary, tokens.position), rotate(k, self.rotary, tokens.position)
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))  # (sequences, heads, length, head_width)
+        if tokens.past is not None:
+            if not self.causal:
+                raise ValueError("token slices need causal attention: without it, the first needs the last")
+            k, v = tokens.past.extend(self, k, v)
         if self.training and self.p > 0:
             attended = self._attend_with_dropout(q, k, v, tokens)
         else:
+            later = None if q.shape[2] == k.shape[2] else ~_later(q, k)
             attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=self.causal, enable_gqa=self.queries > 1
-            )  # fmt: skip
+                q, k, v, later, is_causal=self.causal and later is None, enable_gqa=self.queries > 1
+            )
         held = groups * self.queries * self.head_width
         return self.proj(attended.transpose(1, 2).reshape(len(tokens.inner) * tokens.length, held), tokens)
 
     def _attend_with_dropout(self, q, k, v, tokens):
         # torch's fused attention draws its own masks, which would depend on the grid.
-        length = tokens.length
+        length, seen = q.shape[2], k.shape[2]
         grouped = (*k.shape[:2], self.queries * length)  # the queries of a group as one longer sequence
         scores = (q.reshape(*grouped, self.head_width) / math.sqrt(self.head_width)) @ k.mT
-        scores = scores.view(*q.shape[:3], length)
+        scores = scores.view(*q.shape[:3], seen)
         if self.causal:
-            later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
-            scores.masked_fill_(later, -math.inf)
+            scores.masked_fill_(_later(q, k), -math.inf)
         probabilities = drop(scores.softmax(-1), self._keep(tokens), self.p)
-        return (probabilities.view(*grouped, length) @ v).view(q.shape)
+        return (probabilities.view(*grouped, seen) @ v).view(q.shape)
 
     def _keep(self, tokens) -> torch.Tensor:
         """Mask of the (sequence, head, query, key) elements this rank holds; they are numbered in that order."""
-        area = tokens.length**2
+        area, start, stop = tokens.whole**2, tokens.position, tokens.position + tokens.length
         first, heads = (groups * self.queries for groups in (self.mine.start, self.mine.stop - self.mine.start))
         masks = [
             self.key.mask((sequence * self.heads + first) * area, heads * area, self.p, tokens.step)
             for sequence in tokens.inner
         ]
-        shape = (len(tokens.inner), heads, tokens.length, tokens.length)
-        return torch.stack(masks).view(shape) if masks else torch.ones(shape, dtype=torch.bool)
+        if not masks:
+            return torch.ones(0, heads, tokens.length, stop, dtype=torch.bool)
+        return torch.stack(masks).view(len(masks), heads, tokens.whole, tokens.whole)[:, :, start:stop, :stop]
+
+
+def _later(q, k) -> torch.Tensor:
+    """Which keys a query must not see: those after its own; the last key is the last query's."""
+    length, seen = q.shape[2], k.shape[2]
+    return torch.ones(length, seen, dtype=torch.bool, device=q.device).triu_(1 + seen - length)

@@ -27,10 +27,12 @@ class Dropout(torch.nn.Module):
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         if not self.training or self.p == 0:
             return x
-        rows = tokens.residual_rows
-        mask = self.key.mask(rows.start * self.width, len(rows) * self.width, self.p, tokens.step)
-        mask = mask.view(len(rows), self.width)[:, self.columns]
-        return drop(x, mask, self.p)
+        masks = [
+            self.key.mask(rows.start * self.width, len(rows) * self.width, self.p, tokens.step)
+            for rows in tokens.residual_rows()
+        ]
+        mask = masks[0] if len(masks) == 1 else torch.cat([torch.empty(0, dtype=torch.bool), *masks])
+        return drop(x, mask.view(len(x), self.width)[:, self.columns], self.p)
 
 
 def check_probability(p: float) -> float:

@@ -11,17 +11,17 @@ import functools
 import torch
 
 
-def rotate(x: torch.Tensor, base: float) -> torch.Tensor:
-    """Turn every head of x, (sequences, length, …, width) with positions 0 to length - 1; width is even."""
-    table = _table(x.shape[1], x.shape[-1], base, x.dtype, x.device)
+def rotate(x: torch.Tensor, base: float, start: int = 0) -> torch.Tensor:
+    """Turn every head of x, (sequences, length, …, width) with positions from `start` on; width is even."""
+    table = _table(start, x.shape[1], x.shape[-1], base, x.dtype, x.device)
     return _Rotate.apply(x, *(part.view(-1, *[1] * (x.dim() - 3), part.shape[-1]) for part in table))
 
 
 @functools.lru_cache(maxsize=8)  # every layer and microbatch asks for the same one
-def _table(length, width, base, dtype, device):
+def _table(start, length, width, base, dtype, device):
     """Cosines, (length, width), and sines, (length, width / 2); angles in float64, whatever the dtype."""
     speeds = base ** (torch.arange(0, width, 2, dtype=torch.float64) / -width)
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), speeds)
+    angles = torch.outer(torch.arange(start, start + length, dtype=torch.float64), speeds)
     cos, sin = angles.cos().repeat(1, 2), angles.sin()
     return cos.to(device, dtype), sin.to(device, dtype)
 

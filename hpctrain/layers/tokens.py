@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpctrain.layers.algorithm import algorithm_of
+from hpctrain.layers.past import Past
 from hpctrain.layers.spread import Rows
 from hpctrain.shard import split
 
@@ -21,6 +22,8 @@ class Tokens:
         rows: how the block's rows are spread over x in the residual layout.
         inner: numbers, within the global batch, of the sequences that this rank holds in the inner layout.
         over_z: residual rows of the ranks of z at this rank's x.
+        whole: tokens of a whole sequence, of which `length` begin at `position`.
+        past: what attention keeps of the tokens before `position`; None where these are whole sequences.
     """
 
     sequences: int
@@ -30,13 +33,23 @@ class Tokens:
     rows: Rows
     inner: range
     over_z: tuple[int, ...]
+    whole: int
+    position: int
+    past: Past | None
+    _given: tuple = field(repr=False, compare=False)  # what these are a part of: grid, sequences, first, algorithm
 
     @classmethod
-    def of(cls, grid, sequences: int, length: int, first: int = 0, step: int = 0, algorithm="agarwal") -> Tokens:
+    def of(
+        cls, grid, sequences: int, length: int, first: int = 0, step: int = 0, algorithm="agarwal",
+        part: slice | None = None, past: Past | None = None,
+    ) -> Tokens:  # fmt: skip
         """The part of this rank's z block in a microbatch of `sequences` that starts at sequence `first`.
 
-        `algorithm` is that of the layers which the tokens pass through.
+        `algorithm` is that of the layers which the tokens pass through. With `part`, these tokens of every sequence;
+        those before them have passed already, with the same `past`.
         """
+        part = slice(0, length) if part is None else part
+        whole, length = length, part.stop - part.start
         algorithm = algorithm_of(grid, algorithm)
         x, z = grid.tensor.x, grid.tensor.z
         blocks = [split(sequences, z.size, rank) for rank in range(z.size)]
@@ -46,11 +59,29 @@ class Tokens:
         inner = algorithm.inner_sequences(mine)
         return cls(
             mine, length, start, step, Rows(x, over[z.rank]), range(start + inner.start, start + inner.stop),
-            tuple(counts[x.rank] for counts in over),
+            tuple(counts[x.rank] for counts in over), whole, part.start, past, (grid, sequences, first, algorithm),
         )  # fmt: skip
 
+    def part(self, part: slice, past: Past) -> Tokens:
+        """These tokens of every sequence."""
+        grid, sequences, first, algorithm = self._given
+        return Tokens.of(grid, sequences, self.whole, first, self.step, algorithm, part, past)
+
     @property
-    def residual_rows(self) -> range:
-        """This rank's rows in the residual layout, numbered through the whole batch of the step."""
-        before = self.first * self.length + sum(self.rows.counts[: self.rows.axis.rank])
-        return range(before, before + self.rows.counts[self.rows.axis.rank])
+    def held_rows(self) -> int:
+        """How many rows this rank has in the residual layout."""
+        return self.rows.counts[self.rows.axis.rank]
+
+    def residual_rows(self) -> list[range]:
+        """This rank's rows in the residual layout, numbered through the whole batch of the step, in runs."""
+        start = sum(self.rows.counts[: self.rows.axis.rank])
+        stop = start + self.held_rows
+        if self.length == self.whole:
+            before = self.first * self.length
+            return [range(before + start, before + stop)]
+        runs = []
+        for sequence in range(start // self.length, -(-stop // self.length)):
+            before = (self.first + sequence) * self.whole + self.position - sequence * self.length
+            first, last = max(start, sequence * self.length), min(stop, (sequence + 1) * self.length)
+            runs.append(range(before + first, before + last))
+        return runs

@@ -125,7 +125,7 @@ class GPT2(torch.nn.Module):
         if stage is None:
             (stage,) = self.stages
         if stage == 0:
-            positions = torch.arange(tokens.length, device=x.device)
+            positions = torch.arange(tokens.position, tokens.position + tokens.length, device=x.device)
             found = self.wte.lookup(x).view(tokens.sequences, tokens.length, self.held_width)
             found = found + self.wpe.lookup(positions)
             x = self.drop(scatter_rows(found.flatten(0, 1), tokens), tokens)
@@ -141,7 +141,7 @@ class GPT2(torch.nn.Module):
 
     def room(self, tokens: Tokens) -> tuple[tuple[int, int], torch.dtype, torch.device]:
         """Shape, dtype and device of what a stage gives to the next one."""
-        return (len(tokens.residual_rows), self.held_width), self.dtype, self.device
+        return (tokens.held_rows, self.held_width), self.dtype, self.device
 
 
 def _held_by(parameter, ranks: list[int]) -> None:

@@ -12,7 +12,7 @@ from hpctrain.pipeline.lowering import Lowered
 from hpctrain.pipeline.partitioners import LayerCosts, partition, score
 from hpctrain.pipeline.schedules import Schedule
 from hpctrain.pipeline.simulate import Costs, Simulation
-from hpctrain.pipeline.terapipe import token_slices
+from hpctrain.pipeline.terapipe import balanced_slices, token_slices
 
 __all__ = [
     "Action",
@@ -26,6 +26,7 @@ __all__ = [
     "Schedule",
     "Simulation",
     "StageGraph",
+    "balanced_slices",
     "forward_only",
     "gpipe",
     "interleaved",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -74,3 +75,25 @@ def token_slices(
                 chosen.append((end - last[end]) * step)
                 end = last[end]
     return chosen[::-1]
+
+
+def balanced_slices(tokens: int, slices: int, per_token: float, per_pair: float) -> list[int]:
+    """Lengths of so many slices that take the same time: `per_token` for each token and `per_pair` for each token
+    before it that it attends to. Those that come later are shorter.
+
+    Raises:
+        ValueError: for more slices than tokens.
+
+    >>> balanced_slices(64, 4, per_token=1, per_pair=0), balanced_slices(64, 4, per_token=1, per_pair=1)
+    ([16, 16, 16, 16], [32, 13, 10, 9])
+    """
+    check(tokens=tokens, slices=slices)
+    if slices > tokens:
+        raise ValueError(f"slices={slices}: {tokens} tokens cannot be cut into more slices than tokens")
+    total = per_token * tokens + per_pair * tokens**2 / 2
+    ends = [0]
+    for number in range(1, slices + 1):
+        part = total * number / slices  # the time of the first `end` tokens: per_token end + per_pair end² / 2
+        end = 2 * part / (per_token + math.sqrt(per_token**2 + 2 * per_pair * part))
+        ends.append(min(max(round(end), ends[-1] + 1), tokens - (slices - number)))
+    return [b - a for a, b in itertools.pairwise(ends)]

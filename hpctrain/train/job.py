@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hpctrain import __version__, comm
-from hpctrain.config import Config, check_grid, check_pipeline
+from hpctrain.config import Config, check_grid, check_pipeline, token_slices
 from hpctrain.data import ShardedTokens, pack
 from hpctrain.data.corpus import text_files
 from hpctrain.data.tokenizers import tokenizer_from_option
@@ -24,6 +24,7 @@ from hpctrain.layers import algorithm_of
 from hpctrain.models.export import export_gpt2
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.models.pretrained import load_gpt2
+from hpctrain.pipeline.profile import partition_gpt2
 from hpctrain.randomness import Key
 from hpctrain.replicas import make
 from hpctrain.train.batches import Microbatch, Samples
@@ -91,12 +92,13 @@ class Job:
         made = {"dtype": DTYPES[config.precision.compute], "device": self.device}
         layers = algorithm_of(grid, algorithm, config.tensor.overlap)
         self.schedule = check_pipeline(config)
-        cut = None if config.pipeline.partition == "even" else config.pipeline.partition
+        cut = self._cut(model_shape, made)
         self.model = GPT2(grid, model_shape, cut, self.schedule.placement, algorithm=layers, key=self.key, **made)
         train = config.train
         optimizer = make_optimizer(self.model.parameters(), train.weight_decay, train.optimizer, train.momentum)
         replicas = make(config.replicas, self.model.parameters(), grid, optimizer)
-        self.trainer = Trainer(self.model, grid, optimizer, self.schedule, train.clip, replicas)
+        slices = token_slices(config)
+        self.trainer = Trainer(self.model, grid, optimizer, self.schedule, train.clip, slices, replicas)
 
         self.state = TrainingState(self.model, replicas)
         self.folder = None
@@ -114,6 +116,15 @@ class Job:
         with comm.together(world):
             if self.folder:
                 self.folder.begin(self.loop.step)
+
+    def _cut(self, shape: GPT2Shape, made: dict) -> list[int]:
+        """Blocks of each pipeline stage."""
+        config, schedule = self.config, self.schedule
+        sequences = -(-config.train.batch // (self.grid.data.size * schedule.microbatches))
+        return partition_gpt2(
+            self.grid.comm, config.pipeline.partition, shape, sequences, schedule.ranks, schedule.microbatches,
+            stages=schedule.graph.stages, schedule=schedule.name, **made,
+        )  # fmt: skip
 
     def run(self) -> str:
         """Train, evaluate, export, generate. Returns why it stopped early, if it did; a checkpoint is then there."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hpctrain import comm
@@ -22,6 +24,7 @@ class Trainer(step.Trainer):
         optimizer: any torch optimizer over the model's parameters.
         schedule: of the pipeline; a number means 1F1B of so many microbatches a step on each replica.
         max_norm: largest norm of the gradient; 0 for no clipping.
+        slices: lengths of the token slices, where the schedule cuts sequences (`terapipe`).
         replicas: one of `ht.replicas` over the same parameters and optimizer; by default `DataParallel`.
 
     Raises:
@@ -31,7 +34,7 @@ class Trainer(step.Trainer):
 
     def __init__(
         self, model, grid, optimizer: torch.optim.Optimizer, schedule: Schedule | int = 1, max_norm: float = 0.0,
-        replicas=None,
+        slices: Sequence[int] = (), replicas=None,
     ):  # fmt: skip
         super().__init__(model, grid, optimizer, max_norm, replicas)
         if isinstance(schedule, int):
@@ -44,7 +47,9 @@ class Trainer(step.Trainer):
         if schedule.delayed:
             with comm.together(grid.comm):  # not every rank holds weights that are shared
                 self._check_delayed(schedule)
-        self.schedule = schedule
+        if max(1, len(slices)) != schedule.slices:
+            raise ValueError(f"slices={list(slices)}: {schedule.name} is made for {schedule.slices} slices of tokens")
+        self.schedule, self.slices = schedule, tuple(slices)
         later = WeightGradients(model) if schedule.splits else None
         self._train = Executor(grid.pipeline, schedule, later)
         forwards = forward_only(schedule.ranks, schedule.microbatches, schedule.placement, schedule.replica_of)
@@ -95,7 +100,7 @@ class Trainer(step.Trainer):
         if self.schedule.delayed:
             losses = self._train.run(Versions(self.model, microbatches, self.replicas))
             return self._totals([loss / len(self.schedule.updates) for loss in losses])
-        losses = self._train.run(Stages(self.model, microbatches), self._last_backward)
+        losses = self._train.run(Stages(self.model, microbatches, self.slices), self._last_backward)
         return self._update(losses)
 
     def _last_backward(self, action) -> None:
