@@ -136,7 +136,7 @@ def alone():
 def test_delayed_schedules_refuse_what_joins_stages(world):
     grid = Grid(pipeline=world.size)
     for tied, clip, message in ((True, 0.0, "untied embeddings"), (False, 1.0, "train.clip=0")):
-        if tied and world.size == 1:
+        if tied and world.size == 1:  # one rank shares its table with nobody
             continue
         shape = dataclasses.replace(UNEVEN, tied=tied)
         model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)

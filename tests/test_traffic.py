@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from hpctrain import Grid, Key
-from hpctrain.algorithms import OVERLAPS
+from hpctrain.algorithms import DEFAULT_OVERLAP, OVERLAPS
 from hpctrain.grid import all_grids
 from hpctrain.layers import Tokens, algorithm_of
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.pipeline import one_f_one_b, schedule
 from hpctrain.plan import step_traffic
 from hpctrain.train.batches import Microbatch
 from hpctrain.train.optimizer import adamw
@@ -19,11 +20,13 @@ from hpctrain.train.trainer import Trainer
 EVEN = GPT2Shape(layers=8, width=32, heads=8, context=8, vocabulary=64)
 
 
-def counted(grid, shape, batch, count, algorithm="agarwal", overlap=OVERLAPS):
+def counted(grid, shape, batch, order, algorithm="agarwal", overlap=OVERLAPS, slices=()):
     """One training step's ledger: bytes received and sent, {axis: bytes}."""
     made = algorithm_of(grid, algorithm, overlap)
-    model = GPT2(grid, shape, algorithm=made, key=Key(0), dtype=torch.float32)
-    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), count)
+    order = one_f_one_b(grid.pipeline.size, order) if isinstance(order, int) else order
+    count = order.microbatches
+    model = GPT2(grid, shape, placement=order.placement, algorithm=made, key=Key(0), dtype=torch.float32)
+    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order, slices=slices)
     each = batch // (grid.data.size * count)
     first = grid.data.rank * each * count
     tokens = [Tokens.of(grid, each, shape.context, first + m * each, 0, algorithm) for m in range(count)]
@@ -49,8 +52,8 @@ def test_ledger_equals_formula(world, tied):
     for data, pipeline, tensor in all_grids(world.size):
         grid = Grid(data, pipeline, tensor)
         shape = dataclasses.replace(EVEN, tied=tied, layers=max(2, pipeline))
-        received, sent = counted(grid, shape, batch=16, count=2)
-        expected = step_traffic(shape, grid.shape, 16, 2, stage=grid.pipeline.rank)
+        received, sent = counted(grid, shape, batch=16, order=2)
+        expected = step_traffic(shape, grid.shape, 16, 2, rank=grid.pipeline.rank)
         assert received == pytest.approx(expected, abs=0), grid.shape
         assert {a: b for a, b in sent.items() if a != "pipeline"} == {
             a: b for a, b in received.items() if a != "pipeline"
@@ -67,8 +70,8 @@ def test_ledger_equals_formula_with_overlaps(world, overlap):
         if tensor[2] > 1:
             grid = Grid(data, pipeline, tensor)
             shape = dataclasses.replace(EVEN, layers=max(2, pipeline))
-            received, _ = counted(grid, shape, batch=16, count=2, overlap=overlap)
-            expected = step_traffic(shape, grid.shape, 16, 2, stage=grid.pipeline.rank, overlap=overlap)
+            received, _ = counted(grid, shape, batch=16, order=2, overlap=overlap)
+            expected = step_traffic(shape, grid.shape, 16, 2, rank=grid.pipeline.rank, overlap=overlap)
             assert received == pytest.approx(expected, abs=0), grid.shape
 
 
@@ -88,9 +91,32 @@ def test_ledger_equals_formula_on_planes(world, algorithm, place):
         pytest.skip(f"{algorithm} on {place} takes another number of ranks")
     grid = Grid(data, pipeline, tensor)
     shape = dataclasses.replace(EVEN, layers=2)
-    received, _ = counted(grid, shape, batch=16, count=2, algorithm=algorithm)
-    expected = step_traffic(shape, grid.shape, 16, 2, stage=grid.pipeline.rank, algorithm=algorithm)
+    received, _ = counted(grid, shape, batch=16, order=2, algorithm=algorithm)
+    expected = step_traffic(shape, grid.shape, 16, 2, rank=grid.pipeline.rank, algorithm=algorithm)
     assert received == pytest.approx(expected, abs=0)
+
+
+SCHEDULES = ("gpipe", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipe", "dualpipev", "terapipe", "pipedream")
+STAGED = {
+    1: [(1, 1, (1, 1, 1))],
+    2: [(1, 2, (1, 1, 1)), (1, 1, (1, 1, 2)), (1, 1, (2, 1, 1))],
+    4: [(1, 2, (2, 1, 1)), (2, 2, (1, 1, 1)), (1, 2, (1, 1, 2)), (1, 4, (1, 1, 1))],
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ledger_equals_formula_with_every_schedule(world, name):
+    for data, pipeline, tensor in STAGED.get(world.size, []):
+        if name in ("chimera", "dualpipe") and pipeline % 2:
+            continue
+        grid = Grid(data, pipeline, tensor)
+        order = schedule(name, pipeline, 4)
+        shape = dataclasses.replace(EVEN, tied=name != "pipedream", layers=max(2, order.graph.stages))
+        slices = [shape.context // order.slices] * order.slices if name == "terapipe" else ()
+        received, _ = counted(grid, shape, batch=16, order=order, overlap=DEFAULT_OVERLAP, slices=slices)
+        expected = step_traffic(shape, grid.shape, 16, order, rank=grid.pipeline.rank)
+        assert received == pytest.approx(expected, abs=0), (grid.shape, grid.pipeline.rank)
 
 
 def test_formula_by_hand():

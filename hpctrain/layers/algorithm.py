@@ -48,6 +48,9 @@ class Algorithm:
     def __init__(self, grid, name):
         self.name, self.x, self.y, self.z = name, grid.tensor.x, grid.tensor.y, grid.tensor.z
 
+    def begin_stage(self) -> None:
+        """The layers made from now on are of another pipeline stage than those before."""
+
     def inner(self, length: int, unit: int = 1, rank: int | None = None) -> slice:
         """The features that a rank of `columns`, this one by default, holds in the inner layout."""
         raise NotImplementedError
@@ -61,6 +64,9 @@ class Box(Algorithm):
         self.columns, self.rows = grid.plane("x", "y"), self.z
         self.overlap = frozenset(overlap)
         self.weights = Weights("prefetch" in self.overlap)
+
+    def begin_stage(self):
+        self.weights.begin_stage()
 
     def inner(self, length, unit=1, rank=None):
         i, j = divmod(self.columns.rank if rank is None else rank, self.y.size)

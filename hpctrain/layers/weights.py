@@ -13,8 +13,12 @@ class Weights:
 
     def __init__(self, ahead: bool):
         self.ahead = ahead
-        self._layers: list[torch.nn.Module] = []
+        self._layers: list[torch.nn.Module | None] = []
         self._started = None  # (weight, version of it, work)
+
+    def begin_stage(self) -> None:
+        """The layers that follow do not compute right after those before."""
+        self._layers.append(None)
 
     def append(self, layer: torch.nn.Module) -> int:
         """The layer's number."""
@@ -33,11 +37,10 @@ class Weights:
         if whole is None:
             whole = over_z.gather(weight)
         number += -1 if backward else 1
-        if 0 <= number < len(self._layers):
-            layer = self._layers[number]
-            if not backward or layer.product.gathers_backward:
-                weight = layer.weight
-                self._started = weight, weight._version, layer.product.over_z.gather_start(weight.detach())
+        layer = self._layers[number] if 0 <= number < len(self._layers) else None
+        if layer is not None and (not backward or layer.product.gathers_backward):
+            weight = layer.weight
+            self._started = weight, weight._version, layer.product.over_z.gather_start(weight.detach())
         return whole
 
     def _take(self, weight):

@@ -84,13 +84,11 @@ class GPT2(torch.nn.Module):
             self.wte = Embedding(grid, shape.vocabulary, shape.width, **table)
             self.wpe = Embedding(grid, shape.context, shape.width, std=0.02, key=key / "wpe", **made)
             self.drop = Dropout(grid, shape.dropout, shape.width, key=key / "drop")
-        self.blocks = torch.nn.ModuleDict(
-            {
-                str(i): Block(grid, shape, algorithm=algorithm, key=key / "blocks" / i, **made)
-                for blocks in self.stages.values()
-                for i in blocks
-            }
-        )
+        self.blocks = torch.nn.ModuleDict()
+        for blocks in self.stages.values():
+            algorithm.begin_stage()
+            for i in blocks:
+                self.blocks[str(i)] = Block(grid, shape, algorithm=algorithm, key=key / "blocks" / i, **made)
         if self.last in self.stages:
             self.ln_f = LayerNorm(grid, shape.width, key=key / "ln_f", **made)
             if not shape.tied:

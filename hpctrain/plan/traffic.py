@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from hpctrain.algorithms import DEFAULT_OVERLAP
 from hpctrain.models.gpt2 import GPT2Shape
+from hpctrain.pipeline import Schedule, one_f_one_b
+from hpctrain.pipeline.actions import FORWARD, RECEIVE, WEIGHT_GRADIENT, flat
 from hpctrain.shard import split_sizes
 
 
@@ -13,13 +15,14 @@ def step_traffic(
     shape: GPT2Shape,
     grid: dict[str, int],
     batch: int,
-    microbatches: int,
+    schedule: Schedule | int,
     itemsize: int = 4,
-    stage: int = 0,
+    rank: int = 0,
     algorithm: str = "agarwal",
     overlap: Sequence[str] = DEFAULT_OVERLAP,
+    cut: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Bytes that a rank of pipeline stage `stage` receives in one training step of a GPT-2, {axis: bytes}.
+    """Bytes that rank `rank` of the pipeline axis receives in one training step of a GPT-2, {axis: bytes}.
 
     Exact where the sizes divide evenly over the grid; then it is also what the rank sends, but for the ends of the
     pipeline. Every gather, scatter and sum over p ranks counts (p-1)/p of what it gathers, scatters or (twice) sums.
@@ -31,26 +34,31 @@ def step_traffic(
         shape: sizes of the model.
         grid: sizes of the axes data, pipeline, x, y and z.
         batch: sequences of the global batch.
-        microbatches: of a replica's part of it.
+        schedule: of the pipeline; a number means 1F1B of so many microbatches.
         itemsize: bytes of a number.
         algorithm: the matrix product of the layers.
         overlap: as in `layers.algorithm_of`.
+        cut: blocks of each stage, by default as equal as can be.
     """
     plane = algorithm in ("cannon", "summa", "two_half_d")
     d, p, x, y, z = (grid[axis] for axis in ("data", "pipeline", "x", "y", "z"))
-    first, last = stage == 0, stage == p - 1
-    layers = split_sizes(shape.layers, p)[stage]
+    if isinstance(schedule, int):
+        schedule = one_f_one_b(p, schedule)
+    stages, slices = schedule.graph.stages, schedule.slices
+    cut = split_sizes(shape.layers, stages) if cut is None else cut
     width, vocabulary = shape.width, shape.vocabulary
-    rows = batch / (d * microbatches) / z * shape.context  # of a z block, in one microbatch
-
-    # of how many microbatches the gradients of weights are summed over z together
-    summed_once = microbatches if "weight_gradient" in overlap else 1
+    rows = batch / (d * schedule.microbatches * slices) / z * shape.context  # of a z block, in one forward
+    work = [(a.kind, a.stage) for a in flat(schedule.order[rank])]
+    held = sorted({stage for (_, stage), home in schedule.placement.items() if home == rank})
+    first, last = 0 in held, stages - 1 in held
 
     def part(size):
         """What an axis of this size leaves to be received."""
         return (size - 1) / size
 
-    def linear(n_in, n_out, to_inner):
+    def linear(n_in, n_out, to_inner, split, summed_once):
+        """Of a forward and a backward, a part `split` of which computes the weight's gradient later; that is summed
+        over z for `summed_once` of them together."""
         if plane:  # three products of the same volume, in each of which the output features are cut over x and y
             outputs = rows * n_out * (part(y) + part(z) / y) / x
             return 3 * (outputs + n_out * n_in * part(x) / (y * z) + rows * n_in * (z - 1) / (x * y))
@@ -61,38 +69,51 @@ def step_traffic(
         weight = part(z) * n_in * n_out / (x * y)
         forward = gather_in + weight + gather_out
         # the output's gradient, the weight again, the input's gradient, the input again, the weight's gradient
-        return forward + gather_out + weight + gather_in + gather_in + weight / summed_once
+        # a late weight gradient gathers the output's gradient once more
+        return forward + (1 + split) * gather_out + weight + gather_in + gather_in + weight / summed_once
 
     norm = part(y) * y * 2 * rows / x + 2 * part(y) * 2 * rows / x  # statistics gathered, then sums reduced
-    block = (
-        2 * norm
-        + linear(width, 3 * width, True)
-        + linear(width, width, False)
-        + linear(width, 4 * width, True)
-        + linear(4 * width, width, False)
-    )
     tables = (vocabulary + shape.context) * width / (x * y)
     embedding = 2 * part(x) * rows * width / y + 2 * part(z) * tables
     loss = (y - 1) * 2 * rows / x if plane else (x * y - 1) * 2 * rows
-    head = norm + linear(width, vocabulary, True) + loss
-    tensor = microbatches * (layers * block + first * embedding + last * head)
+    tensor = 0.0
+    for stage in held:
+        passes = work.count((FORWARD, stage))
+        once = passes if "weight_gradient" in overlap and not schedule.delayed else 1
+        how = work.count((WEIGHT_GRADIENT, stage)) / passes, once
+        block = (
+            2 * norm
+            + linear(width, 3 * width, True, *how)
+            + linear(width, width, False, *how)
+            + linear(width, 4 * width, True, *how)
+            + linear(4 * width, width, False, *how)
+        )
+        head = norm + linear(width, vocabulary, True, *how) + loss
+        tensor += passes * (cut[stage] * block + (stage == 0) * embedding + (stage == stages - 1) * head)
 
     # Gradients of vectors, summed over the tensor axes along which they are repeated, then everything over data.
+    layers = sum(cut[stage] for stage in held)
     norms = 2 * (2 * layers + last) * width / y
     biases_inner = 0 if plane else layers * 7 * width / (x * y)
     biases_residual = layers * (9 if plane else 2) * width / y
-    tensor += 2 * part(x * z) * (norms + biases_residual) + 2 * part(z) * biases_inner
+    updates = len(schedule.updates)
+    tensor += updates * (2 * part(x * z) * (norms + biases_residual) + 2 * part(z) * biases_inner)
     weights = (layers * 12 * width * width) / (x * y * z)
     table = vocabulary * width / (x * y * z)
     if first:
         weights += table + shape.context * width / (x * y * z)
     if last and not (first and shape.tied):
         weights += table
-    data = 2 * part(d) * (weights + norms + biases_inner + biases_residual)
+    parameters = weights + norms + biases_inner + biases_residual
+    data = updates * 2 * part(d) * parameters
 
-    activation = rows / x * width / y
-    pipeline = microbatches * activation * ((not first) + (not last))
-    if shape.tied and first != last:
+    # What other ranks hold too is received from each of them; activations and their gradients have one size.
+    received = sum(action.kind == RECEIVE for action in schedule.lower().programs[rank])
+    pipeline = received * rows / x * width / y
+    homes = {stage: {home for (_, s), home in schedule.placement.items() if s == stage} for stage in range(stages)}
+    if schedule.replicas > 1:
+        pipeline += parameters
+    elif shape.tied and (first or last) and homes[0] != homes[stages - 1]:
         pipeline += table
 
     scalars = 8  # the loss and the squared norm travel as float64

@@ -65,6 +65,8 @@ class Trainer(step.Trainer):
                 f"{schedule.name} updates each stage by itself and cannot clip the gradient of all to "
                 f"max_norm={self.max_norm}; use no clipping (train.clip=0)"
             )
+        if "prefetch" in getattr(self.model.algorithm, "overlap", ()):
+            raise ValueError(f"{schedule.name} has several versions of weights: take prefetch out of tensor.overlap")
         if type(self.replicas) is not DataParallel:
             raise ValueError(f"{schedule.name} works with replicas.method=ddp, got {type(self.replicas).__name__}")
         if any(p.shard.holders for p in self.model.parameters()):
