@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpctrain import __version__
 from hpctrain.pipeline.command import add_options as add_schedule_options
+from hpctrain.scale import command as scale
 from hpctrain.slurm import jobs, submit
 
 USAGE_ERROR = 2
@@ -20,12 +21,7 @@ CHECKPOINT_ACTIONS = ("ls", "verify", "export")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns its exit status. A user's mistake is one line on stderr and status 2."""
-    parser = _parser()
-    options, more = parser.parse_known_args(arguments)
-    if more and (not hasattr(options, "overrides") or any(word.startswith("-") for word in more)):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    elif more:
-        options.overrides += more  # argparse stops at the option in: CONFIG.toml --resume section.key=value
+    options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hpctrain").setLevel(logging.INFO)
     return options.command(options)
@@ -188,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("-o", "--output", required=True, metavar="DIR")
     command.set_defaults(command=export)
     for name, module, summary in (
+        ("scale", scale, "measure how a job scales, and report it with plots"),
         ("submit", submit, "submit a job script to Slurm, and follow it"),
         ("jobs", jobs, "list the submitted runs: state, last step, loss, tokens/s"),
     ):

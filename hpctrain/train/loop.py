@@ -14,6 +14,7 @@ from hpctrain.train.optimizer import learning_rate
 from hpctrain.train.progress import Progress
 from hpctrain.train.sanity import BadStep, Sanity
 from hpctrain.train.signals import REASONS, Interrupts
+from hpctrain.train.time_split import time_split
 
 log = logging.getLogger("hpctrain")
 
@@ -69,7 +70,7 @@ class Loop:
         validation = self.job.validation_batches()
         try:
             while self.step < steps and not self._stop:
-                record = self._take_step()
+                record = self.take_step()
                 if record is None:
                     continue  # rolled back
                 if self.step == steps or (every and self.step % every == 0):
@@ -86,7 +87,7 @@ class Loop:
         self._report(self.checkpointer.finish())
         return REASONS[self._stop] if self.step < steps else ""
 
-    def _take_step(self) -> dict | None:
+    def take_step(self) -> dict | None:
         """One step's record; None where it led back to a checkpoint."""
         train, steps = self.config.train, self.config.run.steps
         start = time.perf_counter()
@@ -95,6 +96,7 @@ class Loop:
         for group in self.trainer.optimizer.param_groups:
             group["lr"] = rate
         batch = self.job.training_batch(self.batches, self.step)
+        reading = time.perf_counter() - start
         record = {"step": self.step + 1}
         try:
             loss, norm = self.trainer.step(batch)
@@ -114,6 +116,7 @@ class Loop:
             "tokens": tokens * self.step,
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
+            "time": time_split(self.grid.wire.traffic, seconds, reading),
             "bytes_sent": self._bytes("sent"),
             "bytes_received": self._bytes("received"),
             **self.trainer.replicas.report(),

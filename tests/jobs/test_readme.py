@@ -64,7 +64,8 @@ def test_commands(checkout, title):
         assert 0 < sum(last[0]["staleness"]) <= 12 == 2 * last[0]["step"]
         assert last[1]["bytes_sent"]["data"] > 1000  # the sixth step ends in an average
     else:
-        assert (checkout / "runs/weak-2/metrics.jsonl").exists()
+        for folder in ("runs/scale-weak", "alone", "compared"):
+            assert "data:image/png" in (checkout / folder / "report.html").read_text()
 
 
 def test_the_program(start, tmp_path, python):

@@ -180,3 +180,19 @@ def test_submit_over_two_nodes(shell, small, tmp_path):
     assert line.split()[:4] == [job[1], "COMPLETED", "gpt2", "3"]
     assert "unknown key run.stpes" in shell(hpctrain, "submit", TRAIN, "run.stpes=3", status=2)
     assert "sbatch refused the job" in shell(hpctrain, "submit", TRAIN, "--time=soon", status=2)
+
+
+def test_a_study_as_jobs(shell, small, ended, tmp_path):
+    """One job a point; the second waits for the first; both are in the report."""
+    (tmp_path / "job.toml").write_text("")
+    settings = [word for word in small if not word.startswith("grid.")]
+    study = ["scale", str(tmp_path / "job.toml"), *settings, "--ranks=1,2", "--weak", "--repeat=1", "--steps=1"]
+    hpctrain = shutil.which("hpctrain")
+    output = shell(hpctrain, *study, "--submit", "-o", "study")
+    first, second = re.findall(r"job (\d+): [12] ranks", output)
+    assert f"Dependency=afterany:{first}" in shell("scontrol", "show", "job", second)
+    assert ended(first) == ended(second) == ("COMPLETED", 0)
+    results = [json.loads(line) for line in (tmp_path / "study/results.jsonl").read_text().splitlines()]
+    assert [(result["ranks"], result["slurm_job"]) for result in results] == [(1, first), (2, second)]
+    assert (tmp_path / "study/report.html").read_text().count("<td>1×1×1×1×1</td>") == 1
+    assert "add --submit, or begin with salloc" in shell(hpctrain, *study, status=2)  # not on the login node

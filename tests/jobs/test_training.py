@@ -16,7 +16,7 @@ from hpctrain.slurm.site import parse
 pytestmark = pytest.mark.job
 
 FIELDS = {
-    "step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second", "bytes_sent", "bytes_received",
+    "step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second", "time", "bytes_sent", "bytes_received",
 }  # fmt: skip
 
 

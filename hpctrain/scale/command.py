@@ -1,0 +1,104 @@
+"""`hpctrain scale`: a scaling study, from a configuration to a report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    command.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the job of the smallest point")
+    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="takes the place of a setting")
+    command.add_argument("--ranks", metavar="1,2,4", help="the points; multiples of the first")
+    command.add_argument("--weak", action="store_const", const="weak", dest="mode", help="work grows with the ranks")
+    command.add_argument(
+        "--strong", action="store_const", const="strong", dest="mode", help="the same job on more ranks"
+    )
+    command.add_argument("--vary", default="data", metavar="AXIS", help="data (default), pipeline, tensor or auto")
+    command.add_argument("--repeat", type=int, default=3, metavar="N", help="measurements of each point (3)")
+    command.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="timed training steps of a measurement (10)"
+    )
+    command.add_argument("--threads", type=int, metavar="N", help="of a rank, the same at every point (1)", default=1)
+    command.add_argument("--machine", metavar="machine.toml", help="figures for --vary auto")
+    command.add_argument("-o", "--output", metavar="DIR", help="of results and report (runs/NAME-weak or -strong)")
+    command.add_argument("--submit", action="store_true", help="one Slurm job a point, one after the other")
+    command.add_argument("--only", type=int, metavar="N", help="measure just this point of --ranks")
+    command.add_argument("--compare", nargs="+", metavar="DIR", help="only a report on several studies, into -o")
+
+
+def run(options) -> None:
+    """Carry out the command.
+
+    Raises:
+        ValueError, OSError: a user's mistake, or a point that failed; those finished are kept.
+    """
+    if options.compare:
+        from hpctrain.scale.report import compare
+
+        if not options.output:
+            raise ValueError("--compare writes a report of its own; say where with -o DIR")
+        print(f"report: {compare([Path(folder) for folder in options.compare], Path(options.output))}")
+        return
+    made, about = study(options)
+    folder = Path(options.output or f"{made[0].config.run.out}/{made[0].config.run.name}-{options.mode}")
+    if options.submit:
+        from hpctrain.scale.jobs import submit
+
+        submit(options, made, folder)
+        return
+    from hpctrain.scale.report import write
+    from hpctrain.scale.runner import measure
+
+    chosen = [point for point in made if options.only in (None, point.ranks)]
+    check_allocation(max(point.ranks for point in chosen))
+    say = lambda text: print(text, flush=True)  # noqa: E731
+    measure(options.config, chosen, folder, options.repeat, options.steps, options.threads, about, say)
+    print(f"report: {write(folder)}")
+
+
+def study(options):
+    """The points that the options ask for, and what is noted with each measurement."""
+    from hpctrain.scale.points import points
+
+    if not options.config or not options.ranks or not options.mode:
+        raise ValueError("a study needs CONFIG.toml, --ranks such as 1,2,4, and --weak or --strong")
+    for name in ("repeat", "steps", "threads"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    try:
+        ranks = [int(text) for text in options.ranks.split(",")]
+    except ValueError:
+        raise ValueError(f"--ranks must be numbers such as 1,2,4, got {options.ranks!r}") from None
+    machine = None
+    if options.machine:
+        try:
+            machine = tomllib.loads(Path(options.machine).read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{options.machine} is not valid TOML: {error}") from error
+    made = points(options.config, options.overrides, ranks, options.mode, options.vary, machine)
+    if options.only is not None and options.only not in ranks:
+        raise ValueError(f"--only must be one of --ranks {options.ranks}, got {options.only}")
+    return made, {"mode": options.mode, "vary": options.vary}
+
+
+def check_allocation(ranks: int) -> None:
+    """Raise ValueError on the login node of a cluster, and for more ranks than the allocation has."""
+    if tasks := os.environ.get("SLURM_NTASKS"):
+        if ranks > int(tasks):
+            raise ValueError(
+                f"the allocation has {tasks} tasks, but the study goes to {ranks} ranks; allocate more, or use --submit"
+            )
+        return
+    if shutil.which("scontrol") and "SLURM_JOB_ID" not in os.environ:
+        try:
+            ping = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=20)
+        except subprocess.TimeoutExpired:
+            return
+        if " is UP" in ping.stdout:
+            raise ValueError("no allocation: this node belongs to a Slurm cluster; add --submit, or begin with salloc")

@@ -1,0 +1,127 @@
+"""One measurement: some training steps of one configuration on the ranks of this MPI job.
+
+`hpctrain scale` starts it:   mpirun -n N python -m mpi4py -m hpctrain.scale.measure OUT.json STEPS CONFIG.toml ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from hpctrain.cli import abort, check_launcher, complain
+from hpctrain.comm import together
+from hpctrain.config import load_config
+from hpctrain.scale import work
+from hpctrain.train.job import DTYPES, Job
+
+WARM_UP = 3  # steps
+
+
+def main() -> int:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    out, steps, path, *overrides = sys.argv[1:]
+    try:
+        check_launcher(world.size)
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        try:
+            with together(world):
+                config = load_config(path, overrides)
+            job = Job(config, world)
+        except (ValueError, OSError) as error:
+            return complain(error, world.rank)
+        result = measure(job, world, int(steps))
+        with together(world):
+            if world.rank == 0:
+                Path(out).write_text(json.dumps(result))
+    except BaseException:
+        abort(world)
+    return 0
+
+
+def measure(job: Job, world, steps: int) -> dict:
+    """What a step takes, by parts, in seconds, bytes and memory; the same on every rank.
+
+    Time is cut into reading, communication of each axis, the waiting of pipeline stages for their neighbours
+    ("bubble"), and computing, which is the rest; means over ranks and steps. `step_seconds` is the median over the
+    steps of the slowest rank's.
+    """
+    from mpi4py import MPI
+
+    peak = gemm_rate(world, job)
+    for _ in range(WARM_UP):
+        job.loop.take_step()
+    taken = []
+    for _ in range(steps):
+        world.Barrier()
+        taken.append(job.loop.take_step())
+    stage, known = job.grid.pipeline.rank, work.has_formula(job.config)
+    mine = {
+        "taken": [(record["seconds"], record["time"]) for record in taken],
+        "received": taken[-1]["bytes_received"],
+        "formula": work.received(job.config, stage) if known else None,
+        "bound": work.bound(job.config, stage) if known else None,
+        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "place": (socket.gethostname(), sorted(os.sched_getaffinity(0))),
+    }
+    everybody = world.allgather(mine)
+    seconds = [max(other["taken"][step][0] for other in everybody) for step in range(steps)]
+    parts = [part for other in everybody for _, part in other["taken"]]
+    most = max(everybody, key=lambda other: sum(other["received"].values()))
+    median = statistics.median(seconds)
+    config = job.config
+    return {
+        "step_seconds": median,
+        "tokens_per_second": config.train.batch * config.model.context / median,
+        "flops": work.flops(config),
+        "peak_flops_per_second": peak,
+        "mfu": work.flops(config) / median / peak,
+        "seconds": {name: statistics.fmean(part[name] for part in parts) for name in parts[0]},
+        "bytes_received": most["received"],
+        "bytes_formula": most["formula"],
+        "bytes_bound": most["bound"],
+        "memory": max(other["memory"] for other in everybody),
+        "oversubscribed": oversubscribed([other["place"] for other in everybody]),
+        "hosts": sorted({other["place"][0] for other in everybody}),
+        "mpi": MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 "),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def gemm_rate(world, job: Job, size: int = 1024, seconds: float = 0.3) -> float:
+    """Floating-point operations a second of all ranks in matrix products at the same time: the peak there is here."""
+    a = torch.ones(size, size, dtype=DTYPES[job.config.precision.compute], device=job.device)
+    out = torch.mm(a, a)
+    world.Barrier()
+    rates, start = [], time.perf_counter()
+    while time.perf_counter() < start + seconds:
+        begin = time.perf_counter()
+        torch.mm(a, a, out=out)
+        if out.is_cuda:
+            torch.cuda.synchronize(out.device)
+        rates.append(2 * size**3 / (time.perf_counter() - begin))
+    return world.allreduce(statistics.median(rates))
+
+
+def oversubscribed(places: list[tuple[str, list[int]]]) -> bool:
+    """Whether some host has more ranks than cores that they may run on.
+
+    >>> oversubscribed([("a", [0, 1]), ("a", [0, 1])]), oversubscribed([("a", [0]), ("a", [0]), ("b", [0, 1])])
+    (False, True)
+    """
+    hosts = {host for host, _ in places}
+    cores = {host: set().union(*(cores for other, cores in places if other == host)) for host in hosts}
+    return any(sum(other == host for other, _ in places) > len(cores[host]) for host in hosts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Measure the points of a study in turn, and keep what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from hpctrain.scale.points import Point
+from hpctrain.scale.results import Results
+
+ROOT = Path(__file__).parents[2]
+
+
+def key(point: Point, steps: int, threads: int) -> str:
+    """Names what is measured, so that it is not measured again."""
+    return hashlib.blake2b(f"{point.toml}{steps} {threads}".encode(), digest_size=8).hexdigest()
+
+
+def measure(
+    path, points: list[Point], folder: Path, repeats: int, steps: int, threads: int, about: dict, say=print
+) -> None:
+    """Every point `repeats` times, round after round, so that all see the same hours of a shared machine.
+
+    Args:
+        about: noted with every measurement.
+
+    Raises:
+        ValueError: when a point fails; those finished before are kept.
+        OSError: when a result cannot be kept.
+    """
+    results = Results(folder)
+    known = {(result["key"], result["repeat"]) for result in results.read()}
+    where = {**about, **surroundings()}
+    for repeat in range(repeats):
+        for point in points:
+            name = key(point, steps, threads)
+            if (name, repeat) in known:
+                continue
+            start = time.time()
+            figures = _launch(path, point, folder, steps, threads)
+            results.add(
+                {
+                    "key": name, "ranks": point.ranks, "repeat": repeat, "grid": point.config.grid_shape, **figures,
+                    "steps": steps, "time": start, **where, "config": point.toml,
+                }
+            )  # fmt: skip
+            rate = figures["flops"] / figures["step_seconds"] / 1e9
+            speed = f"{figures['tokens_per_second']:,.0f} tokens/s, {rate:,.1f} GFLOP/s"
+            crowded = ", oversubscribed" if figures["oversubscribed"] else ""
+            say(f"{point.ranks} ranks, {repeat + 1} of {repeats}: {speed}{crowded} ({point.describe()})")
+
+
+def _launch(path, point: Point, folder: Path, steps: int, threads: int) -> dict:
+    launcher = os.environ.get("MPIRUN") or str(ROOT / "jobs/mpirun.sh")
+    if not shutil.which(launcher):
+        raise ValueError(
+            f"nothing starts ranks here: {launcher} does not exist; source jobs/env.sh of a checkout first"
+        )
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".point-") as scratch:
+        out = Path(scratch) / "figures.json"
+        log = folder / f"ranks-{point.ranks}.log"
+        command = [launcher, "-n", str(point.ranks), sys.executable, "-m", "mpi4py", "-m", "hpctrain.scale.measure"]
+        folders = [f"run.out={scratch}", "run.name=point", "run.checkpoint_every=0"]
+        data = [] if point.config.data.path else [f"data.path={folder / 'data.h5'}"]
+        with log.open("w") as output:
+            done = subprocess.run(
+                [*command, str(out), str(steps), str(path), *point.overrides, *folders, *data],
+                stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            )  # fmt: skip
+        if done.returncode or not out.exists():
+            end = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+            raise ValueError(
+                f"the point of {point.ranks} ranks failed with status {done.returncode}; {log} ends:\n{end}"
+            )
+        return json.loads(out.read_text())
+
+
+def surroundings() -> dict:
+    """What a figure is worth little without."""
+    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return {
+        "commit": commit.stdout.strip() or "unknown",
+        "modules": os.environ.get("LOADEDMODULES", "").split(":") if os.environ.get("LOADEDMODULES") else [],
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+    }

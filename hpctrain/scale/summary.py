@@ -1,0 +1,92 @@
+"""The figures of a study: medians and spreads over the repeats of each point."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.scale.results import Results
+
+
+@dataclass(frozen=True)
+class Row:
+    """One point. Speeds and efficiencies are lists, one of each repeat; the other figures are medians."""
+
+    ranks: int
+    grid: dict[str, int]
+    config: str
+    flops_per_second: list[float]
+    tokens_per_second: float
+    step_seconds: float
+    seconds: dict[str, float]
+    received: dict[str, float]
+    formula: dict[str, float] | None  # None where there is none
+    bound: dict[str, float] | None
+    mfu: float
+    memory: float
+    oversubscribed: bool
+    efficiency: list[float]
+
+    @property
+    def speed(self) -> float:
+        return _median(self.flops_per_second)
+
+    @property
+    def efficient(self) -> float:
+        return _median(self.efficiency)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Rows by rising ranks, and what they were measured in."""
+
+    name: str
+    mode: str
+    vary: str
+    rows: list[Row]
+    about: dict
+
+
+def summarise(folder: Path) -> Study:
+    """
+    Raises:
+        ValueError: when nothing was measured in `folder`.
+    """
+    results = Results(folder).read() if folder.is_dir() else []
+    if not results:
+        raise ValueError(
+            f"{folder} holds no measurements ({folder / 'results.jsonl'}); run `hpctrain scale` into it first"
+        )
+    latest = results[-1]
+    # a study that was begun again with other settings has other keys; the newest of each number of ranks counts
+    newest = {result["ranks"]: result["key"] for result in results}
+    found = {ranks: [r for r in results if r["key"] == key] for ranks, key in sorted(newest.items())}
+    first, rows = None, []
+    for ranks, repeats in found.items():
+        speeds = [r["flops"] / r["step_seconds"] for r in repeats]
+        first = first or _median(speeds) / ranks
+        rows.append(
+            Row(
+                ranks=ranks,
+                grid=repeats[0]["grid"],
+                config=repeats[0]["config"],
+                flops_per_second=speeds,
+                tokens_per_second=_median(r["tokens_per_second"] for r in repeats),
+                step_seconds=_median(r["step_seconds"] for r in repeats),
+                seconds={part: _median(r["seconds"][part] for r in repeats) for part in repeats[0]["seconds"]},
+                received=repeats[0]["bytes_received"],
+                formula=repeats[0]["bytes_formula"],
+                bound=repeats[0]["bytes_bound"],
+                mfu=_median(r["mfu"] for r in repeats),
+                memory=max(r["memory"] for r in repeats),
+                oversubscribed=any(r["oversubscribed"] for r in repeats),
+                efficiency=[speed / ranks / first for speed in speeds],
+            )
+        )
+    about = {key: latest[key] for key in ("commit", "mpi", "modules", "hosts", "threads", "steps")}
+    return Study(folder.name, latest["mode"], latest["vary"], rows, about)
+
+
+def _median(values) -> float:
+    return statistics.median(list(values))

@@ -1,0 +1,189 @@
+"""Scaling studies: how points grow, what is computed from the measurements, and what a report says."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from hpctrain.config import load_config
+from hpctrain.scale import report, work
+from hpctrain.scale.figures import PARTS
+from hpctrain.scale.points import points
+from hpctrain.scale.results import Results
+from hpctrain.scale.runner import key
+from hpctrain.scale.summary import summarise
+
+BASE = ["model.layers=2", "model.width=64", "model.heads=4", "train.batch=6", "train.microbatches=2"]
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text("")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("mode", "vary", "expected"),  # (ranks, data, pipeline, box, batch, layers, width) of each point
+    [
+        ("weak", "data", [(1, 1, 1, 1, 6, 2, 64), (2, 2, 1, 1, 12, 2, 64), (6, 6, 1, 1, 36, 2, 64)]),
+        ("weak", "pipeline", [(1, 1, 1, 1, 6, 2, 64), (2, 1, 2, 1, 6, 4, 64), (6, 1, 6, 1, 6, 12, 64)]),
+        ("weak", "tensor", [(1, 1, 1, 1, 6, 2, 64), (2, 1, 1, 2, 6, 2, 96), (6, 1, 1, 6, 6, 2, 160)]),
+        ("strong", "data", [(1, 1, 1, 1, 6, 2, 64), (2, 2, 1, 1, 6, 2, 64), (6, 6, 1, 1, 6, 2, 64)]),
+        ("strong", "tensor", [(1, 1, 1, 1, 6, 2, 64), (2, 1, 1, 2, 6, 2, 64), (6, 1, 1, 6, 6, 2, 64)]),
+    ],
+)
+def test_how_points_grow(config, mode, vary, expected):
+    found = []
+    for point in points(config, BASE, [1, 2, 6], mode, vary):
+        g, c = point.config.grid_shape, point.config
+        box = g["x"] * g["y"] * g["z"]
+        found.append((point.ranks, g["data"], g["pipeline"], box, c.train.batch, c.model.layers, c.model.width))
+        assert load_config(config, point.overrides) == c
+    assert found == expected
+
+
+@pytest.mark.parametrize("vary", ["data", "pipeline", "tensor"])
+def test_weak_points_keep_the_work_of_a_rank(config, vary):
+    """The width is rounded, so that tensor's are near."""
+    base = ["model.layers=4", "model.width=1024", "model.heads=8", "model.context=64", "model.vocabulary=64"]
+    shares = [work.flops(point.config) / point.ranks for point in points(config, base, [1, 2, 4, 8], "weak", vary)]
+    assert shares == pytest.approx([shares[0]] * 4, rel=0.03)
+
+
+def test_auto_weighs_bytes_against_the_bubble(config):
+    """Where messages are slow, stages, which exchange the least; where they are fast, none, as stages are idle."""
+    base = [*BASE, "train.batch=2", "model.context=8", "model.tied=false"]
+    for bandwidth, stages in ((1e-4, 2), (1e4, 1)):
+        machine = {"gemm": {"gflops_per_rank": 50}, "mpi": {"bandwidth_gib_per_second": bandwidth}}
+        point = points(config, base, [1, 2], "strong", "auto", machine)[1]
+        assert point.config.grid_shape["pipeline"] == stages
+
+
+def test_flops_are_those_that_torch_counts():
+    """In the products that the model is made of, attention's own included."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = load_config(overrides=[*BASE, "model.context=8"])
+    m = config.model
+    rows = config.train.batch * m.context
+    layers = [(m.width, 3 * m.width), (m.width, m.width), (m.width, 4 * m.width), (4 * m.width, m.width)] * m.layers
+    with FlopCounterMode(display=False) as counter:
+        for n_in, n_out in [*layers, (m.width, m.vocabulary)]:
+            torch.nn.Linear(n_in, n_out)(torch.ones(rows, n_in, requires_grad=True)).sum().backward()
+        for _ in range(m.layers):
+            q = torch.ones(config.train.batch * m.heads, m.context, m.width // m.heads, requires_grad=True)
+            (q @ q.transpose(1, 2) @ q).sum().backward()
+    assert work.flops(config) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "vary", "overrides", "message"),
+    [
+        ([2, 3], "data", ["grid.data=2"], "--ranks 3 cannot be factored: it is not a multiple of the first point's 2"),
+        ([2, 4], "data", [], "the grid of .* has 1 ranks, but the study begins with 2; give the grid"),
+        ([2, 1], "data", [], "--ranks must be rising positive numbers, such as 1,2,4, got 2,1"),
+        ([1, 2], "depth", [], "--vary must be one of data, pipeline, tensor, auto, got 'depth'"),
+        ([1, 2], "auto", [], "--vary auto chooses by measured figures; give --machine FILE"),
+        ([1, 8], "pipeline", [], "8 ranks by --vary pipeline: .*pipeline"),
+    ],
+)
+def test_bad_studies_are_refused(config, ranks, vary, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        points(config, [*BASE, *overrides], ranks, "strong", vary)
+
+
+def measurement(ranks, seconds, repeat=0, crowded=False, **others):
+    return {
+        "key": f"k{ranks}", "ranks": ranks, "repeat": repeat,
+        "grid": {"data": ranks, "pipeline": 1, "x": 1, "y": 1, "z": 1},
+        "step_seconds": seconds, "tokens_per_second": 100 * ranks / seconds, "flops": 4e9 * ranks, "mfu": 0.5,
+        "peak_flops_per_second": 1e10, "memory": 2**28, "oversubscribed": crowded, "hosts": ["h"], "mpi": "M",
+        "threads": 1, "bytes_received": {"data": 2**20}, "bytes_formula": {"data": 2**20},
+        "bytes_bound": {"data": 2**19}, "steps": 3,
+        "seconds": dict.fromkeys(PARTS, 0.1),
+        "mode": "weak", "vary": "data", "commit": "c", "modules": [], "config": "[run]\n", **others,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def study(tmp_path):
+    folder = tmp_path / "mine"
+    results = Results(folder)
+    for repeat, (one, two) in enumerate([(1.0, 1.25), (2.0, 2.0), (1.0, 1.0)]):
+        results.add(measurement(1, one, repeat))
+        results.add(measurement(2, two, repeat))
+        results.add(measurement(4, 5.0, repeat, crowded=True))
+    return folder
+
+
+def test_efficiency_is_of_medians(study):
+    one, two, four = summarise(study).rows
+    assert one.speed == 4e9
+    assert two.speed == 8e9 / 1.25
+    assert two.efficiency == [0.8, 0.5, 1.0]
+    assert two.efficient == 0.8
+    assert four.oversubscribed
+
+
+def test_the_report_read_back(study):
+    text = report.write(study).read_text()
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr(?: class=crowded)?>(<td>.*?)</tr>", text)]
+    assert [row[report.HEADER.index("efficiency")] for row in rows] == ["1.000", "0.800", "oversubscribed"]
+    assert [row[report.HEADER.index("lower bound")] for row in rows] == ["0.500"] * 3
+    assert text.count("data:image/png;base64,") == 5
+    assert not re.search(r"(src|href)=\"(?!data:)", text)  # self-contained
+    assert "they show that it works, not how it scales" in text
+    lines = (study / "report.md").read_text().splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    assert tuple(table[0]) == report.HEADER
+    assert table[1:] == rows
+    assert sorted(path.stem for path in study.glob("*.png")) == [
+        "bytes",
+        "efficiency",
+        "mfu-memory",
+        "throughput",
+        "time",
+    ]
+
+
+def test_studies_over_each_other(study, tmp_path):
+    Results(tmp_path / "other").add(measurement(1, 0.5))
+    text = report.compare([study, tmp_path / "other"], tmp_path / "both").read_text()
+    assert "mine and other" in text
+    assert text.count("<table>") == 2
+    Results(tmp_path / "strong").add(measurement(1, 0.5, mode="strong"))
+    with pytest.raises(ValueError, match="mine is weak, strong is strong"):
+        report.compare([study, tmp_path / "strong"], tmp_path / "both")
+    with pytest.raises(ValueError, match="holds no measurements"):
+        summarise(tmp_path / "nowhere")
+
+
+def test_a_full_disk_leaves_what_was_there(study):
+    """The line that does not fit is torn; the next one is whole again."""
+    before = Results(study).read()
+    program = """
+import json, resource, signal, sys
+from pathlib import Path
+from hpctrain.scale.results import Results
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+folder = Path(sys.argv[1])
+limit = (folder / "results.jsonl").stat().st_size + 50
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+Results(folder).add(json.loads(sys.argv[2]))
+"""
+    more = measurement(8, 1.0)
+    full = subprocess.run([sys.executable, "-c", program, str(study), json.dumps(more)], capture_output=True, text=True)
+    assert "OSError" in full.stderr
+    assert Results(study).read() == before
+    Results(study).add(more)
+    assert Results(study).read() == [*before, more]
+
+
+def test_what_is_measured_has_a_name(config):
+    one, two = points(config, BASE, [1, 2], "weak", "data")
+    assert key(one, 5, 1) == key(points(config, BASE, [1, 4], "weak", "tensor")[0], 5, 1)
+    assert len({key(one, 5, 1), key(two, 5, 1), key(one, 6, 1), key(one, 5, 2)}) == 4
