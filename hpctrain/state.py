@@ -41,6 +41,9 @@ class State(Protocol):
     def to_load(self, saved: dict[str, Described]) -> list[Entry]:
         """Memory of all that this rank needs, to be filled. Elements that several ranks hold are needed by each."""
 
+    def loaded(self) -> None:
+        """All memory of all ranks has been filled. Collective."""
+
 
 def part_of(entry: Entry, parts: int, index: int) -> Entry | None:
     """Range `index` of `parts` of an entry's rows; None where that is empty."""

@@ -59,14 +59,19 @@ class Job:
         raise AssertionError(f"no rank {rank} among the children of {self.process.pid}")
 
 
+def begin_job(folder, ranks, *command, **environment):
+    """A job of that many ranks, its output in the folder."""
+    launcher = os.environ.get("MPIRUN", str(ROOT / "jobs/mpirun.sh"))
+    return Job([launcher, "-n", str(ranks), *command], folder, environment)
+
+
 @pytest.fixture
 def start(tmp_path):
     """start(ranks, command, ...) begins a job of that many ranks."""
-    launcher = os.environ.get("MPIRUN", str(ROOT / "jobs/mpirun.sh"))
     jobs = []
 
     def begin(ranks, *command, **environment):
-        jobs.append(Job([launcher, "-n", str(ranks), *command], tmp_path, environment))
+        jobs.append(begin_job(tmp_path, ranks, *command, **environment))
         return jobs[-1]
 
     yield begin
@@ -75,12 +80,16 @@ def start(tmp_path):
             os.killpg(job.process.pid, 9)
 
 
+def write_text(folder):
+    path = folder / "text.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(400)))
+    return path
+
+
 @pytest.fixture
 def text(tmp_path):
     """A little corpus."""
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(400)))
-    return path
+    return write_text(tmp_path)
 
 
 @pytest.fixture

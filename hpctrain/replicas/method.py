@@ -79,3 +79,6 @@ class Method:
             ValueError: when that is of another model.
         """
         return state.to_load(names, self.optimizer, saved)
+
+    def loaded(self) -> None:
+        """What `to_load` gave has been filled: bring it to wherever else it is held. Collective."""

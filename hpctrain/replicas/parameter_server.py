@@ -74,11 +74,11 @@ class ParameterServer(DataParallel):
 
     def to_save(self, names):
         self._pull()
-        pieces = state.pieces_to_save(names, self.pieces, self.optimizer, self.grid)
+        pieces = state.pieces_to_save(names, self.pieces, self.optimizer, self.grid, weights=False)
         return state.parameters_to_save(names, self.grid) + pieces
 
     def to_load(self, names, saved):
-        pieces = state.pieces_to_load(names, self.pieces, self.optimizer, saved)
+        pieces = state.pieces_to_load(names, self.pieces, self.optimizer, saved, weights=False)
         return state.parameters_to_load(names, saved) + pieces
 
     def _pull(self) -> None:

@@ -45,14 +45,9 @@ def parameters_to_save(names: Names, grid) -> list[Entry]:
 
 def parameters_to_load(names: Names, saved: dict[str, Described]) -> list[Entry]:
     """Raises ValueError listing every parameter that is not there in the shape and type that the model has."""
-    wrong = []
-    for p, name in names.items():
-        here, there = Described(p.shard.global_shape, p.dtype), saved.get(f"model/{name}")
-        if here != there:
-            wrong.append(f"{name}: {_said(here)} in the model, {_said(there)} in the checkpoint")
-    if wrong:
-        raise ValueError("the checkpoint is of another model:\n  " + "\n  ".join(wrong))
-    return [Entry(f"model/{name}", p.shard, p.detach()) for p, name in names.items()]
+    entries = [Entry(f"model/{name}", p.shard, p.detach()) for p, name in names.items()]
+    _check(entries, saved)
+    return entries
 
 
 def _parameters(names, grid):
@@ -95,12 +90,14 @@ class Piece:
         return [Entry(name, part, flat[a:b]) for part, (a, b) in zip(parts, itertools.pairwise(ends))]
 
 
-def pieces_to_save(names: Names, pieces: list[Piece], optimizer, grid) -> list[Entry]:
-    """The optimizer's state; numbers are saved with the first piece of a parameter."""
+def pieces_to_save(names: Names, pieces: list[Piece], optimizer, grid, weights: bool) -> list[Entry]:
+    """The optimizer's state, and its `weights`; numbers are saved with the first piece of a parameter."""
     entries = []
     for piece in pieces:
         if not piece.parameter.shard.owned(grid.coords):
             continue
+        if weights:
+            entries += piece.entries(f"model/{names[piece.parameter]}", piece.held.detach())
         for key, value in optimizer.state[piece.held].items():
             name = f"optimizer/{key}/{names[piece.parameter]}"
             if value.dim():
@@ -110,10 +107,15 @@ def pieces_to_save(names: Names, pieces: list[Piece], optimizer, grid) -> list[E
     return entries
 
 
-def pieces_to_load(names: Names, pieces: list[Piece], optimizer, saved: dict[str, Described]) -> list[Entry]:
+def pieces_to_load(names: Names, pieces: list[Piece], optimizer, saved: dict[str, Described], weights: bool):
+    """Raises ValueError as `parameters_to_load`, where the `weights` are to be loaded too."""
     kept = _kept_states(saved)
-    optimizer.state.clear()
     entries = []
+    if weights:
+        for piece in pieces:
+            entries += piece.entries(f"model/{names[piece.parameter]}", piece.held.detach())
+        _check(entries, saved)
+    optimizer.state.clear()
     for piece in pieces:
         for key, value in kept.get(names[piece.parameter], ()):
             name = f"optimizer/{key}/{names[piece.parameter]}"
@@ -165,6 +167,16 @@ def _kept_states(saved) -> dict[str, list]:
 def _room(shape, value: Described, like) -> torch.Tensor:
     # torch's optimizers have numbers on the host
     return torch.empty(shape, dtype=value.dtype, device=like.device if shape else None)
+
+
+def _check(entries, saved) -> None:
+    wrong = {}
+    for entry in entries:
+        here, there = Described(entry.shard.global_shape, entry.tensor.dtype), saved.get(entry.name)
+        if here != there:
+            wrong[entry.name] = f"{entry.name}: {_said(here)} in the model, {_said(there)} in the checkpoint"
+    if wrong:
+        raise ValueError("the checkpoint is of another model:\n  " + "\n  ".join(wrong.values()))
 
 
 def _said(described: Described | None) -> str:

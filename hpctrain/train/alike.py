@@ -73,6 +73,6 @@ class Speeds:
         others = peers.tolist()
         others.remove(mean)
         usual = statistics.median(others) if others else mean
-        if not self.ratio or mean < self.ratio * usual:
+        if not self.ratio or mean <= self.ratio * usual:
             return []
         return [f"its own work takes {mean:.3g} s a step, that of the others of its stage {usual:.3g} s"]

@@ -1,12 +1,13 @@
 """Real jobs that are made to fail. Each is tiny: two ranks, a model of width 8."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from running import python, start, text
+from running import start, text
 
-__all__ = ["losses", "metrics", "python", "start", "text", "tiny", "uninterrupted"]
+__all__ = ["command", "losses", "metrics", "start", "text", "tiny"]
 
 TINY = [
     "model.layers=2", "model.width=8", "model.heads=2", "model.context=8", "model.dropout=0.1", "train.batch=4",
@@ -31,23 +32,15 @@ def losses(folder):
     return [record["loss"] for record in records] + [records[-1].get("val_loss")]
 
 
-@pytest.fixture
-def tiny(start, tmp_path, text, python):
-    """tiny(ranks, override, ..., faults="...") begins a job, its runs in the test's folder; `faults` are statements
-    that `faulty.py` carries out before training."""
-    config = tmp_path / "config.toml"
-    config.write_text(f'[run]\nout = "{tmp_path}/runs"\n[data]\npath = "{tmp_path}/data.h5"\ntext = ["{text}"]\n')
+def command(folder, text, script, ranks):
+    """(ranks, word, ...) of a job of these statements; see `faulty.py`. Its runs are in the folder."""
+    config = folder / "config.toml"
+    config.write_text(f'[run]\nout = "{folder}/runs"\n[data]\npath = "{folder}/data.h5"\ntext = ["{text}"]\n')
     faulty = str(Path(__file__).with_name("faulty.py"))
-
-    def begin(ranks, *overrides, faults=""):
-        return start(ranks, python, faulty, faults, "train", str(config), f"grid.data={ranks}", *TINY, *overrides)
-
-    return begin
+    return ranks, sys.executable, faulty, script, str(config), f"grid.data={ranks}", *TINY
 
 
 @pytest.fixture
-def uninterrupted(tiny, tmp_path):
-    """Losses of the tiny job on two ranks when nothing happens to it."""
-    ended = tiny(2, "run.name=whole", "run.checkpoint_every=0").wait()
-    assert ended.status == 0, ended.output
-    return losses(tmp_path / "runs/whole")
+def tiny(start, tmp_path, text):
+    """tiny(script) begins a job of these statements on two ranks."""
+    return lambda script: start(*command(tmp_path, text, script, 2))

@@ -120,6 +120,7 @@ class Checkpointer:
                     suits(told)
                 _, problem = self._together(load.load, path, told, state)
             if not problem:
+                state.loaded()
                 self.saved = step
                 return told
             self._set_aside(step, problem)

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -37,9 +38,11 @@ def write(path: Path, entries: Iterable[Entry]) -> File:
                 pieces.setdefault(entry.name, []).append(bounds)
         if disk.error:
             raise disk.error
-        raw.seek(0)
-        digest = hashlib.file_digest(raw, "sha256").hexdigest()
-        os.fsync(raw.fileno())
+        with ThreadPoolExecutor(1) as beside:  # the disk is busy while the processor is
+            synced = beside.submit(os.fsync, raw.fileno())
+            raw.seek(0)
+            digest = hashlib.file_digest(raw, "sha256").hexdigest()
+            synced.result()
         return File(path.name, os.fstat(raw.fileno()).st_size, digest, pieces)
 
 

@@ -20,3 +20,6 @@ class TrainingState:
 
     def to_load(self, saved: dict[str, Described]) -> list[Entry]:
         return self.replicas.to_load(self.names, saved)
+
+    def loaded(self) -> None:
+        self.replicas.loaded()
