@@ -11,6 +11,7 @@ from hpctrain import Grid, Key
 from hpctrain.models.export import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.pipeline import schedule
+from hpctrain.train.batches import Samples
 from hpctrain.train.optimizer import adamw
 from hpctrain.train.trainer import Trainer
 
@@ -106,6 +107,7 @@ def test_delayed_schedules_are_delayed_sgd(world, name, count):
             continue  # an update without any sequence has no mean loss
         shape = dataclasses.replace(fitting(UNEVEN, pipeline), tied=False)
         grid = Grid(data, pipeline, tensor)
+        grid.wire.synchronous = count == 2
         made = schedule(name, pipeline, count)
         model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)
         whole = GPT2(alone(), shape, key=Key(3), dtype=torch.float64)
@@ -125,6 +127,33 @@ def test_delayed_schedules_are_delayed_sgd(world, name, count):
         for n, whole in whole_parameters(model, grid):
             if grid.rank == 0:
                 torch.testing.assert_close(whole, after[n], rtol=1e-10, atol=1e-12)
+
+
+class Text:
+    """Tokens without a file."""
+
+    path, tokens = "text", 1000
+
+    def read(self, start, count):
+        return torch.arange(start, start + count).numpy()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera", "pipedream"])
+def test_samples_weigh_the_tokens_of_an_update(world, name):
+    """The scales of all tokens that share an update add up to one, over replicas; ids and targets are where needed."""
+    pipeline = 2 if world.size % 2 == 0 else 1
+    if name == "chimera" and pipeline == 1:
+        pytest.skip("chimera takes an even number of ranks")
+    grid = Grid(world.size // pipeline, pipeline)
+    made = schedule(name, pipeline, 3)
+    batch = 7 * grid.data.size
+    parts = Samples(Text(), 5, 0.1, Key(0)).training_step(grid, 0, batch, made, "cpu", 0)
+    for update in made.updates:
+        total = sum(parts[m].scale * parts[m].targets.numel() for m in update if parts[m].targets is not None)
+        assert world.allreduce(total) == pytest.approx(1, rel=1e-12)
+    for m, part in enumerate(parts):
+        homes = made.placement[made.replica_of[m], 0], made.placement[made.replica_of[m], made.graph.stages - 1]
+        assert [part.ids is not None, part.targets is not None] == [home == grid.pipeline.rank for home in homes]
 
 
 def alone():
