@@ -1,11 +1,15 @@
 """Partitions of unequal layers: a step with each partitioner's, against the best of all contiguous ones.
 
     $MPIRUN -n 2 python -m mpi4py benchmarks/partition.py      6 layers, 5 partitions; 1 minute
-    $MPIRUN -n 4 python -m mpi4py benchmarks/partition.py      7 layers, 20 partitions; 2 minutes on 2 cores
+    $MPIRUN -n 4 python -m mpi4py benchmarks/partition.py      7 layers, 20 partitions; 2 minutes on 4 cores
+    $MPIRUN -n 4 python -m mpi4py benchmarks/partition.py --wait      the same on fewer cores
 
 A chain of MLP layers, one of which is four times as dear, is cut by costs measured on rank 0 and run by 1F1B. All
 partitions are taken in turn in the same run. Prints one JSON object a line: median milliseconds of a step (`ours`)
 beside those of the partition that was the fastest (`theirs`), and what the simulator predicted for ours.
+
+Where ranks share cores, all partitions take about as long as all their work. With --wait, layers wait where they would
+compute, which needs no core: executor and messages are real, the layers are not.
 """
 
 import argparse
@@ -36,6 +40,31 @@ class Layer(torch.nn.Module):
 
     def forward(self, x):
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Waiting(torch.nn.Module):
+    """Takes the time of a layer with so many hidden features, but no processor."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.seconds = hidden / WIDTH * 0.75e-3
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return _Wait.apply(x, self.weight, self.seconds)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * ctx.seconds)
+        return grad, grad.sum(), None
 
 
 class Chain:
@@ -90,15 +119,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dear", type=int, nargs="*", help="numbers of the dear layer, one case each")
+    parser.add_argument("--wait", action="store_true", help="layers that wait instead of computing")
     options = parser.parse_args()
     torch.set_num_threads(1)
     grid = ht.Grid(pipeline=MPI.COMM_WORLD.size)
     axis, ranks = grid.pipeline, grid.size
-    count = LAYERS[ranks]
+    count, kind = LAYERS[ranks], Waiting if options.wait else Layer
     executor = Executor(axis, schedule("1f1b", ranks, MICROBATCHES))
     message = message_seconds(axis)
     for dear in options.dear or (1, count - 1):
-        layers = torch.nn.ModuleList(Layer(WIDTH * (16 if number == dear else 4)) for number in range(count))
+        layers = torch.nn.ModuleList(kind(WIDTH * (16 if number == dear else 4)) for number in range(count))
         costs = found = None
         if axis.rank == 0:
             costs = profile(list(layers), lambda: torch.ones(ROWS, WIDTH, requires_grad=True), repeats=15)
@@ -109,6 +139,7 @@ def main():
         every = [tuple(b - a for a, b in itertools.pairwise((0, *inner, count))) for inner in cuts]
         taken = measured(executor, {counts: Chain(layers, counts, axis.rank) for counts in every}, options.rounds)
         best = min(taken, key=taken.get)
+        case = f"{ranks} ranks, {kind.__name__.lower()} {dear} of {count} four times as dear"
         for name, counts in found.items():
             if axis.rank == 0:
                 ours = taken[tuple(counts)]
@@ -117,7 +148,7 @@ def main():
                     json.dumps(
                         {
                             "benchmark": "partition",
-                            "case": f"{ranks} ranks, layer {dear} of {count} four times as dear: {name} {counts}",
+                            "case": f"{case}: {name} {counts}",
                             "peer": f"best of all {len(every)}: {list(best)}",
                             "ours": round(1e3 * ours, 1),
                             "theirs": round(1e3 * taken[best], 1),
