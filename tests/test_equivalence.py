@@ -51,7 +51,7 @@ def train_on(
     made = algorithm_of(grid, algorithm, overlap)
     order = schedule(pipeline, grid.pipeline.size, count, slices=len(slices) or None)
     model = GPT2(grid, shape, cut, order.placement, algorithm=made, key=Key(3), dtype=torch.float64)
-    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order, clip, slices)
+    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order, clip, slices=slices)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 1e-2
     results = [

@@ -98,7 +98,7 @@ class Job:
         optimizer = make_optimizer(self.model.parameters(), train.weight_decay, train.optimizer, train.momentum)
         replicas = make(config.replicas, self.model.parameters(), grid, optimizer)
         slices = token_slices(config)
-        self.trainer = Trainer(self.model, grid, optimizer, self.schedule, train.clip, slices, replicas)
+        self.trainer = Trainer(self.model, grid, optimizer, self.schedule, train.clip, replicas, slices)
 
         self.state = TrainingState(self.model, replicas)
         self.folder = None

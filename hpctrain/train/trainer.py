@@ -34,7 +34,7 @@ class Trainer(step.Trainer):
 
     def __init__(
         self, model, grid, optimizer: torch.optim.Optimizer, schedule: Schedule | int = 1, max_norm: float = 0.0,
-        slices: Sequence[int] = (), replicas=None,
+        replicas=None, slices: Sequence[int] = (),
     ):  # fmt: skip
         super().__init__(model, grid, optimizer, max_norm, replicas)
         if isinstance(schedule, int):
