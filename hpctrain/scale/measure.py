@@ -64,12 +64,12 @@ def measure(job: Job, world, steps: int) -> dict:
     for _ in range(steps):
         world.Barrier()
         taken.append(job.loop.take_step())
-    stage, known = job.grid.pipeline.rank, work.has_formula(job.config)
+    rank, known = job.grid.pipeline.rank, work.has_formula(job.config)
     mine = {
         "taken": [(record["seconds"], record["time"]) for record in taken],
         "received": taken[-1]["bytes_received"],
-        "formula": work.received(job.config, stage) if known else None,
-        "bound": work.bound(job.config, stage) if known else None,
+        "formula": work.received(job.config, rank) if known else None,
+        "bound": work.bound(job.config, rank) if known else None,
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "place": (socket.gethostname(), sorted(os.sched_getaffinity(0))),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from hpctrain.config import Config
+from hpctrain.config import Config, check_pipeline, token_slices
 from hpctrain.matmul import lower_bound
 from hpctrain.models.gpt2 import GPT2Shape
 from hpctrain.plan import step_traffic
@@ -25,40 +25,47 @@ def flops(config: Config) -> float:
 
 
 def has_formula(config: Config) -> bool:
-    """Whether `received` is exact where sizes divide: gradients summed over replicas, stage s on rank s."""
-    schedule, partition = config.pipeline.schedule, config.pipeline.partition
-    return config.replicas.method == "ddp" and schedule in ("gpipe", "1f1b") and partition == "even"
+    """Whether `received` is exact where sizes divide: gradients are summed over replicas, and all cuts are even."""
+    return config.replicas.method == "ddp" and config.pipeline.partition == "even" and not token_slices(config)
 
 
-def received(config: Config, stage: int) -> dict[str, float]:
-    """Bytes that a rank of the stage receives in a step, {axis: bytes}, by `step_traffic`."""
-    m, train = config.model, config.train
+def received(config: Config, rank: int) -> dict[str, float]:
+    """Bytes that rank `rank` of the pipeline axis receives in a step, {axis: bytes}, by `step_traffic`."""
+    m, tensor = config.model, config.tensor
     shape = GPT2Shape(m.layers, m.width, m.heads, m.context, m.vocabulary, m.dropout, m.tied)
     itemsize = ITEMSIZE.get(config.precision.compute, 4)
-    grid, tensor = config.grid_shape, config.tensor
-    return step_traffic(shape, grid, train.batch, train.microbatches, itemsize, stage, tensor.algorithm, tensor.overlap)
+    return step_traffic(
+        shape, config.grid_shape, config.train.batch, check_pipeline(config), itemsize, rank, tensor.algorithm,
+        tensor.overlap,
+    )  # fmt: skip
 
 
-def bound(config: Config, stage: int) -> dict[str, float]:
+def bound(config: Config, rank: int) -> dict[str, float]:
     """The same, of which less cannot be had: the matrix products at their lower bounds; the sums over data and the
     messages between stages are at theirs by themselves."""
-    m, train, grid = config.model, config.train, config.grid_shape
+    m, grid, schedule = config.model, config.grid_shape, check_pipeline(config)
     box = grid["x"] * grid["y"] * grid["z"]
-    rows = max(1, train.batch * m.context // (grid["data"] * train.microbatches))
-    layers = split_sizes(m.layers, grid["pipeline"])[stage]
-    shapes = [(3 * m.width, layers), (m.width, layers), (4 * m.width, 2 * layers)]
-    if stage == grid["pipeline"] - 1:
-        shapes.append((m.vocabulary, 1))
+    rows = max(1, config.train.batch * m.context // (grid["data"] * schedule.microbatches))
+    stages = schedule.graph.stages
+    held = [stage for (_, stage), home in schedule.placement.items() if home == rank]
+    layers = sum(split_sizes(m.layers, stages)[stage] for stage in held)
+    shapes = [
+        (3 * m.width, layers),
+        (m.width, layers),
+        (4 * m.width, 2 * layers),
+        (m.vocabulary, held.count(stages - 1)),
+    ]
     # forward moves the input, the weight and the output; backward, where what arrived is kept, their gradients
     words = sum(2 * count * lower_bound(rows, m.width, n, box) for n, count in shapes)
+    copies = len({copy for copy, _ in schedule.placement})  # of the model, on one pipeline: they share the microbatches
     itemsize = ITEMSIZE.get(config.precision.compute, 4)
-    return {**received(config, stage), "tensor": itemsize * train.microbatches * words}
+    return {**received(config, rank), "tensor": itemsize * schedule.microbatches * words / copies}
 
 
 def predicted_seconds(config: Config, machine: dict | None) -> float:
     """Seconds of a step of the slowest stage by the machine's figures; without them the bytes that it receives."""
     stages = config.grid_shape["pipeline"]
-    most = max(sum(received(config, stage).values()) for stage in range(stages))
+    most = max(sum(received(config, rank).values()) for rank in range(stages))
     if machine is None:
         return most
     computing = flops(config) / prod(config.grid_shape.values()) / (machine["gemm"]["gflops_per_rank"] * 1e9)

@@ -132,7 +132,7 @@ def sbatch(shell):
 def ended(shell):
     """ended(job) waits for a job's end; returns its state and exit status. `sbatch --wait` looks ever less often."""
 
-    def wait(job, limit=90):
+    def wait(job, limit=240):
         deadline = time.monotonic() + limit
         while True:
             facts = shell("scontrol", "show", "job", job)
@@ -196,3 +196,46 @@ def test_a_study_as_jobs(shell, small, ended, tmp_path):
     assert [(result["ranks"], result["slurm_job"]) for result in results] == [(1, first), (2, second)]
     assert (tmp_path / "study/report.html").read_text().count("<td>1×1×1×1×1</td>") == 1
     assert "add --submit, or begin with salloc" in shell(hpctrain, *study, status=2)  # not on the login node
+
+
+def test_jobs_that_end_early(sbatch, ended, shell, small, tmp_path):
+    """A warned job saves, is requeued, and ends with the losses of one that was left alone; one over its time limit and
+    a cancelled one say so; the tasks of an array have their own seeds."""
+    limited, cancelled = (sbatch("--nodelist=n3", "--wrap=sleep 300") for _ in range(2))
+    common = ["--ntasks=2", TRAIN, *small, "run.steps=400"]
+    warned = sbatch("--output=warned.out", *common, "run.name=warned")
+    alone = sbatch("--output=alone.out", *common, "run.name=alone")
+    array = sbatch("--array=0-1", "--output=array-%a.out", *common, "run.steps=2", "run.seed=%a", "run.name=seed-%a")
+    until(lambda: "step " in read(tmp_path / "warned.out"))
+    shell("scancel", "--batch", "--signal=USR1", warned)
+    shell("scontrol", "update", f"JobId={limited}", "EndTime=now+1seconds")
+    shell("scancel", cancelled)
+    assert ended(alone) == ("COMPLETED", 0)
+    assert ended(warned) == ("COMPLETED", 0)
+    log = read(tmp_path / "warned.out")  # appended to
+    assert "stopped by SIGUSR1 after step" in log
+    assert f"saved; requeueing job {warned}" in log
+    assert "resumed after step" in log
+    one, other = (
+        [json.loads(line)["loss"] for line in read(tmp_path / f"runs/{name}/metrics.jsonl").splitlines()]
+        for name in ("warned", "alone")
+    )
+    assert len(one) == 400
+    assert one == other
+    assert "Restarts=1" in shell("scontrol", "show", "job", warned)
+    assert ended(array) == ("COMPLETED", 0)
+    until(lambda: all("final training loss" in read(tmp_path / f"array-{task}.out") for task in (0, 1)))
+    assert final(read(tmp_path / "array-0.out")) != final(read(tmp_path / "array-1.out"))
+    assert ended(cancelled)[0] == "CANCELLED"
+    assert ended(limited)[0] == "TIMEOUT"
+
+
+def read(path):
+    return path.read_text() if path.exists() else ""
+
+
+def until(true, limit=120):
+    deadline = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
