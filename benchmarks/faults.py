@@ -91,7 +91,8 @@ def kill_and_resume(folder, seed):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=50)
+    parser.add_argument("--seeds", type=int, default=50, help="how many")
+    parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +104,7 @@ def main():
         if start(folder, "whole").wait(120):
             sys.exit((folder / "whole.log").read_text())
         whole = losses(folder, "whole")
-        for seed in range(options.seeds):
+        for seed in range(options.first, options.first + options.seeds):
             told = kill_and_resume(folder, seed)
             same = told["resumed"] == 0 and losses(folder, f"seed-{seed}") == whole
             failed += not same

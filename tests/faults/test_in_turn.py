@@ -1,10 +1,14 @@
 """Faults that a job survives or ends by itself, one after the other in the same two processes, to save time."""
 
 import os
+import shutil
 
 import pytest
+import torch
 from conftest import losses, metrics
+from safetensors.torch import load_file
 
+from hpctrain.cli import main
 from hpctrain.train.checkpoint import folder
 
 SCRIPT = """
@@ -217,6 +221,37 @@ def test_a_weight_that_differs_by_a_bit(told):
         in output["run.name=bit sanity.check_every=7"]
     )
     assert folder.steps(runs / "bit/checkpoints") == [3]
+
+
+def test_the_command(told, tmp_path, capsys):
+    """`hpctrain checkpoint` lists and verifies, naming the file that is wrong, and exports what the run exported."""
+    runs, *_ = told
+    run = shutil.copytree(runs / "whole", tmp_path / "run", symlinks=True)
+    assert main(["checkpoint", "ls", str(run)]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in listed] == ["6", "9", "12"]
+    assert all("2 files" in line and "data=2 pipeline=1" in line for line in listed)
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert capsys.readouterr().out.count("as written") == 3
+    assert main(["checkpoint", "export", str(run), "-o", str(tmp_path / "out")]) == 0
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (run / "model", tmp_path / "out"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (run / "model/config.json").read_text() == (tmp_path / "out/config.json").read_text()
+
+    (run / "checkpoints/step-9/notes").write_text("not of it")
+    os.truncate(run / "checkpoints/step-12/rank-00000.h5", 1000)
+    (run / "checkpoints/step-6/manifest.sha256").unlink()
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", str(run)]) == 1
+    told = capsys.readouterr().out.splitlines()
+    for line, name in zip(told, ("step-6/manifest.sha256", "step-9/notes", "step-12/rank-00000.h5"), strict=True):
+        assert "BAD" in line
+        assert name in line
+    assert main(["checkpoint", "ls", str(run)]) == 1
+    assert main(["checkpoint", "export", str(run), "-o", str(tmp_path / "none")]) == 1
+    assert main(["checkpoint", "verify", str(run), "--step", "7"]) == 2
+    assert main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
 
 
 def test_another_training_is_refused(told):
