@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import platform
@@ -171,6 +172,7 @@ class Job:
             },
         }  # fmt: skip
 
+    @functools.cached_property
     def data_facts(self) -> dict:
         return {
             "samples": self.samples.training.samples,
@@ -188,7 +190,7 @@ class Job:
             for key, value in there[section].items()
             if (keys is None or key in keys) and value != here[section].get(key)
         ]
-        wrong += [f"{k} of the data {v}, was {told.about['data'][k]}" for k, v in self.data_facts().items()
+        wrong += [f"{k} of the data {v}, was {told.about['data'].get(k)}" for k, v in self.data_facts.items()
                   if v != told.about["data"].get(k)]  # fmt: skip
         if wrong:
             raise ValueError(

@@ -193,7 +193,7 @@ class Loop:
 
     def _about(self) -> dict:
         return self.job.about() | {
-            "data": {**self.job.data_facts(), "batches": self.batches},
+            "data": {**self.job.data_facts, "batches": self.batches},
             "sanity": {"losses": self.sanity.losses},
         }
 
