@@ -22,15 +22,19 @@ class WeightGradients:
     A put off product keeps the layer's input and the gradient of its output, as this rank was given them, and gathers
     both once more.
 
+    Args:
+        model: this rank's stages.
+        axis: the pipeline axis, where it is enough that another rank has products; the call is then collective.
+
     Raises:
         ValueError: when the model has no `layers.Linear`, so that nothing could be put off.
 
     Source: Qi et al., "Zero bubble pipeline parallelism" (ICLR 2024), §2.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, axis=None):
         products = [module.product for module in model.modules() if isinstance(module, Linear)]
-        if not products:
+        if not (axis.comm.allreduce(len(products)) if axis else products):
             raise ValueError(
                 f"{type(model).__name__} has no hpctrain.layers.Linear whose weight gradient could be put off; use a "
                 "schedule with whole backwards, such as 1f1b, or layers of hpctrain"

@@ -1,7 +1,9 @@
 """Pipelines: the order of work on every rank, its proof and simulation, its lowering to messages, and the executor.
 
-Everything but the executor is plain Python; it starts neither MPI nor torch.
+Everything but the executor and networks is plain Python; it starts neither MPI nor torch.
 """
+
+import importlib
 
 from hpctrain.pipeline.actions import Action, Fused
 from hpctrain.pipeline.catalogue import NAMES, schedule
@@ -23,6 +25,7 @@ __all__ = [
     "LayerCosts",
     "Lowered",
     "NAMES",
+    "Network",
     "Schedule",
     "Simulation",
     "StageGraph",
@@ -40,8 +43,6 @@ __all__ = [
 
 
 def __getattr__(name):
-    if name == "Executor":  # brings torch
-        from hpctrain.pipeline.executor import Executor
-
-        return Executor
+    if name in ("Executor", "Network"):  # bring torch
+        return getattr(importlib.import_module(f"hpctrain.pipeline.{name.lower()}"), name)
     raise AttributeError(f"module 'hpctrain.pipeline' has no attribute {name!r}")

@@ -37,7 +37,7 @@ class Work(Protocol):
         """The stage's output from what came along its edges, in the order of `graph.into[stage]`.
 
         One tensor goes along every edge of `graph.out[stage]`; or there is one for each. Of a stage without edges to
-        others it is the microbatch's loss.
+        others it is the microbatch's loss. Inputs must not be changed in place: other stages of the rank see them too.
         """
 
     def carried(self, action: Action) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -127,7 +127,7 @@ class _Step:
     A message is named by (tag, replica, microbatch, slice); the tag tells edge and direction.
     """
 
-    __slots__ = ("action", "do", "gives", "last", "message", "output", "takes", "unit")
+    __slots__ = ("action", "do", "gives", "last", "message", "output", "takes", "unit", "users")
 
     def __init__(self, action: Action, graph, lowered):
         kind, replica, stage, m, part = action[:5]
@@ -142,6 +142,10 @@ class _Step:
             self.takes, self.gives = (
                 [(tag + 1, *rest) for tag, *rest in messages] for messages in (outputs, activations)
             )
+            # autograd adds up a tensor's gradients in the reverse order of its users, and so do stages
+            places = [graph.sorted.index(target) for _, target in graph.out[stage]]
+            self.users = sorted(range(len(places)), key=places.__getitem__, reverse=True)
+            self.takes = [self.takes[i] for i in self.users]
         elif action.peer is not None:
             gradient = lowered.is_gradient(action)
             self.message = 2 * action.edge + gradient, replica, m, part
@@ -211,14 +215,7 @@ class _Run:
             self.on_last_backward(step.action)
         inputs, y = self.held.pop(step.unit)
         grads = [self.take(message) for message in step.takes]
-        roots = [y] if isinstance(y, torch.Tensor) else list(y)
-        if len(roots) < len(
-            grads
-        ):  # one output along several edges; autograd adds up in the reverse order of its users
-            total = grads.pop()
-            while grads:
-                total = total + grads.pop()
-            grads = [total]
+        roots = [y if isinstance(y, torch.Tensor) else y[i] for i in step.users] or [y]
         if self.sliced:
             more, of_more = self.work.carried(step.action)
             roots, grads = roots + more, (grads or [None]) + of_more

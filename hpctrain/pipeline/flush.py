@@ -77,21 +77,23 @@ def forward_only(
     microbatches: int,
     placement: Mapping[tuple[int, int], int] | None = None,
     replica_of: Sequence[int] | None = None,
+    graph: StageGraph | None = None,
 ) -> Schedule:
-    """Forwards alone, for evaluation, of a chain placed in any way; microbatch m goes through replica_of[m], or 0.
+    """Forwards alone, for evaluation, of stages placed in any way, of a chain if no graph is given; microbatch m goes
+    through replica_of[m], or 0.
 
     A rank takes `ranks` microbatches through its first stage, then through its next, as interleaved schedules do.
     """
     check(ranks=ranks, microbatches=microbatches)
     placement = chain_placement(ranks) if placement is None else placement
-    stages = 1 + max(stage for _, stage in placement)
+    graph = graph or StageGraph.chain(1 + max(stage for _, stage in placement))
     order: list[list[Action]] = [[] for _ in range(ranks)]
     for start in range(0, microbatches, ranks):
-        for stage in range(stages):
+        for stage in graph.sorted:
             for m in range(start, min(start + ranks, microbatches)):
                 replica = replica_of[m] if replica_of else 0
                 order[placement[replica, stage]].append(Action(FORWARD, replica, stage, m))
-    return Schedule("forward_only", StageGraph.chain(stages), placement, order, microbatches, training=False)
+    return Schedule("forward_only", graph, placement, order, microbatches, training=False)
 
 
 # What other generators need too ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class StageGraph:
 
     Attributes:
         into[s], out[s]: the edges that end and start at stage s, as (number of the edge, stage at its other end).
-        sorted: the stages so that every edge leads from an earlier to a later one.
+        sorted: the stages so that every edge leads from an earlier to a later one, the lowest number first where there
+            is a choice: the order in which one rank without a schedule would go through them.
 
     Raises:
         ValueError: for an edge to no stage, two edges between the same stages, or a cycle.
@@ -73,11 +75,13 @@ class StageGraph:
     def _sort(self) -> tuple[int, ...]:
         missing = [len(into) for into in self.into]
         ready = [s for s in range(self.stages) if not missing[s]]
-        for stage in ready:  # grows while it is read
-            for _, target in self.out[stage]:
+        done = []
+        while ready:
+            done.append(heapq.heappop(ready))
+            for _, target in self.out[done[-1]]:
                 missing[target] -= 1
                 if not missing[target]:
-                    ready.append(target)
-        if len(ready) < self.stages:
-            raise ValueError(f"the stages {sorted(set(range(self.stages)) - set(ready))} are in or behind a cycle")
-        return tuple(ready)
+                    heapq.heappush(ready, target)
+        if len(done) < self.stages:
+            raise ValueError(f"the stages {sorted(set(range(self.stages)) - set(done))} are in or behind a cycle")
+        return tuple(done)

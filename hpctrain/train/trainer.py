@@ -19,7 +19,7 @@ class Trainer(step.Trainer):
     """Trains a model on any grid.
 
     Args:
-        model: this rank's pipeline stages, such as `models.gpt2.GPT2`, placed as the schedule says.
+        model: this rank's pipeline stages, placed as the schedule says: `models.gpt2.GPT2`, or a `pipeline.Network`.
         grid: the process grid.
         optimizer: any torch optimizer over the model's parameters.
         schedule: of the pipeline; a number means 1F1B of so many microbatches a step on each replica.
@@ -50,9 +50,11 @@ class Trainer(step.Trainer):
         if max(1, len(slices)) != schedule.slices:
             raise ValueError(f"slices={list(slices)}: {schedule.name} is made for {schedule.slices} slices of tokens")
         self.schedule, self.slices = schedule, tuple(slices)
-        later = WeightGradients(model) if schedule.splits else None
+        later = WeightGradients(model, grid.pipeline) if schedule.splits else None
         self._train = Executor(grid.pipeline, schedule, later)
-        forwards = forward_only(schedule.ranks, schedule.microbatches, schedule.placement, schedule.replica_of)
+        forwards = forward_only(
+            schedule.ranks, schedule.microbatches, schedule.placement, schedule.replica_of, schedule.graph
+        )
         self._evaluate = Executor(grid.pipeline, forwards)
         self._completed = self._completed_by()
 
@@ -102,8 +104,13 @@ class Trainer(step.Trainer):
         if self.schedule.delayed:
             losses = self._train.run(Versions(self.model, microbatches, self.replicas))
             return self._totals([loss / len(self.schedule.updates) for loss in losses])
-        losses = self._train.run(Stages(self.model, microbatches, self.slices), self._last_backward)
+        losses = self._train.run(self._work(microbatches, self.slices), self._last_backward)
         return self._update(losses)
+
+    def _work(self, microbatches, slices=()):
+        if hasattr(self.model, "work"):
+            return self.model.work(microbatches)
+        return Stages(self.model, microbatches, slices)
 
     def _last_backward(self, action) -> None:
         self.replicas.overlap(self._completed[action.replica, action.stage])
@@ -114,5 +121,5 @@ class Trainer(step.Trainer):
         losses = []
         with torch.no_grad(), self.replicas.whole():
             for microbatches in batches:
-                losses += self._evaluate.run(Stages(self.model, microbatches))
+                losses += self._evaluate.run(self._work(microbatches))
         return comm.all_reduce(self._share(losses), self.grid.world).item()

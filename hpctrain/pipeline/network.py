@@ -1,0 +1,153 @@
+"""Any stage graph of torch modules as a network to train: branches, skips and joins, each stage on its rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from hpctrain import comm
+from hpctrain.pipeline.schedules import Schedule
+from hpctrain.randomness import Key
+from hpctrain.shard import Shard
+
+
+class Network(torch.nn.Module):
+    """This rank's stages of a network, for `train.trainer.Trainer` or, by `work`, for the `Executor` itself.
+
+        graph = StageGraph(4, [Edge(0, 1, (8, 16)), Edge(0, 2, (8, 16)), Edge(1, 3, (8, 16)), Edge(2, 3, (8, 16))])
+        schedule = list_schedule(graph, {(0, 0): 0, (0, 1): 0, (0, 2): 1, (0, 3): 1}, microbatches=4)
+        network = Network(grid, schedule, [lambda: nn.Linear(3, 16), nn.Tanh, nn.Sigmoid, Head])
+        trainer = Trainer(network, grid, torch.optim.SGD(network.parameters(), 0.1), schedule)
+        loss, norm = trainer.step([(x, target), ...])  # four pairs, of any numbers of samples
+
+    A stage is called with what comes along its edges, in the order of `graph.into[stage]`, and returns one tensor,
+    which goes along every edge of `graph.out[stage]`, or one for each. A stage that no edge leads to is given the
+    microbatch's input instead. A stage that no edge leaves is given the target as its last argument and returns the
+    loss, divided by the samples of all microbatches and replicas.
+
+    The loss and every gradient are, bit for bit, those of the stages called one after another in the order
+    `graph.sorted`, microbatch after microbatch; where a stage uses at several places an input that others use too,
+    to rounding, since it adds up its own uses first.
+
+    Args:
+        grid: the process grid. With tensor axes, stages are made of `hpctrain.layers`.
+        schedule: gives the graph and the placement. The shape of an edge is that of a microbatch, samples first.
+        stages: for each stage a function without arguments that makes its module; only called on the ranks that hold
+            the stage. Its random numbers, drawn from torch's generator, are the same on every grid.
+        key: names the initial weights; by default drawn from torch's generator on the first rank.
+        shape: function (edge, microbatch) -> shape of the message, where it is not the samples of the microbatch's
+            input, `len(input)`, and the further sizes of the edge.
+        device: of the stages and of arriving messages.
+
+    Attributes:
+        graph, placement: of the schedule.
+        stages: the numbers of this rank's stages; `stage[str(number)]` is the module.
+
+    Raises:
+        ValueError: on every rank, for a schedule with token slices or versions of weights, and when stages are missing,
+            an edge has no shape or is not of floating point numbers, two stages share a parameter, or a stage of plain
+            torch meets a tensor axis.
+    """
+
+    def __init__(
+        self, grid, schedule: Schedule, stages: Sequence[Callable[[], torch.nn.Module]], *, key: Key | None = None,
+        shape: Callable | None = None, device=None,
+    ):  # fmt: skip
+        super().__init__()
+        self.graph, self.placement, self.device = schedule.graph, schedule.placement, device
+        self._shape = shape
+        if schedule.slices > 1 or schedule.delayed:
+            raise ValueError(
+                f"schedule {schedule.name} cuts microbatches or keeps several versions of weights, which a Network "
+                "does not; use list_schedule or one with whole microbatches and a flush, such as 1f1b"
+            )
+        if len(stages) != self.graph.stages:
+            raise ValueError(f"stages must have one function for each of {self.graph.stages} stages, got {len(stages)}")
+        for edge in self.graph.edges:
+            if edge.shape == (0,) and shape is None:
+                raise ValueError(f"{edge} needs a shape such as (8, 16) for 8 samples of 16, or give Network shape=")
+            if not getattr(torch, edge.dtype).is_floating_point:
+                raise ValueError(f"{edge} must be of floating point numbers, which have gradients")
+        key = key or Key(grid.comm.bcast(int(torch.randint(2**62, ()))))
+        ranks = {}
+        for (_, stage), rank in self.placement.items():
+            ranks.setdefault(stage, set()).add(rank)
+        self.stages = [stage for stage in self.graph.sorted if grid.pipeline.rank in ranks[stage]]
+        self.stage = torch.nn.ModuleDict()
+        for stage in self.stages:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(int((key / stage).words(0, 1)[0]) >> 1)
+                self.stage[str(stage)] = stages[stage]().to(device)
+        with comm.together(grid.comm):
+            self._describe(grid.tensor.size, ranks)
+
+    def _describe(self, tensor: int, ranks: dict[int, set[int]]) -> None:
+        """Give every parameter its shard."""
+        seen = {}
+        for stage in self.stages:
+            for name, parameter in self.stage[str(stage)].named_parameters():
+                if parameter in seen:
+                    raise ValueError(f"stages {seen[parameter]} and {stage} share {name}; make them one stage")
+                seen[parameter] = stage
+                shard = getattr(parameter, "shard", None)
+                if shard is None and tensor > 1:
+                    raise ValueError(
+                        f"{name} of stage {stage} is of plain torch, and {tensor} tensor ranks share the stage; use "
+                        "hpctrain.layers, or grid.tensor=1"
+                    )
+                shard = shard or Shard(tuple(parameter.shape), tuple(slice(0, size) for size in parameter.shape))
+                holders = tuple(sorted(ranks[stage])) if len(ranks[stage]) > 1 else ()
+                parameter.shard = dataclasses.replace(shard, holders=holders)
+
+    def parameters_of(self, stage: int) -> Iterator[torch.nn.Parameter]:
+        """Those of one stage of this rank that are trained."""
+        return (p for p in self.stage[str(stage)].parameters() if p.requires_grad)
+
+    def room(self, edge: int, microbatch) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        """Shape, dtype and device of a microbatch's message along an edge, given by its number."""
+        edge = self.graph.edges[edge]
+        shape = self._shape(edge, microbatch) if self._shape else (len(microbatch[0]), *edge.shape[1:])
+        return tuple(shape), getattr(torch, edge.dtype), self.device
+
+    def forward(self, stage: int, inputs: list[torch.Tensor], microbatch):
+        """One stage of this rank on a microbatch, a pair (input, target)."""
+        x, target = microbatch
+        arguments = inputs if self.graph.into[stage] else [x]
+        if not self.graph.out[stage]:
+            return self.stage[str(stage)](*arguments, target)
+        y = self.stage[str(stage)](*arguments)
+        self._check(stage, y, microbatch)
+        return y
+
+    def _check(self, stage: int, y, microbatch) -> None:
+        """What leaves is what the other ranks make room for."""
+        edges = self.graph.out[stage]
+        parts = [y] * len(edges) if isinstance(y, torch.Tensor) else y
+        if len(parts) != len(edges):
+            raise ValueError(
+                f"stage {stage} gave {len(parts)} tensors for {len(edges)} edges; give one, or one for each"
+            )
+        for (number, _), part in zip(edges, parts):
+            shape, dtype, _ = self.room(number, microbatch)
+            if (part.shape, part.dtype) != (shape, dtype):
+                raise ValueError(
+                    f"stage {stage} gave {tuple(part.shape)} of {part.dtype} for {self.graph.edges[number]}, where "
+                    f"{shape} of {dtype} is expected"
+                )
+
+    def work(self, microbatches: list) -> _Work:
+        """These microbatches, pairs (input, target), as the executor's `Work`."""
+        return _Work(self, microbatches)
+
+
+class _Work:
+    def __init__(self, network: Network, microbatches: list):
+        self.network, self.microbatches = network, microbatches
+
+    def room(self, action):
+        return self.network.room(action.edge, self.microbatches[action.microbatch])
+
+    def forward(self, action, inputs):
+        return self.network(action.stage, inputs, self.microbatches[action.microbatch])

@@ -1,0 +1,219 @@
+"""Networks of any stage graph: equal to plain autograd that goes through the stages one after another."""
+
+import dataclasses
+import functools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain import Grid, Key
+from hpctrain.layers import Linear, Tokens, WeightGradients
+from hpctrain.models.export import whole_parameters
+from hpctrain.pipeline import Edge, Executor, Network, StageGraph, list_schedule, schedule
+from hpctrain.train.trainer import Trainer
+
+pytestmark = pytest.mark.mpi
+
+WIDTH = 6
+# Of seeds 2, 4, 7, 9, 11: 1, 4, 6, 8, 8 stages; 0, 5, 8, 13, 12 edges; 0, 2, 3, 5, 4 users of an output at most.
+WHOLE = [(seed, count, False) for seed, count in ((2, 1), (4, 17), (7, 2), (9, 5), (11, 17))]
+SPLIT = [(seed, count, True) for seed, count in ((2, 5), (4, 1), (7, 17), (9, 2), (11, 5))]
+
+
+class Stage(nn.Module):
+    """tanh(W sum of the inputs), or tanh of the sum; the same tensor for all its users, or one for each; or a loss."""
+
+    def __init__(self, users, weights, own_output, product):
+        super().__init__()
+        self.users, self.own_output = users, own_output
+        self.product = product() if weights else nn.Identity()
+
+    def forward(self, *inputs):
+        if not self.users:
+            *inputs, target = inputs
+        y = self.product(functools.reduce(torch.add, inputs)).tanh()
+        if not self.users:
+            return (y - target).square().sum()
+        return [y * (1 + 0.3 * i) for i in range(self.users)] if self.own_output else y
+
+
+class OurProduct(nn.Module):
+    """A Linear of hpctrain, whose weight gradients can be put off."""
+
+    def __init__(self, grid):
+        super().__init__()
+        self.grid, self.linear = grid, Linear(grid, WIDTH, WIDTH, to="inner", dtype=torch.float64)
+
+    def forward(self, x):
+        return self.linear(x, Tokens.of(self.grid, 1, len(x)))
+
+
+def plain(grid):
+    return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
+def random_network(seed, kind=plain):
+    """(graph, function grid -> the stages' functions): skips, joins, several first and last stages."""
+    draw = random.Random(seed)
+    stages = draw.randint(1, 8)
+    edges = [(a, b) for b in range(stages) for a in range(b) if draw.random() < 0.55]
+    draw.shuffle(edges)
+    graph = StageGraph(stages, [Edge(*edge, (9, WIDTH), "float64") for edge in edges])
+    options = [
+        {"users": len(graph.out[s]), "weights": s == 0 or draw.random() < 0.8, "own_output": draw.random() < 0.3}
+        for s in range(stages)
+    ]
+    return graph, lambda grid: [functools.partial(Stage, **o, product=functools.partial(kind, grid)) for o in options]
+
+
+def random_placement(seed, stages, ranks):
+    draw = random.Random(seed)
+    placement = {(0, stage): draw.randrange(ranks) for stage in range(stages)}
+    return {**placement, (0, stages - 1): ranks - 1}  # so that the schedule has all ranks
+
+
+def microbatch(m):
+    generator = torch.Generator().manual_seed(m)
+    return tuple(torch.randn(3 + m % 3, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def serial_stages(graph, stages):
+    from mpi4py import MPI
+
+    alone = Grid(comm=MPI.COMM_SELF)
+    everything = list_schedule(graph, random_placement(0, graph.stages, 1), 1)
+    network = Network(alone, everything, stages(alone), key=Key(3))
+    return [network.stage[str(stage)] for stage in range(graph.stages)]
+
+
+def serial(graph, stages, microbatches):
+    """Losses by microbatch; the gradients are left on the stages. All edges lead to higher numbers."""
+    losses = []
+    for m in microbatches:
+        x, target = microbatch(m)
+        given, ends = {}, []
+        for number, stage in enumerate(stages):
+            inputs = [given[edge] for edge, _ in graph.into[number]] or [x]
+            if not graph.out[number]:
+                ends.append(stage(*inputs, target))
+                continue
+            y = stage(*inputs)
+            for i, (edge, _) in enumerate(graph.out[number]):
+                given[edge] = y if isinstance(y, torch.Tensor) else y[i]
+        sum(ends).backward()
+        losses += [end.detach() for end in ends]
+    return losses
+
+
+@pytest.mark.parametrize(("seed", "count", "split"), WHOLE + SPLIT)
+def test_random_graphs_equal_plain_autograd(world, seed, count, split):
+    """Losses and every gradient, bit for bit; with MPI_Ssend too."""
+    grid = Grid(pipeline=world.size)
+    graph, stages = random_network(seed, OurProduct if split else plain)
+    placement = random_placement(seed, graph.stages, world.size)
+    made = list_schedule(graph, placement, count, split=split)
+    network = Network(grid, made, stages(grid), key=Key(3))
+    later = WeightGradients(network, grid.pipeline) if split else None
+    executor = Executor(grid.pipeline, made, later)
+    reference = serial_stages(graph, stages)
+    expected = serial(graph, reference, range(count))
+    for grid.wire.synchronous in (False, True):
+        network.zero_grad()
+        losses = executor.run(network.work([microbatch(m) for m in range(count)]))
+        assert sorted(loss for part in world.allgather(losses) for loss in part) == sorted(expected)
+        for number in network.stages:
+            gradients = [p.grad for p in network.stage[str(number)].parameters()]
+            wanted = [p.grad for p in reference[number].parameters()]
+            assert all(torch.equal(*pair) for pair in zip(gradients, wanted, strict=True))
+
+
+def test_training_equals_plain_torch(world):
+    """Three updates and an evaluation: exact on a pipeline alone, to rounding with replicas."""
+    for data, pipeline in {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(1, 4), (2, 2)]}.get(world.size, []):
+        grid, count, seed = Grid(data=data, pipeline=pipeline), 5, 9
+        graph, stages = random_network(seed)
+        made = list_schedule(graph, random_placement(seed, graph.stages, pipeline), count)
+        network = Network(grid, made, stages(grid), key=Key(3))
+        weights = list(network.parameters())  # may be none
+        trainer = Trainer(network, grid, torch.optim.SGD([{"params": weights}], 1e-3, momentum=0.9), made)
+        reference = nn.ModuleList(serial_stages(graph, stages))
+        optimizer = torch.optim.SGD(reference.parameters(), 1e-3, momentum=0.9)
+        mine = range(grid.data.rank * count, (grid.data.rank + 1) * count)
+        for _ in range(3):
+            optimizer.zero_grad()
+            expected = sum(serial(graph, reference, range(data * count)))
+            optimizer.step()
+            loss, _ = trainer.step([microbatch(m) for m in mine])
+            assert loss == pytest.approx(expected.item(), rel=1e-12)
+        after = {f"stage.{name}": weight for name, weight in reference.named_parameters()}
+        names = set()
+        for name, whole in whole_parameters(network, grid):
+            names.add(name)
+            if grid.rank == 0 and data == 1:
+                assert torch.equal(whole, after[name])
+            elif grid.rank == 0:
+                torch.testing.assert_close(whole, after[name], rtol=1e-12, atol=1e-14)
+        assert names == set(after)
+        expected = sum(serial(graph, reference, range(data * count)))
+        assert trainer.evaluate([[microbatch(m) for m in mine]]) == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_two_replicas_of_each_stage(world):
+    """Chimera on plain modules: gradients are summed over the ranks that hold a stage."""
+    if world.size % 2:
+        pytest.skip("chimera takes an even number of ranks")
+    grid, graph = Grid(pipeline=world.size), StageGraph.chain(world.size, (9, WIDTH), "float64")
+    made = dataclasses.replace(schedule("chimera", world.size, 4), graph=graph)
+
+    def stages(grid):
+        return [functools.partial(Stage, len(out), True, False, functools.partial(plain, grid)) for out in graph.out]
+
+    network = Network(grid, made, stages(grid), key=Key(3))
+    trainer = Trainer(network, grid, torch.optim.SGD(network.parameters(), 0.0), made)
+    reference = serial_stages(graph, stages)
+    expected = serial(graph, reference, range(4))
+    loss, _ = trainer.step([microbatch(m) for m in range(4)])
+    assert loss == pytest.approx(sum(expected).item(), rel=1e-12)
+    for number in network.stages:
+        for parameter, other in zip(network.stage[str(number)].parameters(), reference[number].parameters()):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_refusals(world):
+    grid = Grid(pipeline=world.size)
+    last = world.size - 1
+
+    def network(edge, functions, **options):
+        made = list_schedule(StageGraph(2, [edge]), {(0, 0): 0, (0, 1): last}, 1)
+        return Network(grid, made, functions, **options)
+
+    ready, module = Edge(0, 1, (4, 2)), nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="one function for each of 2 stages, got 1"):
+        network(ready, [nn.Identity])
+    with pytest.raises(ValueError, match="needs a shape such as"):
+        network((0, 1), [nn.Identity] * 2)
+    with pytest.raises(ValueError, match="must be of floating point numbers"):
+        network(Edge(0, 1, (4, 2), "int64"), [nn.Identity] * 2)
+    with pytest.raises(ValueError, match="pipedream cuts microbatches or keeps several versions"):
+        Network(grid, schedule("pipedream", world.size, 2), [nn.Identity] * world.size)
+    if world.size == 1:
+        with pytest.raises(ValueError, match="stages 0 and 1 share weight; make them one stage"):
+            network(ready, [lambda: module] * 2)
+    else:
+        with pytest.raises(ValueError, match=f"weight of stage 0 is of plain torch, and {world.size} tensor ranks"):
+            Network(Grid(tensor=world.size), schedule("1f1b", 1, 1), [lambda: module])
+    if grid.rank == 0:
+        batch = torch.ones(3, 2), None
+        with pytest.raises(ValueError, match=r"stage 0 gave \(3, 5\) of torch.float32 for .* where \(3, 2\)"):
+            network_alone(ready, lambda: nn.Linear(2, 5))(0, [], batch)
+        with pytest.raises(ValueError, match="stage 0 gave 2 tensors for 1 edges"):
+            network_alone(ready, lambda: Stage(2, False, True, None))(0, [], batch)
+
+
+def network_alone(edge, first):
+    from mpi4py import MPI
+
+    made = list_schedule(StageGraph(2, [edge]), {(0, 0): 0, (0, 1): 0}, 1)
+    return Network(Grid(comm=MPI.COMM_SELF), made, [first, nn.Identity])
