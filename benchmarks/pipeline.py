@@ -1,0 +1,220 @@
+"""Train the same GPT in a pipeline with hpctrain and with others, step by step in turn; then hold memory and step time
+against the simulator.
+
+    $MPIRUN -n 2 python -m mpi4py benchmarks/pipeline.py                         everything; 4 minutes
+    $MPIRUN -n 2 python -m mpi4py benchmarks/pipeline.py --peers torch --steps 5 --only compare
+
+Peers: torch.distributed.pipelining over gloo, and DeepSpeed's PipelineModule, which is looked for on PYTHONPATH:
+
+    pip install --no-deps --target ~/deepspeed deepspeed==0.19.8 einops hjson msgpack ninja psutil py-cpuinfo
+    PYTHONPATH=~/deepspeed $MPIRUN -n 2 python -m mpi4py benchmarks/pipeline.py
+
+Model, batch and optimizer are those of benchmarks/peers.py, embeddings untied, in 4 microbatches. All sides live in the
+same processes, one BLAS thread each, and have the same initial weights, microbatches and blocks a stage. A round is one
+step of every entry; `ratio` is the median over the rounds of theirs / ours in seconds. `ours` and `theirs` are medians.
+"best" takes of each side the entry with the least median. Prints one JSON object a line.
+
+The lines of memory and time have the simulator's prediction as `theirs`, in MiB on the rank that holds most and in ms;
+`ratio` is predicted / measured. What is measured is every tensor that is alive on a rank at the end of a forward,
+buffers of the executor's pool included, and that was not there before the step (weights, their gradients).
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from peers import HEADS, LAYERS, SHAPES, VOCABULARY, free_port
+from pipeline_costs import peak_bytes, stage_costs
+from pipeline_torch import torch_pipelining
+
+import hpctrain as ht
+from hpctrain.layers import Tokens
+from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.pipeline import schedule
+from hpctrain.train.batches import Microbatch
+from hpctrain.train.optimizer import adamw
+from hpctrain.train.trainer import Trainer
+
+MICROBATCHES, WARM_UP = 4, 2
+SIZES = SHAPES["base"]
+SHAPE = GPT2Shape(LAYERS, SIZES["width"], HEADS, SIZES["context"], VOCABULARY, tied=False)
+CUTS = {2: [(2, 2), (3, 1)], 4: [(1, 1, 1, 1)]}  # of as many stages; the head costs as much as a block and a half
+OURS = ("gpipe", "1f1b", "zb-h1", "chimera", "interleaved", "zb-v")
+PEERS = {"torch": ("gpipe", "1f1b", "interleaved", "zb-v"), "deepspeed": ("1f1b",)}
+NAMES = {"torch": "torch pipelining", "deepspeed": "DeepSpeed PipelineModule"}
+
+
+def deepspeed(*arguments):
+    """Loads DeepSpeed, which may not be there and takes seconds, when it is asked for. It prints."""
+    with contextlib.redirect_stdout(sys.stderr):
+        from pipeline_deepspeed import deepspeed_pipeline
+
+        return deepspeed_pipeline(*arguments)
+
+
+MAKERS = {"torch": torch_pipelining, "deepspeed": deepspeed}
+
+
+class Ours:
+    """hpctrain's side of one schedule and cut."""
+
+    def __init__(self, grid, name, cut, batch):
+        self.schedule = schedule(name, grid.pipeline.size, MICROBATCHES)
+        self.model = GPT2(grid, SHAPE, cut, placement=self.schedule.placement, key=ht.Key(0), dtype=torch.float32)
+        self.trainer = Trainer(self.model, grid, adamw(self.model.parameters(), 0.01), self.schedule)
+        rows, length = batch.shape[0] // MICROBATCHES, batch.shape[1] - 1
+        self.microbatches = [
+            Microbatch(
+                Tokens.of(grid, rows, length, m * rows), part[:, :-1].reshape(-1), part[:, 1:].reshape(-1), scale
+            )
+            for scale in (1 / (len(batch) * length),)
+            for m, part in enumerate(batch.split(rows))
+        ]
+
+    def step(self):
+        return self.trainer.step(self.microbatches)[0] / self.schedule.ranks  # every rank has the loss
+
+
+def rounds(steps, sides):
+    """{entry: seconds of every step}, of the slowest rank, and {entry: losses}; one step of each entry in turn."""
+    world = MPI.COMM_WORLD
+    times, losses = {entry: [] for entry in sides}, {entry: [] for entry in sides}
+    for _ in range(steps + WARM_UP):
+        for entry, step in sides.items():
+            world.Barrier()
+            start = time.perf_counter()
+            loss = step()
+            times[entry].append(world.allreduce(time.perf_counter() - start, MPI.MAX))
+            losses[entry].append(world.allreduce(loss))
+    return {entry: each[WARM_UP:] for entry, each in times.items()}, losses
+
+
+def entries(names):
+    """(schedule, cut) of every cut there is."""
+    for name in names:
+        placement = schedule(name, MPI.COMM_WORLD.size, MICROBATCHES).placement
+        stages = 1 + max(stage for _, stage in placement)
+        yield from ((name, cut) for cut in CUTS[stages])
+
+
+def compare(grid, batch, peers, steps):
+    """Lines of tokens a second.
+
+    Raises:
+        RuntimeError: when first losses differ, so that two sides do not train the same model.
+    """
+    alone = GPT2(ht.Grid(comm=MPI.COMM_SELF), SHAPE, key=ht.Key(0), dtype=torch.float32)
+    weights = {name: p.detach().clone() for name, p in alone.named_parameters()}
+    sides, absent = {}, {}
+    for peer in ("ours", *peers):
+        for name, cut in entries(OURS if peer == "ours" else PEERS[peer]):
+            if peer == "ours":
+                sides[peer, name, cut] = Ours(grid, name, cut, batch).step
+                continue
+            made = schedule(name, grid.pipeline.size, MICROBATCHES)
+            try:
+                sides[peer, name, cut] = MAKERS[peer](name, weights, HEADS, cut, made.placement, batch, MICROBATCHES)
+            except ImportError as error:
+                absent[peer] = str(error)
+    sides = dict(sorted(sides.items(), key=lambda side: side[0][1:]))  # what is compared, one after the other
+    times, losses = rounds(steps, sides)
+    expected = losses["ours", "1f1b", CUTS[2][0]]
+    for entry, (first, *_) in losses.items():
+        if not abs(first - expected[0]) < 1e-5 * expected[0]:
+            raise RuntimeError(f"the first loss differs: {first} of {entry}, {expected[0]} of ours")
+    tokens = batch.shape[0] * (batch.shape[1] - 1)
+
+    def line(case, peer, mine, theirs, goal):
+        mine, theirs = times[mine], times[theirs]
+        return {
+            "case": case,
+            "peer": peer,
+            "ours": round(tokens / statistics.median(mine)),
+            "theirs": round(tokens / statistics.median(theirs)),
+            "unit": "tokens/s",
+            "ratio": round(statistics.median(b / a for a, b in zip(mine, theirs)), 3),
+            "goal": goal,
+        }
+
+    for peer, name, cut in times:
+        if peer != "ours":
+            theirs = peer, name, cut
+            differ = [abs(losses[theirs][i] - losses["ours", name, cut][i]) / expected[i] for i in (0, -1)]
+            made = line(_case(name, cut), NAMES[peer], ("ours", name, cut), theirs, 1.0)
+            yield made | {"losses_differ": [float(f"{difference:.1e}") for difference in differ]}
+        elif all((other, name, cut) not in times for other in peers):
+            median = statistics.median(times[peer, name, cut])
+            yield {"case": _case(name, cut), "peer": None, "ours": round(tokens / median), "unit": "tokens/s"}
+    best = {
+        side: min((e for e in times if (e[0] == "ours") == (side == "ours")), key=lambda e: statistics.median(times[e]))
+        for side in ("ours", "theirs")
+    }
+    (_, *mine), (peer, *theirs) = best.values()
+    yield line(f"best: {_case(*mine)}", f"best: {NAMES[peer]} {_case(*theirs)}", *best.values(), 1.05)
+    yield from ({"case": "all", "peer": NAMES[peer], "absent": reason} for peer, reason in absent.items())
+
+
+def _case(name, cut):
+    return f"{name}, blocks {'+'.join(map(str, cut))}, {MPI.COMM_WORLD.size} ranks"
+
+
+def predict(grid, batch, steps):
+    """Lines of the simulator's memory and step time beside what is measured."""
+    for name, cut in entries(OURS):
+        measured = rounds(steps, {name: Ours(grid, name, cut, batch).step})[0][name]
+        made, costs = stage_costs(Ours(grid, name, cut, batch))
+        simulated = made.simulate(costs)
+        peaks = MPI.COMM_WORLD.allgather(peak_bytes(Ours(grid, name, cut, batch)))
+        held = max(range(len(peaks)), key=peaks.__getitem__)
+        for what, unit, mine, theirs, goal in (
+            ("peak activation memory", "MiB", peaks[held] / 2**20, simulated.peak[held] / 2**20, 0.05),
+            ("step time", "ms", statistics.median(measured) * 1e3, simulated.makespan * 1e3, 0.1),
+        ):
+            yield {
+                "case": f"{what}, {_case(name, cut)}",
+                "peer": "simulator",
+                "ours": round(mine, 1),
+                "theirs": round(theirs, 1),
+                "unit": unit,
+                "ratio": round(theirs / mine, 3),
+                "goal": f"within {goal:.0%} of 1",
+            }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", default=",".join(PEERS), help="of: " + ", ".join(PEERS))
+    parser.add_argument("--only", choices=["compare", "predict"])
+    parser.add_argument("--steps", type=int, default=12)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    world = MPI.COMM_WORLD
+    if world.size != 2:
+        raise SystemExit(f"the cuts are for 2 ranks, got {world.size}")
+    store = dist.TCPStore("127.0.0.1", world.bcast(free_port()), world.size, world.rank == 0)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(VOCABULARY, (SIZES["batch"], SIZES["context"] + 1), generator=generator)
+    grid = ht.Grid(pipeline=world.size)
+    lines = []
+    if options.only != "predict":
+        lines.append(compare(grid, batch, options.peers.split(","), options.steps))
+    if options.only != "compare":
+        lines.append(predict(grid, batch, options.steps))
+    for part in lines:
+        for line in part:
+            if world.rank == 0:
+                print(json.dumps({"benchmark": "pipeline"} | line), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main()
