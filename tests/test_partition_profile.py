@@ -38,7 +38,7 @@ def test_times():
     costs = profile(layers, lambda: torch.ones(3), repeats=3)
     expected = LayerCosts([0.003, 0.012], [0, 0.016], [0.007, 0.028])
     for name in ("forward", "input_gradient", "weight_gradient"):
-        for measured, slept in zip(getattr(costs, name), getattr(expected, name)):  # loose: others may have the processor
+        for measured, slept in zip(getattr(costs, name), getattr(expected, name)):  # loose: cores may be busy
             assert 0.5 * slept <= measured <= 2 * slept + 0.01
     assert weight.grad is None
 
