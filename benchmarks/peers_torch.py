@@ -66,23 +66,53 @@ def adamw(parameters):
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
 
 
-def torch_ddp(weights, heads, batch):
-    """torch's DistributedDataParallel over gloo, gradients as views of its buckets."""
+def torch_ddp(weights, heads, batch, sharded=None):
+    """torch's DistributedDataParallel over gloo, gradients as views of its buckets. `sharded` is the class of an
+    optimizer that spreads its state."""
     model = GPT(weights, heads)
     model.load_state_dict(weights)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = adamw(model.parameters())
+    if sharded is not None:
+        settings = {"lr": 1e-3, "betas": (0.9, 0.95), "fused": True}
+        groups = [{k: group[k] for k in ("params", "weight_decay")} for group in optimizer.param_groups]
+        optimizer = sharded(groups, torch.optim.AdamW, **settings)
+    return _step(wrapped, optimizer, batch)
+
+
+def _step(model, optimizer, batch):
+    """A step on this rank's part of the batch, the mean of whose losses is the loss."""
     mine = batch.tensor_split(dist.get_world_size())[dist.get_rank()]
     ids, targets = mine[:, :-1], mine[:, 1:]
 
     def step():
-        loss = F.cross_entropy(wrapped(ids).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
     return step
+
+
+def torch_zero_redundancy(weights, heads, batch):
+    """torch's ZeroRedundancyOptimizer (ZeRO-1) on DistributedDataParallel."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return torch_ddp(weights, heads, batch, ZeroRedundancyOptimizer)
+
+
+def torch_fsdp(weights, heads, batch, reshard):
+    """torch's FSDP2: every block is a unit, the rest another. With `reshard` weights are freed after forward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = GPT(weights, heads)
+    model.load_state_dict(weights)
+    for module in [*model.blocks, model]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    return _step(model, adamw(model.parameters()), batch)
 
 
 def torch_tensor_parallel(weights, heads, batch):

@@ -15,6 +15,8 @@ DEFAULT_OVERLAP = ("weight_gradient",)
 # on one node, everything else by MPI. "auto" takes the fastest for each size, as measured at the start.
 ALL_REDUCE = ("shared", "mpi", "naive", "ring", "parallel", "halving", "hierarchical", "auto")
 
+RECOMPUTE = ("none", "attention", "block")  # what of a model's activations is computed again in backward
+
 ALGORITHMS = ("agarwal", "megatron", "cannon", "summa", "two_half_d")
 
 # Those that treat every element by itself, so that ranks may hold any part of a weight.

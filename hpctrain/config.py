@@ -13,12 +13,19 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.algorithms import ALL_REDUCE, DEFAULT_OVERLAP, check_algorithm, check_optimizer, check_overlap
+from hpctrain.algorithms import (
+    ALL_REDUCE,
+    DEFAULT_OVERLAP,
+    RECOMPUTE,
+    check_algorithm,
+    check_optimizer,
+    check_overlap,
+)
 from hpctrain.grid import check_ranks, grid_shape
 from hpctrain.pipeline import NAMES, Schedule, balanced_slices, schedule
 from hpctrain.pipeline.partitioners import METHODS as PARTITIONS
 
-METHODS = ("ddp", "parameter_server", "local_sgd")  # of hpctrain.replicas
+METHODS = ("ddp", "zero1", "zero2", "zero3", "parameter_server", "local_sgd")  # of hpctrain.replicas
 
 
 @dataclass
@@ -94,6 +101,7 @@ class Train:
     warmup: int = 10  # steps
     weight_decay: float = 0.1
     clip: float = 1.0  # largest norm of the gradient; 0: no clipping
+    recompute: str = "none"  # in backward, instead of keeping it: "none", "attention" or every "block"
 
 
 @dataclass
@@ -112,7 +120,12 @@ class Replicas:
 
 @dataclass
 class Precision:
-    compute: str = "fp32"  # "fp32" or "fp64"
+    compute: str = "fp32"  # of weights and activations: "fp32", "fp64", "bf16" or "fp16"
+    master: str = "fp32"  # of the weights that the optimizer updates: "fp32", or "compute" for no others
+    reduce: str = "fp32"  # of gradients, over microbatches and ranks: "fp32", or "compute"
+    wire: str = "fp32"  # in which gradients travel over the data axis: as they are ("fp32"), or "bf16"
+    loss_scale: float = 65536.0  # of the first step in fp16; then halved and doubled as gradients allow
+    matmul: str = "highest"  # torch's float32 matmul precision: "highest", "high" or "medium"
 
 
 @dataclass
@@ -214,7 +227,12 @@ def check(config: Config) -> None:
     _one_of("run.device", run.device, ("auto", "cpu", "cuda"))
     _one_of("model.kind", model.kind, ("gpt2",))
     _one_of("replicas.method", config.replicas.method, METHODS)
-    _one_of("precision.compute", config.precision.compute, ("fp32", "fp64"))
+    _one_of("precision.compute", config.precision.compute, ("fp32", "fp64", "bf16", "fp16"))
+    _one_of("train.recompute", config.train.recompute, RECOMPUTE)
+    _one_of("precision.master", config.precision.master, ("fp32", "compute"))
+    _one_of("precision.reduce", config.precision.reduce, ("fp32", "compute"))
+    _one_of("precision.wire", config.precision.wire, ("fp32", "bf16"))
+    _one_of("precision.matmul", config.precision.matmul, ("highest", "high", "medium"))
     _one_of("comm.all_reduce", config.comm.all_reduce, ALL_REDUCE)
     check_optimizer(config.train.optimizer)
     if not 0 <= config.train.momentum < 1:
@@ -272,6 +290,11 @@ def check_pipeline(config: Config) -> Schedule:
         raise ValueError(
             f"pipeline.partition must list at least one layer for each of {stages} stages, {model.layers} in all, "
             f"got {cut}"
+        )
+    if config.train.recompute == "block" and (made.delayed or slices):
+        raise ValueError(
+            f"train.recompute=block computes a block once more with its newest weights and all keys, got "
+            f"pipeline.schedule = {made.name}, which keeps older ones; use train.recompute=none"
         )
     if made.delayed and (config.train.clip or model.tied):
         raise ValueError(

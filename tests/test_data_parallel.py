@@ -6,7 +6,7 @@ import torch
 from hpctrain import Grid, Key, comm
 from hpctrain.algorithms import ALL_REDUCE
 from hpctrain.layers import Linear, Tokens
-from hpctrain.replicas import DataParallel
+from hpctrain.replicas import DataParallel, Zero2
 from hpctrain.shard import Shard
 
 pytestmark = pytest.mark.mpi
@@ -123,6 +123,41 @@ def test_a_parameter_used_nowhere_has_a_zero_gradient(world):
     got = step(layers[:1], grid, replicas)
     assert torch.equal(layers[2].weight.grad, torch.zeros(6, 6, dtype=torch.float64))
     assert got["0.weight"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", [DataParallel, Zero2])
+def test_unused_parameters_are_known(world, kind):
+    """Unused is what no replica used: here the last rank alone uses the last layer."""
+    grid = Grid(data=world.size)
+    layers = model(grid)
+    replicas = kind(layers.parameters(), grid, torch.optim.SGD(layers.parameters()))
+    step(layers[: 3 if world.rank == world.size - 1 and kind is DataParallel else 1], grid, replicas)
+    names = {p: name for name, p in layers.named_parameters()}
+    expected = [] if kind is DataParallel else ["1.weight", "1.bias", "2.weight", "2.bias"]
+    assert [names[p] for p in replicas.unused()] == expected
+
+
+def test_no_sync(world):
+    """Three backwards, the last of them outside: the sum of all is the gradient."""
+    grid = Grid(data=world.size)
+    layers = model(grid)
+    replicas = DataParallel(layers.parameters(), grid)
+    tokens = Tokens.of(grid, 1, 4)
+
+    def backward(turn):
+        x = torch.arange(24, dtype=torch.float64).reshape(4, 6) / 24 + grid.data.rank + turn
+        for layer in layers:
+            x = layer(x, tokens).tanh()
+        x.sum().backward()
+
+    replicas.clear()
+    with replicas.no_sync():
+        backward(0)
+        backward(1)
+    backward(2)
+    replicas.finish()
+    for name, expected in serial(world.size, 3).items():
+        torch.testing.assert_close(layers.get_parameter(name).grad, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_layer_used_twice(world):

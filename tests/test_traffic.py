@@ -8,11 +8,13 @@ import torch
 
 from hpctrain import Grid, Key
 from hpctrain.algorithms import DEFAULT_OVERLAP, OVERLAPS
+from hpctrain.config import Replicas
 from hpctrain.grid import all_grids
 from hpctrain.layers import Tokens, algorithm_of
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.pipeline import one_f_one_b, schedule
 from hpctrain.plan import step_traffic
+from hpctrain.replicas import make
 from hpctrain.train.batches import Microbatch
 from hpctrain.train.optimizer import adamw
 from hpctrain.train.trainer import Trainer
@@ -20,13 +22,15 @@ from hpctrain.train.trainer import Trainer
 EVEN = GPT2Shape(layers=8, width=32, heads=8, context=8, vocabulary=64)
 
 
-def counted(grid, shape, batch, order, algorithm="agarwal", overlap=OVERLAPS, slices=()):
+def counted(grid, shape, batch, order, algorithm="agarwal", overlap=OVERLAPS, slices=(), method="ddp"):
     """One training step's ledger: bytes received and sent, {axis: bytes}."""
     made = algorithm_of(grid, algorithm, overlap)
     order = one_f_one_b(grid.pipeline.size, order) if isinstance(order, int) else order
     count = order.microbatches
     model = GPT2(grid, shape, placement=order.placement, algorithm=made, key=Key(0), dtype=torch.float32)
-    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order, slices=slices)
+    optimizer = adamw(model.parameters(), 0.1)
+    replicas = make(Replicas(method), model, grid, optimizer)
+    trainer = Trainer(model, grid, optimizer, order, slices=slices, replicas=replicas)
     each = batch // (grid.data.size * count)
     first = grid.data.rank * each * count
     tokens = [Tokens.of(grid, each, shape.context, first + m * each, 0, algorithm) for m in range(count)]
@@ -73,6 +77,21 @@ def test_ledger_equals_formula_with_overlaps(world, overlap):
             received, _ = counted(grid, shape, batch=16, order=2, overlap=overlap)
             expected = step_traffic(shape, grid.shape, 16, 2, rank=grid.pipeline.rank, overlap=overlap)
             assert received == pytest.approx(expected, abs=0), grid.shape
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", ["windows", "messages"])
+@pytest.mark.parametrize("method", ["zero1", "zero2", "zero3"])
+def test_ledger_equals_formula_with_zero(world, method, way):
+    places = {2: [(2, 1, 1)], 4: [(4, 1, 1), (2, 2, 1), (2, 1, (1, 1, 2)), (2, 1, (2, 1, 1))], 8: [(2, 2, (1, 1, 2))]}
+    for data, pipeline, tensor in places.get(world.size, []):
+        grid = Grid(data, pipeline, tensor)
+        grid.data.one_node &= way == "windows"
+        shape = dataclasses.replace(EVEN, layers=2)
+        received, sent = counted(grid, shape, 16, 2, method=method)
+        expected = step_traffic(shape, grid.shape, 16, 2, rank=grid.pipeline.rank, method=method)
+        assert received == pytest.approx(expected, abs=0), grid.shape
+        assert sent["data"] == received["data"]
 
 
 PLANES = [

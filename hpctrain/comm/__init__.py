@@ -27,6 +27,8 @@ from hpctrain.comm.collectives import (
     send,
     send_start,
 )
+from hpctrain.comm.common import Common
+from hpctrain.comm.copies import Copies
 from hpctrain.comm.device import decide_cuda_aware, local_device
 from hpctrain.comm.halo import Halo
 from hpctrain.comm.summed import Summed
@@ -38,6 +40,8 @@ __all__ = [
     "Mismatch",
     "Watch",
     "Watched",
+    "Common",
+    "Copies",
     "Halo",
     "Shared",
     "Summed",

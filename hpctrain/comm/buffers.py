@@ -184,6 +184,12 @@ class Work:
         self._requests, self._finish, self._keep = [], None, ()
         return self._result
 
+    def then(self, further) -> Work:
+        """`further`, given the result, makes the result."""
+        finish, result = self._finish, self._result
+        self._finish = lambda: further(result if finish is None else finish())
+        return self
+
 
 def done(result: torch.Tensor | None = None) -> Work:
     return Work([], result)

@@ -214,21 +214,23 @@ def all_gather(tensor: torch.Tensor, axis, counts=None) -> torch.Tensor:
 
 
 @timed
-def all_gather_start(tensor: torch.Tensor, axis, counts=None) -> Work:
+def all_gather_start(tensor: torch.Tensor, axis, counts=None, out: torch.Tensor | None = None) -> Work:
+    """Begin `all_gather`, into `out` where it is given; `tensor` may be this rank's rows of it."""
     if axis.size == 1:
         return done(tensor)
-    out = _room(tensor, axis, counts)
+    out = _room(tensor, axis, counts) if out is None else out
     row = math.prod(tensor.shape[1:])
     sizes = tuple(row * count for count in counts or (len(tensor),) * axis.size)
     return _exchange(axis, "all_gather", tensor.contiguous(), (tensor.numel(),) * axis.size, out, sizes, same=True)
 
 
 @timed
-def reduce_scatter(tensor: torch.Tensor, axis, counts=None) -> torch.Tensor:
+def reduce_scatter(tensor: torch.Tensor, axis, counts=None, dtype: torch.dtype | None = None) -> torch.Tensor:
     """This rank's rows of the sum of all ranks' tensors, which all have sum(counts) rows.
 
     Large tensors take p-1 exchanges, each added as it comes; this receives only what it must, where Open MPI's
-    Reduce_scatter_block receives 3.4 times that. float16 and bfloat16 are summed in float32.
+    Reduce_scatter_block receives 3.4 times that. float16 and bfloat16 are summed in float32, and rounded to `dtype`,
+    by default their own.
     """
     check_reducible(tensor.dtype, "sum")
     size, rank = axis.size, axis.rank
@@ -253,11 +255,11 @@ def reduce_scatter(tensor: torch.Tensor, axis, counts=None) -> torch.Tensor:
         leaving = message(host, row * sum(counts[:dest]), row * counts[dest])
         axis.comm.Sendrecv(leaving, dest, _TAG, message(arriving), source, _TAG)
         total += arriving
-    return total.to(tensor.device, tensor.dtype)
+    return total.to(tensor.device, dtype or tensor.dtype)
 
 
 @timed
-def reduce_scatter_start(tensor: torch.Tensor, axis, counts=None) -> Work:
+def reduce_scatter_start(tensor: torch.Tensor, axis, counts=None, dtype: torch.dtype | None = None) -> Work:
     check_reducible(tensor.dtype, "sum")
     if axis.size == 1:
         return done(tensor)
@@ -270,7 +272,7 @@ def reduce_scatter_start(tensor: torch.Tensor, axis, counts=None) -> Work:
     sizes = tuple(row * count for count in counts)
     return _exchange(
         axis, "reduce_scatter", tensor, sizes, parts, (row * held,) * axis.size,
-        then=lambda parts: parts.sum(0, dtype=wide).to(tensor.dtype),
+        then=lambda parts: parts.sum(0, dtype=wide).to(dtype or tensor.dtype),
     )  # fmt: skip
 
 

@@ -28,16 +28,24 @@ class Window:
     """`nbytes` of memory on every rank of an axis, all of it within every rank's reach. Its creation is collective.
 
     The memory is MPI's; it is given back when MPI ends.
+
+    Attributes: `parts`, uint8, every rank's memory in rank order; `joined`, all of it as one, of which each rank has
+    any number of bytes, where that was asked for and instead of `parts`.
     """
 
-    def __init__(self, axis, nbytes: int):
+    def __init__(self, axis, nbytes: int, joined: bool = False):
         from mpi4py import MPI
 
         self._barrier, self._ibarrier = axis.comm.Barrier, axis.comm.Ibarrier
-        self._window = MPI.Win.Allocate_shared(max(1, nbytes), 1, comm=axis.comm)
+        self._window = MPI.Win.Allocate_shared(nbytes if joined else max(1, nbytes), 1, comm=axis.comm)
         self._window.Lock_all()  # the epoch in which loads, stores and Sync are defined
-        memories = (self._window.Shared_query(rank)[0] for rank in range(axis.size))
-        self.parts = [torch.frombuffer(memory, dtype=torch.uint8) for memory in memories]
+        memories = [self._window.Shared_query(rank)[0] for rank in range(axis.size)]
+        if joined:  # MPI lays the ranks' parts side by side
+            first = next(memory for memory in memories if len(memory)).address
+            whole = MPI.buffer.fromaddress(first, sum(len(memory) for memory in memories))
+            self.joined = torch.frombuffer(whole, dtype=torch.uint8)
+        else:
+            self.parts = [torch.frombuffer(memory, dtype=torch.uint8) for memory in memories]
 
     def barrier(self) -> None:
         """What any rank wrote before, every rank sees after."""
@@ -59,14 +67,14 @@ class Window:
 class Shared:
     """A flat tensor on every rank of an axis, each within every rank's reach.
 
-    Attributes: `mine`, this rank's tensor, initially zero, and `all`, everybody's in rank order.
+    Attributes: `mine`, this rank's tensor, initially zero, `all`, everybody's in rank order, and their `window`.
     """
 
     def __init__(self, axis, numel: int, dtype: torch.dtype):
         self.axis = axis
         nbytes = numel * dtype.itemsize
-        self._window = Window(axis, nbytes)
-        self.all = [part[:nbytes].view(dtype) for part in self._window.parts]
+        self.window = Window(axis, nbytes)
+        self.all = [part[:nbytes].view(dtype) for part in self.window.parts]
         self.mine = self.all[axis.rank]
         self.mine.zero_()
 
@@ -77,13 +85,13 @@ class Shared:
         if axis.size == 1:
             return
         part = split(numel, axis.size, axis.rank)
-        self._window.barrier()
+        self.window.barrier()
         for start in range(part.start, part.stop, CHUNK):
             places = [tensor[start : min(start + CHUNK, part.stop)] for tensor in self.all]
-            total = _sum(places, places[0])
+            total = add_up(places, places[0])
             for place in places[1:]:
                 place.copy_(total)
-        self._window.barrier()
+        self.window.barrier()
         moved = 2 * (axis.size - 1) * self.mine.nbytes // axis.size
         axis.wire.traffic.add(axis.name, "all_reduce", moved, moved)
 
@@ -143,34 +151,34 @@ class Workspace:
         return self._next(numel * like.itemsize).parts[self.axis.rank].view(like.dtype)[:numel]
 
     @timed_method
-    def reduce(self, room: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        """This rank's counts[rank] elements of the sum of all ranks' rooms."""
+    def reduce(self, room: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """This rank's counts[rank] elements of the sum of all ranks' rooms, in `dtype`, by default theirs."""
         axis = self.axis
         if axis.size == 1 or not (axis.one_node and room.is_cpu):
-            return reduce_scatter(room, axis, counts)
+            return reduce_scatter(room, axis, counts, dtype)
         window = self._windows[self._turn]
         window.barrier()
-        return self._sum_slice(window, room, counts)
+        return self._own_slice(window, room, counts, dtype)
 
     @timed_method
-    def reduce_start(self, room: torch.Tensor, counts: tuple[int, ...]) -> Work:
+    def reduce_start(self, room: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> Work:
         """Begin `reduce`."""
         if self.axis.size == 1 or not (self.axis.one_node and room.is_cpu):
-            return reduce_scatter_start(room, self.axis, counts)
+            return reduce_scatter_start(room, self.axis, counts, dtype)
         window = self._windows[self._turn]
-        return window.barrier_start(lambda: self._sum_slice(window, room, counts))
+        return window.barrier_start(lambda: self._own_slice(window, room, counts, dtype))
 
-    def _sum_slice(self, window, room, counts):
+    def _own_slice(self, window, room, counts, dtype=None):
         axis = self.axis
         first, held = sum(counts[: axis.rank]), counts[axis.rank]
-        out = room.new_empty(held)
+        out = room.new_empty(held, dtype=dtype or room.dtype)
         size = room.itemsize
         parts = [part[first * size : (first + held) * size].view(room.dtype) for part in window.parts]
         if axis.size == 2 and room.dtype not in REDUCED_HERE:
             torch.add(*parts, out=out)
         else:
             for start in range(0, held, CHUNK):
-                _sum([part[start : start + CHUNK] for part in parts], out[start : start + CHUNK])
+                add_up([part[start : start + CHUNK] for part in parts], out[start : start + CHUNK])
         moved = (room.numel() - held) * size, (axis.size - 1) * held * size
         axis.wire.traffic.add(axis.name, "reduce_scatter", *moved)
         return out
@@ -185,7 +193,7 @@ class Workspace:
         self.barrier()
         for start in range(part.start, part.stop, CHUNK):
             places = [each[start : min(start + CHUNK, part.stop)] for each in rooms]
-            _sum(places, places[0])
+            add_up(places, places[0])
         self.barrier()
         return rooms[0]
 
@@ -237,7 +245,7 @@ class Workspace:
         out = room.new_empty(rows, held)
         step = max(1, CHUNK // max(1, held))
         for start in range(0, rows, step):
-            _sum([part[start : start + step] for part in parts], out[start : start + step])
+            add_up([part[start : start + step] for part in parts], out[start : start + step])
         moved = room.nbytes - out.nbytes, (axis.size - 1) * out.nbytes
         axis.wire.traffic.add(axis.name, "reduce_scatter", *moved)
         return out
@@ -304,14 +312,13 @@ def workspace(axis, use: str = "now") -> Workspace:
     return axis.workspace[use]
 
 
-def _sum(parts: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """The sum of parts, in order, written to `out`, which may be parts[0]."""
-    if out.dtype in REDUCED_HERE:
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        return out.copy_(total)
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out += part
-    return out
+def add_up(parts: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """The sum of parts, in order, written to `out`, which may be one of them; 16-bit floats are summed in float32."""
+    first, *rest, last = parts
+    if last.dtype in REDUCED_HERE:
+        first = first.float()
+    elif rest:
+        first = first + rest.pop(0)
+    for part in rest:
+        first += part
+    return torch.add(first, last, out=out) if first.dtype == out.dtype else out.copy_(first.add_(last))

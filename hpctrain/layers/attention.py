@@ -11,6 +11,7 @@ from hpctrain.layers.algorithm import algorithm_of
 from hpctrain.layers.dropout import check_probability, drop
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.parameter import drawn_key
+from hpctrain.layers.recompute import recomputed
 from hpctrain.layers.rotary import rotate
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import Key
@@ -34,6 +35,7 @@ class Attention(torch.nn.Module):
         causal: attend to no later position.
         rotary: base of the rotary position embedding of queries and keys, such as 10000.0; None for no embedding.
         algorithm: the matrix product of the projections; see `Linear`.
+        recompute: keep only queries, keys and values for backward, not what attention makes of them.
         qkv_bias, proj_bias: whether the two projections have a bias.
         std, std_out: standard deviations of the initial weights of `qkv` and `proj`.
 
@@ -47,8 +49,8 @@ class Attention(torch.nn.Module):
     def __init__(
         self, grid, width: int, heads: int, dropout: float = 0.0, *, kv_heads: int | None = None,
         head_width: int | None = None, causal: bool = True, rotary: float | None = None, qkv_bias: bool = True,
-        proj_bias: bool = True, algorithm="agarwal", std: float | None = None, std_out: float | None = None,
-        key: Key | None = None, dtype=None, device=None,
+        proj_bias: bool = True, recompute: bool = False, algorithm="agarwal", std: float | None = None,
+        std_out: float | None = None, key: Key | None = None, dtype=None, device=None,
     ):  # fmt: skip
         super().__init__()
         if head_width is None and width % heads:
@@ -63,6 +65,7 @@ class Attention(torch.nn.Module):
             raise ValueError(f"rotary needs heads of an even width, got head_width {self.head_width}")
         self.heads, self.queries = heads, heads // groups  # all heads; query heads of a group
         self.causal, self.rotary, self.p = causal, rotary, check_probability(dropout)
+        self.recompute = recompute
         self.key = key = drawn_key(grid, key)
 
         algorithm = algorithm_of(grid, algorithm)
@@ -88,15 +91,17 @@ class Attention(torch.nn.Module):
             if not self.causal:
                 raise ValueError("token slices need causal attention: without it, the first needs the last")
             k, v = tokens.past.extend(self, k, v)
-        if self.training and self.p > 0:
-            attended = self._attend_with_dropout(q, k, v, tokens)
-        else:
-            later = None if q.shape[2] == k.shape[2] else ~_later(q, k)
-            attended = F.scaled_dot_product_attention(
-                q, k, v, later, is_causal=self.causal and later is None, enable_gqa=self.queries > 1
-            )
+        attended = recomputed(self._attend, q, k, v, tokens) if self.recompute else self._attend(q, k, v, tokens)
         held = groups * self.queries * self.head_width
         return self.proj(attended.transpose(1, 2).reshape(len(tokens.inner) * tokens.length, held), tokens)
+
+    def _attend(self, q, k, v, tokens):
+        if self.training and self.p > 0:
+            return self._attend_with_dropout(q, k, v, tokens)
+        later = None if q.shape[2] == k.shape[2] else ~_later(q, k)
+        return F.scaled_dot_product_attention(
+            q, k, v, later, is_causal=self.causal and later is None, enable_gqa=self.queries > 1
+        )
 
     def _attend_with_dropout(self, q, k, v, tokens):
         # torch's fused attention draws its own masks, which would depend on the grid.
@@ -106,7 +111,7 @@ class Attention(torch.nn.Module):
         scores = scores.view(*q.shape[:3], seen)
         if self.causal:
             scores.masked_fill_(_later(q, k), -math.inf)
-        probabilities = drop(scores.softmax(-1), self._keep(tokens), self.p)
+        probabilities = drop(_softmax(scores), self._keep(tokens), self.p)
         return (probabilities.view(*grouped, seen) @ v).view(q.shape)
 
     def _keep(self, tokens) -> torch.Tensor:
@@ -126,3 +131,9 @@ def _later(q, k) -> torch.Tensor:
     """Which keys a query must not see: those after its own; the last key is the last query's."""
     length, seen = q.shape[2], k.shape[2]
     return torch.ones(length, seen, dtype=torch.bool, device=q.device).triu_(1 + seen - length)
+
+
+def _softmax(scores):
+    """In float32 where they have 16 bits."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(-1, wide).to(scores.dtype)

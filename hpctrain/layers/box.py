@@ -49,7 +49,7 @@ class BoxProduct:
             return over_z.multiply(grad.t(), x)
         if over_z.axis.size == 1:
             return over_z.multiply(grad.t(), x, out=place.take())
-        if "weight_gradient" in self.overlap and not place.last:
+        if "weight_gradient" in self.overlap and place.direct and not place.last:
             return place.put_off(grad.t(), x, over_z)
         return over_z.multiply(grad.t(), x, plus=place.unsummed())
 

@@ -56,9 +56,12 @@ class _Lookup(torch.autograd.Function):
         weight, local = ctx.saved_tensors
         z = ctx.z
         out = weight.place.take() if z.size == 1 and hasattr(weight, "place") else None
-        table = weight.new_empty(sum(ctx.rows_over_z), weight.shape[1]) if out is None else out
-        table.zero_().index_add_(0, local, grad[ctx.mine])
-        return comm.reduce_scatter(table, z, ctx.rows_over_z), None, None, None, None
+        wide = torch.promote_types(weight.dtype, torch.float32)  # a word may come often
+        table = weight.new_empty(sum(ctx.rows_over_z), weight.shape[1], dtype=wide)
+        if out is not None and out.dtype == wide:
+            table = out
+        table.zero_().index_add_(0, local, grad[ctx.mine].to(wide))
+        return comm.reduce_scatter(table.to(weight.dtype), z, ctx.rows_over_z), None, None, None, None
 
 
 def scatter_rows(partial: torch.Tensor, tokens: Tokens) -> torch.Tensor:

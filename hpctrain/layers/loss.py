@@ -22,6 +22,7 @@ class CrossEntropy(torch.nn.Module):
 
     Shapes: logits (rows, vocabulary) in the inner layout, targets (rows,) int64. Each rank returns its share of the
     loss: the sum over all ranks of the tensor axis is the loss. Backward must start from the same gradient on all.
+    The loss of bfloat16 and float16 logits is computed, and returned, in float32.
     A target outside the vocabulary, other than `ignore_index`, makes the loss and its row's gradient NaN.
 
     Raises:
@@ -38,7 +39,8 @@ class CrossEntropy(torch.nn.Module):
         self.plane, self.first = algorithm.columns, algorithm.inner(vocabulary).start
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
-        return _CrossEntropy.apply(logits, targets, scale, self)
+        wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        return _CrossEntropy.apply(wide, targets, scale, self)
 
     def row_weights(self, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """1 for the rows that count, 0 for the ignored ones, NaN for targets outside the vocabulary."""

@@ -11,6 +11,8 @@ from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import Key
 from hpctrain.shard import Shard, split, split_sizes
 
+_NARROW = (torch.bfloat16, torch.float16)  # normalised in float32
+
 
 class LayerNorm(torch.nn.Module):
     """torch.nn.LayerNorm over the features of (rows, width) in the residual layout; `eps` and `bias` as there."""
@@ -26,7 +28,10 @@ class LayerNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         if self.y.size == 1:
             return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
-        return _LayerNormOverY.apply(x, self.weight, self.bias, self.y, self.width, self.eps)
+        wide = x.float() if x.dtype in _NARROW else x
+        bias = None if self.bias is None else self.bias.to(wide.dtype)
+        y = _LayerNormOverY.apply(wide, self.weight.to(wide.dtype), bias, self.y, self.width, self.eps)
+        return y.to(x.dtype)
 
 
 class RMSNorm(torch.nn.Module):
@@ -47,7 +52,7 @@ class RMSNorm(torch.nn.Module):
         if self.y.size == 1 and x.is_cuda:
             # One kernel there; torch's on the CPU is composed of many, and takes twice the time of ours.
             return F.rms_norm(x, (self.width,), self.weight, self.eps)
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        wide = x.float() if x.dtype in _NARROW else x
         eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps
         return _RMSNorm.apply(wide, self.weight.to(wide.dtype), self.y, self.width, eps).to(x.dtype)
 

@@ -23,22 +23,23 @@ def parameter(shard: Shard, key: Key, std: float | None, value: float = 0.0, *, 
 class GradientPlace:
     """Where a parameter's gradient is to lie: `view`, a part of a bucket of gradients, kept as `parameter.place`.
 
-    The first product of a step may be written there directly, so that nothing need be copied.
+    The first product of a step may be written there directly, so that nothing need be copied, unless the gradients are
+    kept in another precision than that of the products (`direct` is False).
 
     A layer may put off the sum over ranks of a gradient until `last`, the last backward of a step. Until then the rank
     keeps its summand for all of their parts: where z ranks hold a weight, z times the memory of the gradient, kept from
     step to step.
     """
 
-    __slots__ = ("free", "last", "view", "_over", "_pending", "_whole")
+    __slots__ = ("direct", "free", "last", "view", "_over", "_pending", "_whole")
 
-    def __init__(self, view: torch.Tensor):
-        self.view, self.free, self.last = view, True, False
+    def __init__(self, view: torch.Tensor, direct: bool = True):
+        self.view, self.direct, self.free, self.last = view, direct, direct, False
         self._pending, self._whole, self._over = False, None, None
 
     def clear(self) -> None:
         """A step begins, of more than one backward unless `last` is set."""
-        self.free, self.last, self._pending = True, False, False
+        self.free, self.last, self._pending = self.direct, False, False
 
     def take(self) -> torch.Tensor | None:
         """A tensor on the place, once a step; autograd takes over only what nobody else holds, so always a new one."""
@@ -70,6 +71,7 @@ class GradientPlace:
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Add to the parameter's gradient and call its hooks, as autograd does."""
     if gradient is not None:
+        gradient = gradient.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
         hook(parameter)

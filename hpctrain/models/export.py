@@ -94,13 +94,15 @@ def whole_parameters(model: torch.nn.Module, grid):
 
     The first rank gets the whole tensor, in host memory, one at a time; the others get an empty one.
     """
-    held = (
-        {} if grid.coords["data"] else {name: p for name, p in model.named_parameters() if p.shard.owned(grid.coords)}
-    )
+    here = dict(model.named_parameters())
+    held = {} if grid.coords["data"] else {name: p for name, p in here.items() if p.shard.owned(grid.coords)}
     told = grid.comm.allgather({name: (p.shard, p.dtype) for name, p in held.items()})
     names = dict.fromkeys(name for shards in told for name in shards)
     for name in names:
         owners = [rank for rank, shards in enumerate(told) if name in shards]
+        layer = getattr(here.get(name), "layer", None)
+        if layer is not None:  # of ZeRO-3: its weights are spread over the replicas
+            layer.gather()
         if grid.rank == 0:
             shard, dtype = told[owners[0]][name]
             whole = torch.empty(shard.global_shape, dtype=dtype)
@@ -115,6 +117,8 @@ def whole_parameters(model: torch.nn.Module, grid):
             if name in held and held[name].numel():
                 comm.send(held[name].detach().cpu(), grid.world, 0)
             yield name, torch.empty(0)
+        if layer is not None:
+            layer.release()
 
 
 class HuggingFaceWriter:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hpctrain.algorithms import RECOMPUTE
 from hpctrain.layers import MLP, Attention, CrossEntropy, Dropout, Embedding, LayerNorm, Linear, Tokens, algorithm_of
 from hpctrain.layers.embedding import scatter_rows
+from hpctrain.layers.recompute import recomputed
 from hpctrain.randomness import Key
 from hpctrain.shard import split, split_sizes
 
@@ -52,13 +54,17 @@ class GPT2(torch.nn.Module):
         placement: {(replica, stage): rank of the pipeline axis}, as of a `pipeline.Schedule`; by default stage s is on
             rank s. A rank holds any number of stages.
         algorithm: the matrix product of the layers; see `layers.algorithm_of`.
+        recompute: what is computed once more in backward, to save memory: "none", "attention" (all between queries,
+            keys and values and their mixture) or "block" (of which only the input is kept).
         key: names the initial weights and dropout masks; both depend on nothing else.
     """
 
     def __init__(self, grid, shape: GPT2Shape, cut: Sequence[int] | None = None,
-                 placement: Mapping[tuple[int, int], int] | None = None, *, algorithm="agarwal", key: Key,
-                 dtype=None, device=None):  # fmt: skip
+                 placement: Mapping[tuple[int, int], int] | None = None, *, algorithm="agarwal",
+                 recompute: str = "none", key: Key, dtype=None, device=None):  # fmt: skip
         super().__init__()
+        if recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
         if placement is None:
             placement = {(0, stage): stage for stage in range(grid.pipeline.size)}
         stages = 1 + max(stage for _, stage in placement)
@@ -73,7 +79,7 @@ class GPT2(torch.nn.Module):
             s: range(starts[s], starts[s + 1]) for s in range(stages) if grid.pipeline.rank in holders[s]
         }
         self.placement, self.last = placement, stages - 1
-        self.shape, self.dtype, self.device = shape, dtype, device
+        self.shape, self.device, self.recompute = shape, device, recompute
         self.algorithm = algorithm = algorithm_of(grid, algorithm)
         width = split(shape.width, grid.tensor.y.size, grid.tensor.y.rank)
         self.held_width = width.stop - width.start
@@ -88,7 +94,9 @@ class GPT2(torch.nn.Module):
         for blocks in self.stages.values():
             algorithm.begin_stage()
             for i in blocks:
-                self.blocks[str(i)] = Block(grid, shape, algorithm=algorithm, key=key / "blocks" / i, **made)
+                self.blocks[str(i)] = Block(
+                    grid, shape, algorithm=algorithm, recompute=recompute, key=key / "blocks" / i, **made
+                )
         if self.last in self.stages:
             self.ln_f = LayerNorm(grid, shape.width, key=key / "ln_f", **made)
             if not shape.tied:
@@ -128,7 +136,8 @@ class GPT2(torch.nn.Module):
             found = found + self.wpe.lookup(positions)
             x = self.drop(scatter_rows(found.flatten(0, 1), tokens), tokens)
         for i in self.stages[stage]:
-            x = self.blocks[str(i)](x, tokens)
+            block = self.blocks[str(i)]
+            x = recomputed(block, x, tokens) if self.recompute == "block" else block(x, tokens)
         if stage == self.last:
             x = self.head(self.ln_f(x, tokens), tokens)
         return x
@@ -139,7 +148,7 @@ class GPT2(torch.nn.Module):
 
     def room(self, tokens: Tokens) -> tuple[tuple[int, int], torch.dtype, torch.device]:
         """Shape, dtype and device of what a stage gives to the next one."""
-        return (tokens.held_rows, self.held_width), self.dtype, self.device
+        return (tokens.held_rows, self.held_width), next(self.parameters()).dtype, self.device
 
 
 def _held_by(parameter, ranks: list[int]) -> None:
@@ -150,12 +159,16 @@ def _held_by(parameter, ranks: list[int]) -> None:
 class Block(torch.nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), in the residual layout."""
 
-    def __init__(self, grid, shape: GPT2Shape, *, algorithm, key: Key, dtype=None, device=None):
+    def __init__(self, grid, shape: GPT2Shape, *, algorithm, recompute: str = "none", key: Key, dtype=None,
+                 device=None):  # fmt: skip
         super().__init__()
         made = {"dtype": dtype, "device": device}
         products = {"std": 0.02, "std_out": 0.02 / (2 * shape.layers) ** 0.5, "algorithm": algorithm, **made}
         self.ln_1 = LayerNorm(grid, shape.width, key=key / "ln_1", **made)
-        self.attention = Attention(grid, shape.width, shape.heads, shape.dropout, key=key / "attention", **products)
+        self.attention = Attention(
+            grid, shape.width, shape.heads, shape.dropout, recompute=recompute == "attention", key=key / "attention",
+            **products,
+        )  # fmt: skip
         self.ln_2 = LayerNorm(grid, shape.width, key=key / "ln_2", **made)
         self.mlp = MLP(grid, shape.width, 4 * shape.width, key=key / "mlp", **products)
         self.drop_1 = Dropout(grid, shape.dropout, shape.width, key=key / "drop_1")

@@ -21,6 +21,7 @@ def step_traffic(
     algorithm: str = "agarwal",
     overlap: Sequence[str] = DEFAULT_OVERLAP,
     cut: Sequence[int] | None = None,
+    method: str = "ddp",
 ) -> dict[str, float]:
     """Bytes that rank `rank` of the pipeline axis receives in one training step of a GPT-2, {axis: bytes}.
 
@@ -39,6 +40,7 @@ def step_traffic(
         algorithm: the matrix product of the layers.
         overlap: as in `layers.algorithm_of`.
         cut: blocks of each stage, by default as equal as can be.
+        method: of `replicas`: "ddp", "zero1", "zero2" or "zero3".
     """
     plane = algorithm in ("cannon", "summa", "two_half_d")
     d, p, x, y, z = (grid[axis] for axis in ("data", "pipeline", "x", "y", "z"))
@@ -51,6 +53,10 @@ def step_traffic(
     work = [(a.kind, a.stage) for a in flat(schedule.order[rank])]
     held = sorted({stage for (_, stage), home in schedule.placement.items() if home == rank})
     first, last = 0 in held, stages - 1 in held
+    # how often a step sums gradients over ranks, and gathers the weights
+    updates, passes = len(schedule.updates), work.count((FORWARD, held[0]))
+    sums = updates if method in ("ddp", "zero1") else passes
+    gathers = 2 * passes if method == "zero3" else updates
 
     def part(size):
         """What an axis of this size leaves to be received."""
@@ -78,8 +84,7 @@ def step_traffic(
     loss = (y - 1) * 2 * rows / x if plane else (x * y - 1) * 2 * rows
     tensor = 0.0
     for stage in held:
-        passes = work.count((FORWARD, stage))
-        once = passes if "weight_gradient" in overlap and not schedule.delayed else 1
+        once = passes if "weight_gradient" in overlap and sums == 1 else 1
         how = work.count((WEIGHT_GRADIENT, stage)) / passes, once
         block = (
             2 * norm
@@ -96,8 +101,7 @@ def step_traffic(
     norms = 2 * (2 * layers + last) * width / y
     biases_inner = 0 if plane else layers * 7 * width / (x * y)
     biases_residual = layers * (9 if plane else 2) * width / y
-    updates = len(schedule.updates)
-    tensor += updates * (2 * part(x * z) * (norms + biases_residual) + 2 * part(z) * biases_inner)
+    tensor += sums * (2 * part(x * z) * (norms + biases_residual) + 2 * part(z) * biases_inner)
     weights = (layers * 12 * width * width) / (x * y * z)
     table = vocabulary * width / (x * y * z)
     if first:
@@ -105,20 +109,23 @@ def step_traffic(
     if last and not (first and shape.tied):
         weights += table
     parameters = weights + norms + biases_inner + biases_residual
-    data = updates * 2 * part(d) * parameters
+    data = (sums + gathers) * part(d) * parameters
 
     # What other ranks hold too is received from each of them; activations and their gradients have one size.
     received = sum(action.kind == RECEIVE for action in schedule.lower().programs[rank])
     pipeline = received * rows / x * width / y
     homes = {stage: {home for (_, s), home in schedule.placement.items() if s == stage} for stage in range(stages)}
     if schedule.replicas > 1:
-        pipeline += parameters
+        shared = parameters
     elif shape.tied and (first or last) and homes[0] != homes[stages - 1]:
-        pipeline += table
+        shared = table
+    else:
+        shared = 0
+    pipeline += shared if method == "ddp" else shared / d
 
     scalars = 8  # the loss and the squared norm travel as float64
     return {
-        "data": itemsize * data + 2 * part(d) * scalars,
+        "data": itemsize * data + 2 * part(d) * scalars * (1 if method == "ddp" else 2),
         "pipeline": itemsize * pipeline + 2 * part(p) * 2 * scalars,
         "tensor": itemsize * tensor + 2 * part(x * y * z) * 2 * scalars,
     }

@@ -1,30 +1,63 @@
 """Keeping the replicas of a model alike."""
 
+import torch
+
 from hpctrain.replicas.asynchronous import AsyncParameterServer
 from hpctrain.replicas.data_parallel import DataParallel
 from hpctrain.replicas.local_sgd import LocalSGD
 from hpctrain.replicas.method import Method
+from hpctrain.replicas.mixed import MixedDataParallel
 from hpctrain.replicas.parameter_server import ParameterServer
+from hpctrain.replicas.precision import AS_GIVEN, Precision
+from hpctrain.replicas.zero import Zero1
+from hpctrain.replicas.zero2 import Zero2
+from hpctrain.replicas.zero3 import Zero3
 
-__all__ = ["AsyncParameterServer", "DataParallel", "LocalSGD", "Method", "ParameterServer", "make"]
+__all__ = [
+    "AsyncParameterServer",
+    "DataParallel",
+    "LocalSGD",
+    "Method",
+    "MixedDataParallel",
+    "ParameterServer",
+    "Precision",
+    "Zero1",
+    "Zero2",
+    "Zero3",
+    "make",
+]
 
 
-def make(options, parameters, grid, optimizer) -> Method:
+def make(options, model, grid, optimizer, precision: Precision = AS_GIVEN) -> Method:
     """The method that the section `[replicas]` of the configuration asks for.
 
     Raises:
-        ValueError: on every rank, when it does not work on this grid.
+        ValueError: on every rank, when it does not work on this grid, or in this precision.
     """
-    return _MAKERS[options.method](options, parameters, grid, optimizer)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    mixed = len({parameters[0].dtype, precision.compute, precision.reduce, precision.wire} - {None}) > 1
+    mixed = mixed or parameters[0].dtype == torch.float16  # whose loss is scaled
+    if mixed and options.method in ("parameter_server", "local_sgd"):
+        raise ValueError(
+            f"replicas.method={options.method} has weights and gradients in one precision, got {precision}; use "
+            "precision.compute=fp32 or fp64 without wire=bf16, or another method"
+        )
+    if options.method == "zero3":
+        return Zero3(model, grid, optimizer, precision=precision)
+    return _MAKERS[options.method](options, precision if mixed else None, parameters, grid, optimizer)
 
 
-# Every name in hpctrain.config.METHODS: function (options, parameters, grid, optimizer) -> Method.
+# All of hpctrain.config.METHODS but zero3: function (options, precision or None, parameters, grid, optimizer).
 _MAKERS = {
-    "ddp": lambda options, *given: DataParallel(*given),
-    "parameter_server": lambda options, *given: (
+    "ddp": lambda _, precision, *given: (
+        MixedDataParallel(*given, precision=precision) if precision else DataParallel(*given)
+    ),
+    "zero1": lambda _, precision, *given: Zero1(*given, precision=precision or AS_GIVEN),
+    "zero2": lambda _, precision, *given: Zero2(*given, precision=precision or AS_GIVEN),
+    "parameter_server": lambda options, _, *given: (
         AsyncParameterServer(*given, options.servers, options.staleness)
         if options.staleness
         else ParameterServer(*given, options.servers)
     ),
-    "local_sgd": lambda options, *given: LocalSGD(*given, options.average_every, options.average_state),
+    "local_sgd": lambda options, _, *given: LocalSGD(*given, options.average_every, options.average_state),
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 import torch
 
 from hpctrain import comm
@@ -32,10 +35,11 @@ class DataParallel(Method):
 
     def __init__(self, parameters, grid, optimizer=None, bucket_bytes: int = BUCKET_BYTES):
         super().__init__(parameters, grid, optimizer)
-        groups = _grouped(reversed(self.parameters), grid, bucket_bytes)
+        groups = grouped(reversed(self.parameters), grid, bucket_bytes)
         self.buckets = [self._bucket(group, summed_over(group[0], grid)) for group in groups]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._launched = 0
+        self._unused: set[torch.nn.Parameter] = set()  # in the last step
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
@@ -44,6 +48,7 @@ class DataParallel(Method):
 
     def clear(self) -> None:
         """Forget the gradients of the last step."""
+        self._unused.clear()
         for parameter in self.parameters:
             parameter.grad = None
             parameter.place.clear()
@@ -53,11 +58,15 @@ class DataParallel(Method):
         for parameter in self.parameters if parameters is None else parameters:
             parameter.place.last = True
 
+    def _is_unused(self, parameter):
+        return parameter in self._unused
+
     def finish(self) -> None:
         """Wait until every gradient is the sum over all ranks that share its parameter."""
         for parameter in self.parameters:
             self._settle(parameter)  # its layer had no part in the last backward
             if parameter.grad is None:  # nothing was computed from it
+                self._unused.add(parameter)
                 parameter.grad = parameter.place.view.zero_()
         for bucket in self.buckets[self._launched :]:
             bucket.launch()
@@ -100,7 +109,7 @@ class PartialBucket:
         sizes = [p.numel() for p in parameters]
         self.flat = self._room(sum(sizes))
         for parameter, part in zip(parameters, self.flat.split(sizes)):
-            parameter.place = GradientPlace(part.view_as(parameter))
+            parameter.place = GradientPlace(part.view_as(parameter), part.dtype == parameter.dtype)
         self.missing = len(parameters)
         self.work = comm.done()
 
@@ -112,16 +121,7 @@ class PartialBucket:
             comm.all_reduce(self.flat, self.plane)
 
     def sum_over_holders(self, pipeline) -> None:
-        """Add up what the pipeline ranks have, in the order of the ranks, so that all get the same bits."""
-        others = [rank for rank in self.holders if rank != pipeline.rank]
-        if not others:
-            return
-        sent = [comm.send_start(self.flat, pipeline, rank, HOLDERS_TAG) for rank in others]
-        parts = {rank: comm.recv(torch.empty_like(self.flat), pipeline, rank, HOLDERS_TAG) for rank in others}
-        for work in sent:
-            work.wait()
-        parts[pipeline.rank] = self.flat
-        self.flat.copy_(sum(parts[rank] for rank in self.holders))
+        sum_over_holders(self.flat, self.holders, pipeline)
 
 
 class Bucket(PartialBucket):
@@ -140,6 +140,19 @@ class Bucket(PartialBucket):
         self.work = self._summed.all_reduce_start()
 
 
+def sum_over_holders(gradient, holders, pipeline) -> None:
+    """Add up what the pipeline ranks have, in the order of the ranks, so that all get the same bits."""
+    others = [rank for rank in holders if rank != pipeline.rank]
+    if not others:
+        return
+    sent = [comm.send_start(gradient, pipeline, rank, HOLDERS_TAG) for rank in others]
+    parts = {rank: comm.recv(torch.empty_like(gradient), pipeline, rank, HOLDERS_TAG) for rank in others}
+    for work in sent:
+        work.wait()
+    parts[pipeline.rank] = gradient
+    gradient.copy_(sum(parts[rank] for rank in holders))
+
+
 def summed_over(parameter, grid):
     """The ranks of the tensor axis over which the parameter's gradient is a partial sum; None where it is whole."""
     if not parameter.shard.partial:
@@ -148,14 +161,20 @@ def summed_over(parameter, grid):
     return grid.plane(*axes) if axes else None
 
 
-def _grouped(parameters, grid, limit):
-    """Groups of parameters with the same dtype, replication and holders, closed when they reach `limit` bytes; in the
-    order in which they are closed."""
+def grouped(parameters, grid, limit):
+    """Groups of parameters with the same dtype, replication and holders, in the order in which they are closed: when
+    they reach `limit` bytes.
+
+    The bytes are an even share of the whole parameter's over the tensor axis, not those of this rank: its ranks must
+    agree on the groups, since some are summed over them between the collectives of backward.
+    """
     open_groups: dict[tuple, list] = {}
+    filled: Counter = Counter()
     for parameter in parameters:
         key = parameter.dtype, summed_over(parameter, grid), parameter.shard.holders
-        group = open_groups.setdefault(key, [])
-        group.append(parameter)
-        if sum(p.nbytes for p in group) >= limit:
+        open_groups.setdefault(key, []).append(parameter)
+        filled[key] += math.prod(parameter.shard.global_shape) * parameter.itemsize // grid.tensor.size
+        if filled[key] >= limit:
+            filled[key] = 0
             yield open_groups.pop(key)
     yield from open_groups.values()

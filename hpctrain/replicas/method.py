@@ -42,6 +42,28 @@ class Method:
     def overlap(self, parameters=None) -> None:
         """The next backward completes the gradients of these parameters, by default of all."""
 
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backwards within it are added up; the one after it is the last of the step. As that of torch's DDP."""
+        yield
+        self.overlap()
+
+    def unused(self) -> list[torch.nn.Parameter]:
+        """The parameters from which no replica's loss of this step was computed; after `finish()`. Their gradient is
+        taken as zero, where torch's optimizers would pass over them. Collective over the data axis."""
+        everyone = self.grid.data.comm.allgather({i for i, p in enumerate(self.parameters) if self._is_unused(p)})
+        return [self.parameters[i] for i in sorted(set.intersection(*everyone))]
+
+    def _is_unused(self, parameter) -> bool:
+        """On this rank."""
+        return False
+
+    loss_scale = 1.0  # the loss is to be multiplied by it; `totals` are those without
+
+    def overflows(self, loss: float, norm: float) -> bool:
+        """Whether these `totals` say that the step is to be left out, as the gradient overflowed; once a step."""
+        return False
+
     def finish(self) -> None:
         raise NotImplementedError
 

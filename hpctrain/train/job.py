@@ -34,6 +34,7 @@ from hpctrain.train.checkpoint.manifest import Manifest
 from hpctrain.train.generate import generate
 from hpctrain.train.loop import Loop
 from hpctrain.train.optimizer import make_optimizer
+from hpctrain.train.precision import dtypes
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.signals import Interrupts
 from hpctrain.train.trainer import Trainer
@@ -48,8 +49,6 @@ SAME = {
     "data": ("validation",),
     "precision": None,
 }
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Job:
@@ -90,14 +89,22 @@ class Job:
 
         m = config.model
         model_shape = GPT2Shape(m.layers, m.width, m.heads, m.context, m.vocabulary, m.dropout, m.tied)
-        made = {"dtype": DTYPES[config.precision.compute], "device": self.device}
+        torch.set_float32_matmul_precision(config.precision.matmul)
+        given, precision = dtypes(config.precision)
+        made = {"dtype": given, "device": self.device}
         layers = algorithm_of(grid, algorithm, config.tensor.overlap)
         self.schedule = check_pipeline(config)
         cut = self._cut(model_shape, made)
-        self.model = GPT2(grid, model_shape, cut, self.schedule.placement, algorithm=layers, key=self.key, **made)
+        self.model = GPT2(
+            grid, model_shape, cut, self.schedule.placement, algorithm=layers, recompute=config.train.recompute,
+            key=self.key, **made,
+        )  # fmt: skip
+        if config.model.init:
+            with comm.together(world):
+                load_gpt2(self.model, Path(config.model.init))
         train = config.train
         optimizer = make_optimizer(self.model.parameters(), train.weight_decay, train.optimizer, train.momentum)
-        replicas = make(config.replicas, self.model.parameters(), grid, optimizer)
+        replicas = make(config.replicas, self.model, grid, optimizer, precision)
         slices = token_slices(config)
         self.trainer = Trainer(self.model, grid, optimizer, self.schedule, train.clip, replicas, slices)
 
@@ -111,9 +118,6 @@ class Job:
         self.loop = Loop(self, checkpointer, interrupts)
         if resume:
             self.loop.resume()
-        if config.model.init and self.loop.step == 0:
-            with comm.together(world):
-                load_gpt2(self.model, Path(config.model.init))
         with comm.together(world):
             if self.folder:
                 self.folder.begin(self.loop.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 import torch
@@ -101,7 +102,7 @@ class Loop:
         try:
             loss, norm = self.trainer.step(batch)
             self.sanity.good(loss)
-            record |= {"loss": loss, "grad_norm": norm}
+            record |= {"loss": loss, "grad_norm": norm if math.isfinite(norm) else None}
         except BadStep as bad:
             if not self._skip(bad):
                 return None

@@ -14,10 +14,11 @@ class Stages:
     Args:
         microbatches: of `train.batches.Microbatch`.
         slices: lengths of the token slices that every sequence is cut into; none where it is not.
+        scale: what losses are multiplied by.
     """
 
-    def __init__(self, model, microbatches: list, slices: Sequence[int] = ()):
-        self.model, self.microbatches = model, microbatches
+    def __init__(self, model, microbatches: list, slices: Sequence[int] = (), scale: float = 1.0):
+        self.model, self.microbatches, self.scale = model, microbatches, scale
         starts = [0, *itertools.accumulate(slices)]
         self.parts = [slice(*ends) for ends in itertools.pairwise(starts)]
         self.pasts: dict[tuple, Past] = {}
@@ -38,7 +39,7 @@ class Stages:
         y = self.compute(action, x, tokens)
         if action.stage < self.model.last:
             return y
-        return self.model.loss(y, self._cut(batch.targets, action), batch.scale)
+        return self.model.loss(y, self._cut(batch.targets, action), batch.scale * self.scale)
 
     def _cut(self, ids, action):
         """The action's slice of (sequences × length,)."""

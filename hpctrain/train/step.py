@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
 
 from hpctrain.algorithms import MIXING_OPTIMIZERS
 from hpctrain.replicas import DataParallel
+
+log = logging.getLogger("hpctrain")
 
 
 class Trainer:
@@ -38,6 +41,7 @@ class Trainer:
         self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
         self.replicas = replicas or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)
         self.check = check_finite  # called before every update, with loss and norm; raises where it must not be made
+        self._named_unused = False
         # What parallelize made gives the one loss on every rank of the tensor axis; others give each rank its share.
         self._counts_loss = grid.tensor.rank == 0 or not hasattr(model, "hpctrain_grid")
 
@@ -62,7 +66,7 @@ class Trainer:
         self.replicas.clear()
         losses = []
         for number, batch in enumerate(batches):
-            value = loss(self.model, batch)
+            value = loss(self.model, batch) * self.replicas.loss_scale
             if number == len(batches) - 1:
                 self.replicas.overlap()
             value.backward()
@@ -72,9 +76,20 @@ class Trainer:
     def _update(self, losses: list[torch.Tensor]) -> tuple[float, float]:
         """Sum, clip and apply the gradients of this rank's `losses`."""
         self.replicas.finish()
-        loss, norm = self._totals(losses)
-        self.replicas.update(norm, self.max_norm)
+        if self.replicas.lockstep and not self._named_unused:
+            self._named_unused = True
+            self._name_unused()
+        loss, norm = self.replicas.totals(self._share(losses))
+        if not self.replicas.overflows(loss, norm):
+            self.check(loss, norm)
+            self.replicas.update(norm, self.max_norm)
         return loss, norm
+
+    def _name_unused(self) -> None:
+        unused = set(self.replicas.unused())
+        names = [name for name, p in self.model.named_parameters() if p in unused]
+        if names and self.grid.data.rank == self.grid.tensor.rank == 0:
+            log.warning("the loss does not depend on %s: their gradients are taken as zero", ", ".join(names))
 
     def _totals(self, losses: list[torch.Tensor]) -> tuple[float, float]:
         """The loss and the norm of the gradient, finite."""

@@ -104,13 +104,16 @@ class Trainer(step.Trainer):
         if self.schedule.delayed:
             losses = self._train.run(Versions(self.model, microbatches, self.replicas))
             return self._totals([loss / len(self.schedule.updates) for loss in losses])
-        losses = self._train.run(self._work(microbatches, self.slices), self._last_backward)
+        work = self._work(microbatches, self.slices, self.replicas.loss_scale)
+        losses = self._train.run(work, self._last_backward)
         return self._update(losses)
 
-    def _work(self, microbatches, slices=()):
-        if hasattr(self.model, "work"):
-            return self.model.work(microbatches)
-        return Stages(self.model, microbatches, slices)
+    def _work(self, microbatches, slices=(), scale=1.0):
+        if not hasattr(self.model, "work"):
+            return Stages(self.model, microbatches, slices, scale)
+        if scale != 1:
+            raise ValueError(f"{type(self.model).__name__} does not scale its loss, which float16 needs; use bfloat16")
+        return self.model.work(microbatches)
 
     def _last_backward(self, action) -> None:
         self.replicas.overlap(self._completed[action.replica, action.stage])

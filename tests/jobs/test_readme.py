@@ -40,7 +40,9 @@ def test_the_two_commands_are_those_of_ci():
     assert all(command in ci for command in commands)
 
 
-@pytest.mark.parametrize("title", ["Submit jobs", "Stop and go on", "Study scaling", "Pipelines", "Spread the batch"])
+@pytest.mark.parametrize(
+    "title", ["Submit jobs", "Stop and go on", "Study scaling", "Pipelines", "Spread the batch", "Memory and precision"]
+)
 def test_commands(checkout, title):
     """The first indented block of the section, run as a script; that about checkpoints has its data from another."""
     block = re.search(r"(?:^    .*\n)+", section(title), re.MULTILINE).group()
@@ -63,6 +65,9 @@ def test_commands(checkout, title):
         assert [record["step"] for record in last] == [6, 6]
         assert 0 < sum(last[0]["staleness"]) <= 12 == 2 * last[0]["step"]
         assert last[1]["bytes_sent"]["data"] > 1000  # the sixth step ends in an average
+    elif title == "Memory and precision":
+        records = (checkout / "runs/frugal/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(record)["step"] for record in records] == [1, 2, 3, 4]
     elif title == "Pipelines":
         zbv, slices = (
             [json.loads(line)["loss"] for line in (checkout / f"runs/{name}/metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,19 @@
+"""Computing activations once more in backward instead of keeping them."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+def recomputed(function, *arguments):
+    """function(*arguments), of which only the arguments are kept for backward; the gradients have the same bits.
+
+    The first of its saved tensors that backward needs makes it run again, with its communication, on all ranks alike:
+    they run the same backward. What it draws must not come from torch's generators; dropout masks here do not.
+
+    Source: Chen et al., "Training deep nets with sublinear memory cost" (2016).
+    """
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

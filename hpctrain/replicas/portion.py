@@ -1,0 +1,111 @@
+"""The part of the weights that a rank updates, as its optimizer sees it."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.replicas.clipping import square
+from hpctrain.replicas.state import Piece
+from hpctrain.state import Entry
+
+
+class Portion:
+    """This rank's range of a bucket of parameters, whose weights lie side by side in `weights`.
+
+    Attributes: `weights`, the range; `master`, the same in the parameters' first precision, or `weights` itself;
+    `pieces`, of the parameters, which hold their part of `master`.
+
+    Args:
+        parameters: of one dtype, that of the master weights. Their data become views of `weights`, and are converted to
+            its dtype; where that is another one, the range is kept in the first dtype as well.
+        weights: flat tensor for all of them, empty yet.
+        own: this rank's range of it.
+        held: memory for the range beside `weights`, where that is not always there.
+    """
+
+    def __init__(self, parameters, weights: torch.Tensor, own: slice, held: torch.Tensor | None = None):
+        self.weights = weights[own] if held is None else held
+        dtype = parameters[0].dtype
+        self.master = self.weights if weights.dtype == dtype else self.weights.new_empty(len(self.weights), dtype=dtype)
+        self.pieces: list[Piece] = []
+        self._parts: list[slice] = []  # of the pieces, in the portion
+        first = 0
+        for parameter in parameters:
+            flat = parameter.detach().reshape(-1)
+            start, stop = (min(max(edge - first, 0), len(flat)) for edge in (own.start, own.stop))
+            if stop > start:
+                part = slice(first + start - own.start, first + stop - own.start)
+                self.master[part] = flat[start:stop]
+                self._parts.append(part)
+                self.pieces.append(Piece(parameter, start, stop, torch.nn.Parameter(self.master[part])))
+            place = weights[first : first + len(flat)]
+            parameter.data = place.copy_(flat).view(parameter.shape)
+            first += len(flat)
+        if held is not None:
+            held.copy_(weights[own])
+
+    def square(self, gradient: torch.Tensor, coords: dict[str, int]) -> torch.Tensor:
+        """Sum of the squares of the portion's gradient where the rank at `coords` counts it, float64."""
+        pairs = zip(self.pieces, self._parts)
+        return square([gradient[part] for piece, part in pairs if piece.parameter.shard.owned(coords)])
+
+    def give(self, gradient: torch.Tensor) -> None:
+        """Let the optimizer see the portion's gradient."""
+        for piece, part in zip(self.pieces, self._parts):
+            piece.held.grad = gradient[part]
+
+    def entries(self, names) -> list[Entry]:
+        """Of the weights, for checkpoints."""
+        return [
+            entry
+            for piece, part in zip(self.pieces, self._parts)
+            for entry in piece.entries(f"model/{names[piece.parameter]}", self.weights[part])
+        ]
+
+    def updated(self) -> None:
+        """The optimizer has changed the pieces."""
+        for piece in self.pieces:
+            piece.held.grad = None
+        if self.master is not self.weights:
+            self.weights.copy_(self.master)
+
+
+def hand_over(optimizer: torch.optim.Optimizer, portions: list[Portion]) -> None:
+    """Replace the parameters in the optimizer's groups, and in its state, by this rank's pieces of them. The groups'
+    options stay."""
+    pieces: dict[torch.nn.Parameter, list[Piece]] = {}
+    for portion in portions:
+        for piece in portion.pieces:
+            pieces.setdefault(piece.parameter, []).append(piece)
+    for group in optimizer.param_groups:
+        parameters, group["params"] = group["params"], []
+        for parameter in parameters:
+            state = optimizer.state.pop(parameter, {})
+            for piece in pieces.get(parameter, ()):
+                group["params"].append(piece.held)
+                if state:
+                    optimizer.state[piece.held] = {
+                        key: _cut(value, slice(piece.start, piece.stop)) for key, value in state.items()
+                    }
+
+
+def _cut(value, piece):
+    whole = isinstance(value, torch.Tensor) and value.dim()
+    return value.reshape(-1)[piece.start : piece.stop].clone() if whole else value
+
+
+def update(optimizer: torch.optim.Optimizer, buckets: list, factor: float):
+    """Let the optimizer update the `portion` of each bucket by its `gradient` times `factor`; yields buckets done.
+
+    Gradients in another precision than the weights are converted one bucket at a time, so that no more than one is
+    held twice. Optimizers pass over weights without gradients.
+    """
+    converted = any(bucket.gradient.dtype != bucket.portion.master.dtype for bucket in buckets)
+    for together in [[bucket] for bucket in buckets] if converted else [buckets]:
+        for bucket in together:
+            gradient = bucket.gradient.to(bucket.portion.master.dtype)
+            bucket.portion.give(gradient if factor == 1 else gradient.mul_(factor))
+        optimizer.step()
+        for bucket in together:
+            bucket.portion.updated()
+            yield bucket

@@ -1,0 +1,139 @@
+"""ZeRO: what data parallel ranks hold alike is spread over them.
+
+Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: memory optimizations toward training trillion parameter models"
+(2020), §5.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain import comm
+from hpctrain.replicas import state
+from hpctrain.replicas.clipping import clipping_factor
+from hpctrain.replicas.data_parallel import (
+    BUCKET_BYTES,
+    DataParallel,
+    PartialBucket,
+    sum_over_holders,
+)
+from hpctrain.replicas.method import Method
+from hpctrain.replicas.portion import Portion, hand_over, update
+from hpctrain.replicas.precision import AS_GIVEN, LossScale, Precision
+from hpctrain.state import Entry
+
+
+class Spread(Method):
+    """What the three stages have in common: each rank updates its range of every bucket."""
+
+    spreads = True  # each rank has pieces of its own, otherwise all of them
+    scaling: LossScale | None = None
+    _scaled = 1.0
+
+    @property
+    def loss_scale(self):
+        return self.scaling.scale if self.scaling else 1.0
+
+    def overflows(self, loss, norm):
+        return self.scaling is not None and self.scaling.overflows(loss, norm)
+
+    def report(self):
+        if self.scaling is None:
+            return {}
+        skipped = {"skipped": "the gradient overflows in fp16"} if self.scaling.overflowed else {}
+        return {"loss_scale": self.loss_scale, **skipped}
+
+    def totals(self, loss):
+        square = sum(bucket.portion.square(bucket.gradient, self.grid.coords) for bucket in self.buckets)
+        totals = torch.stack([loss, torch.as_tensor(square, dtype=torch.float64)])
+        comm.all_reduce(totals, self.grid.tensor)
+        comm.all_reduce(totals, self.grid.pipeline)
+        comm.all_reduce(totals if self.spreads else totals[:1], self.grid.data)
+        loss, square = totals.tolist()
+        self._scaled = self.loss_scale  # which may change before the update
+        return loss / self._scaled, square**0.5 / self._scaled
+
+    def update(self, norm, max_norm):
+        factor = (clipping_factor(norm, max_norm) if max_norm else 1.0) / self._scaled
+        begun = [bucket.spread_start() for bucket in update(self.optimizer, self.buckets, factor)]
+        for work in begun:
+            work.wait()
+
+    def to_save(self, names):
+        pieces = self._pieces() if self.spreads or self.grid.data.rank == 0 else []
+        scale = [self.scaling.entry()] if self.scaling and self.grid.rank == 0 else []
+        return state.pieces_to_save(names, pieces, self.optimizer, self.grid, weights=True) + scale
+
+    def to_load(self, names, saved):
+        entries = state.pieces_to_load(names, self._pieces(), self.optimizer, saved, weights=True)
+        if self.scaling and "loss_scale" in saved:
+            entries.append(self.scaling.entry())
+        return entries + self._weights_to_load(names)
+
+    def _weights_to_load(self, names):
+        """What the model computes with: of every rank, and rounded where the masters are in another precision."""
+        return [Entry(f"model/{name}", p.shard, p.detach()) for p, name in names.items()]
+
+    def _pieces(self):
+        return [piece for bucket in self.buckets for piece in bucket.portion.pieces]
+
+
+class Zero1(Spread, DataParallel):
+    """ZeRO-1: the optimizer's state, and with it the master weights where the model computes in fewer bits, are spread
+    over the data axis. Each rank updates its range of every bucket, and gives the weights to the others.
+
+    Gradients are treated as by `DataParallel`, but every rank receives its range of their sums only. In bytes this is
+    the same: half of an all-reduce for the gradients, the other half for the weights.
+
+    Args:
+        parameters, grid, bucket_bytes: as of `DataParallel`.
+        optimizer: any torch optimizer over the parameters that treats every element by itself. Its groups are
+            given this rank's pieces of the parameters; their options stay.
+        precision: of the weights and gradients.
+    """
+
+    def __init__(self, parameters, grid, optimizer, bucket_bytes=BUCKET_BYTES, precision=AS_GIVEN):
+        self.precision, self.scaling = precision, scaling_of(precision)
+        super().__init__(parameters, grid, optimizer, bucket_bytes)
+        hand_over(optimizer, [bucket.portion for bucket in self.buckets])
+
+    def _bucket(self, parameters, plane):
+        return Whole(parameters, plane, self.grid.data, self.precision.of(parameters[0].dtype))
+
+
+class Whole(PartialBucket):
+    """A bucket whose gradients every rank has, and the sums of its own range."""
+
+    def __init__(self, parameters, plane, data, precision):
+        numel = sum(p.numel() for p in parameters)
+        self._weights = comm.Copies(data, numel, parameters[0], precision.compute)
+        self._summands = comm.Copies(data, numel, parameters[0], precision.reduce)
+        own = self._own()
+        self.portion = Portion(parameters, self._weights.mine, own)
+        self.gradient = self._summands.mine[own]
+        self._wire = precision.wire
+        if precision.reduce != precision.compute:
+            for parameter in parameters:
+                parameter.grad_dtype = precision.reduce
+        super().__init__(parameters, plane)
+
+    def _own(self):
+        return self._weights.own
+
+    def _room(self, numel):
+        return self._summands.mine
+
+    def launch(self):
+        super().launch()
+        self.work = self._summands.sum_start(self._wire)
+
+    def sum_over_holders(self, pipeline):
+        sum_over_holders(self.gradient, self.holders, pipeline)
+
+    def spread_start(self) -> comm.Work:
+        """Begin to give the updated weights to the other ranks."""
+        return self._weights.spread_start()
+
+
+def scaling_of(precision: Precision) -> LossScale | None:
+    return LossScale(precision.loss_scale) if precision.compute == torch.float16 else None

@@ -1,0 +1,140 @@
+"""ZeRO-2: gradients are spread over the data parallel ranks too."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hpctrain import comm
+from hpctrain.replicas.data_parallel import BUCKET_BYTES, grouped, sum_over_holders, summed_over
+from hpctrain.replicas.portion import Portion, hand_over
+from hpctrain.replicas.precision import AS_GIVEN
+from hpctrain.replicas.zero import Spread, scaling_of
+
+
+class Zero2(Spread):
+    """ZeRO-2: as ZeRO-1, with the gradients spread over the data axis as well. They are summed after every backward, a
+    bucket at a time, each rank keeping its range of the sums; of the rest no rank holds more than a bucket or two.
+
+    With m microbatches the gradients travel m times, where ZeRO-1 adds the microbatches up first.
+
+    Every replica's backwards must reach the same parameters.
+
+    Args: as of `Zero1`.
+    """
+
+    def __init__(self, parameters, grid, optimizer, bucket_bytes=BUCKET_BYTES, precision=AS_GIVEN):
+        super().__init__(parameters, grid, optimizer)
+        self.scaling = scaling_of(precision)
+        self.buckets = [
+            self._bucket(group, summed_over(group[0], grid), precision.of(group[0].dtype))
+            for group in self._groups(bucket_bytes)
+        ]
+        hand_over(optimizer, [bucket.portion for bucket in self.buckets])
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self._turn = 0  # of the buckets
+        self._summing: Range | None = None  # the bucket whose sum is under way
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _groups(self, bucket_bytes):
+        return grouped(reversed(self.parameters), self.grid, bucket_bytes)
+
+    def _bucket(self, parameters, plane, precision):
+        return Range(parameters, plane, self.grid.data, precision)
+
+    def clear(self):
+        super().clear()
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def finish(self):
+        # What only some backwards reached is summed once more; the same buckets on all ranks.
+        for bucket in self.buckets:
+            if max(bucket.arrived.values(), default=0) > bucket.launches:
+                self._launch(bucket)
+        self._settle()
+        self._turn = 0
+        for bucket in self.buckets:
+            if not bucket.launches:
+                bucket.gradient.zero_()
+            sum_over_holders(bucket.gradient, bucket.parameters[0].shard.holders, self.grid.pipeline)
+
+    def _is_unused(self, parameter):
+        return not self._bucket_of[parameter].arrived[parameter]
+
+    def _arrived(self, parameter) -> None:
+        self._bucket_of[parameter].arrived[parameter] += 1
+        # In turn, whatever the order of arrival: the other replicas must start the same sums in the same order.
+        while (bucket := self.buckets[self._turn]).full():
+            self._launch(bucket)
+            self._turn = (self._turn + 1) % len(self.buckets)
+        if self._summing is not None:
+            self._summing.work.test()  # MPI makes little progress by itself
+
+    def _launch(self, bucket) -> None:
+        self._settle()
+        bucket.launch()
+        self._summing = bucket
+
+    def _settle(self) -> None:
+        if self._summing is not None:
+            self._summing.add()
+            self._summing = None
+
+
+class Range:
+    """A bucket of whose gradients a rank keeps its range.
+
+    Attributes:
+        arrived: how often each parameter's gradient has come in this step.
+        launches: how often the bucket was summed.
+        gradient: this rank's range of the sums.
+    """
+
+    def __init__(self, parameters, plane, data, precision):
+        self.parameters, self.plane, self.data = parameters, plane, data
+        self._sizes = [p.numel() for p in parameters]
+        self._hold(precision.compute)
+        self.gradient = self.portion.weights.new_zeros(len(self.portion.weights), dtype=precision.reduce)
+        self._wire = self.gradient.new_empty(0, dtype=precision.wire)
+        self.work = comm.done()
+        self.clear()
+
+    def _hold(self, dtype) -> None:
+        """Make room for the weights."""
+        self.weights = comm.Copies(self.data, sum(self._sizes), self.parameters[0], dtype)
+        self.portion = Portion(self.parameters, self.weights.mine, self.weights.own)
+
+    def clear(self) -> None:
+        self.arrived: Counter = Counter()
+        self.launches = 0
+
+    def full(self) -> bool:
+        return min(self.arrived[p] for p in self.parameters) > self.launches
+
+    def launch(self) -> None:
+        """Begin to sum what has come."""
+        space = comm.workspace(self.data, "later")
+        room = space.room(sum(self._sizes), self._wire)
+        for parameter, part in zip(self.parameters, room.split(self._sizes)):
+            if parameter.grad is None:
+                part.zero_()
+            else:
+                part.view(parameter.shape).copy_(parameter.grad)
+                parameter.grad = None
+        if self.plane is not None:
+            comm.all_reduce(room, self.plane)
+        self.work = space.reduce_start(room, self.weights.counts, self.gradient.dtype)
+        self.launches += 1
+
+    def add(self) -> None:
+        """Wait for the sum, and add it to this step's."""
+        part, self.work = self.work.wait(), comm.done()
+        if self.launches > 1:
+            self.gradient += part
+        else:
+            self.gradient.copy_(part)
+
+    def spread_start(self) -> comm.Work:
+        """Begin to give the updated weights to the other ranks."""
+        return self.weights.spread_start()

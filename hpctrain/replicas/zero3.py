@@ -1,0 +1,167 @@
+"""ZeRO-3: weights are spread over the data parallel ranks too, and gathered while a layer computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hpctrain import comm
+from hpctrain.replicas.data_parallel import BUCKET_BYTES, grouped
+from hpctrain.replicas.portion import Portion
+from hpctrain.replicas.precision import AS_GIVEN
+from hpctrain.replicas.zero2 import Range, Zero2
+
+
+class Zero3(Zero2):
+    """ZeRO-3, also known as fully sharded data parallelism: each rank holds its range of the weights, and what belongs
+    to them. A layer's weights are gathered before its forward, and freed after; so before its backward, and when its
+    gradients have come. The gather of the next layer, backward of the one before, is started at the same time.
+
+    On one node the ranks have one copy of the weights in shared memory, in which a gather moves nothing.
+
+    The layers are the items of the model's `ModuleList`s and `ModuleDict`s; each must compute in its `forward`, and
+    backward must reach the first tensor that it returns. What is in none of them, or in several, is gathered as long as
+    the whole model computes. Elsewhere, parameters have no memory to be read: use `with parameter.layer:`, collective
+    over the data axis.
+
+    Args:
+        model: whose `parameters()` the optimizer has; the other arguments are as of `Zero1`.
+    """
+
+    alike = False  # ranks hold different parts of the weights
+
+    def __init__(self, model, grid, optimizer, bucket_bytes=BUCKET_BYTES, precision=AS_GIVEN):
+        modules = _layers(model)
+        uses = Counter(p for module in modules for p in set(module.parameters()))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        inside = {module: [p for p in module.parameters() if uses[p] == 1 and p.requires_grad] for module in modules}
+        self._parameters_of = {**inside, model: [p for p in trained if uses[p] != 1]}
+        super().__init__(trained, grid, optimizer, bucket_bytes, precision)
+        self._layers = [_Layer(self._buckets_of(parameters)) for parameters in self._parameters_of.values()]
+        self._layer_of = {p: layer for layer in self._layers for b in layer.buckets for p in b.parameters}
+        order = self._layers[:-1]  # the last one is what the model has outside of them
+        first, last = (order[0], order[-1]) if order else (None, None)
+        after = [*order[1:], None, first] if order else [None]
+        before = [None, *order[:-1], last] if order else [None]
+        for module, layer, following, preceding in zip(self._parameters_of, self._layers, after, before):
+            if layer.buckets:
+                module.register_forward_pre_hook(layer.forward_hook(following))
+                module.register_forward_hook(layer.output_hook(preceding))
+        for p, layer in self._layer_of.items():
+            p.layer = layer
+
+    def _groups(self, bucket_bytes):
+        for parameters in reversed(self._parameters_of.values()):
+            yield from grouped(reversed(parameters), self.grid, bucket_bytes)
+
+    def _buckets_of(self, parameters):
+        return list(dict.fromkeys(self._bucket_of[p] for p in parameters))
+
+    def _bucket(self, parameters, plane, precision):
+        return _Freed(parameters, plane, self.grid.data, precision)
+
+    def _arrived(self, parameter):
+        super()._arrived(parameter)
+        self._layer_of[parameter].arrived(parameter)
+
+    def finish(self):
+        super().finish()
+        for layer in self._layers:
+            layer.awaited.clear()
+            layer.release()
+
+    def _weights_to_load(self, names):
+        return [entry for bucket in self.buckets for entry in bucket.portion.entries(names)]
+
+
+class _Layer:
+    """The weights of a layer, gathered and freed together.
+
+    Attributes: `awaited`, how many gradients of each parameter are to come from backwards that have begun.
+    """
+
+    def __init__(self, buckets):
+        self.buckets = buckets
+        self.awaited: Counter = Counter()
+        self._gathers: list[comm.Work] | None = None  # None where the weights are not there
+
+    def gather_start(self) -> None:
+        if self._gathers is None:
+            self._gathers = [bucket.weights.gather_start() for bucket in self.buckets]
+
+    def gather(self) -> None:
+        self.gather_start()
+        for work in self._gathers:
+            work.wait()
+
+    def release(self) -> None:
+        if self._gathers is None:
+            return
+        self.gather()
+        for bucket in self.buckets:
+            bucket.weights.release()
+        self._gathers = None
+
+    def __enter__(self) -> None:
+        self.gather()
+
+    def __exit__(self, *_) -> None:
+        self.release()
+
+    def arrived(self, parameter) -> None:
+        self.awaited[parameter] -= 1
+        if not any(count > 0 for count in self.awaited.values()):
+            self.release()
+
+    def forward_hook(self, after: _Layer | None):
+        def before_forward(module, arguments):
+            self.gather()
+            if after is not None and not self._computes_backward():
+                after.gather_start()
+
+        return before_forward
+
+    def output_hook(self, before: _Layer | None):
+        def before_backward(gradient):
+            self.gather()
+            self.awaited.update(p for bucket in self.buckets for p in bucket.parameters)
+            if before is not None:
+                before.gather_start()
+
+        def after_forward(module, arguments, output):
+            given = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+            if (first := next(given, None)) is not None:
+                first.register_hook(before_backward)
+            if not self._computes_backward():
+                self.release()
+
+        return after_forward
+
+    def _computes_backward(self):
+        """Forward may run inside backward, where activations are computed once more."""
+        return any(count > 0 for count in self.awaited.values())
+
+
+class _Freed(Range):
+    """A bucket whose weights are not always there."""
+
+    def _hold(self, dtype):
+        self.weights = comm.Common(self.data, sum(self._sizes), self.parameters[0], dtype)
+        self.portion = Portion(self.parameters, self.weights.whole, self.weights.own, self.weights.held)
+        self.weights.release()
+
+    def spread_start(self):
+        return self.weights.changed_start()
+
+
+def _layers(model) -> list[torch.nn.Module]:
+    """The outermost items of lists and dicts of modules, in the order of the model."""
+    found = []
+    for child in model.children():
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)):
+            found += child.children()
+        else:
+            found += _layers(child)
+    return found

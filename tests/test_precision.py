@@ -1,0 +1,155 @@
+"""Mixed precision: what is kept and summed in float32 really is, and all ranks leave out the same steps."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from test_equivalence import UNEVEN, batches, microbatches, serial
+
+from hpctrain import Grid, Key
+from hpctrain.config import Replicas, load_config
+from hpctrain.models.export import whole_parameters
+from hpctrain.models.gpt2 import GPT2
+from hpctrain.replicas import Precision, make
+from hpctrain.replicas.precision import GROWTH, LossScale
+from hpctrain.shard import Shard
+from hpctrain.train.optimizer import adamw
+from hpctrain.train.precision import dtypes
+from hpctrain.train.trainer import Trainer
+
+METHODS = ("ddp", "zero1", "zero2", "zero3")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def trainer_on(grid, method, precision, shape=UNEVEN, count=2, clip=1.0):
+    model = GPT2(grid, shape, key=Key(3), dtype=FP32)
+    optimizer = adamw(model.parameters(), 0.1)
+    replicas = make(Replicas(method), model, grid, optimizer, precision)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    return Trainer(model, grid, optimizer, count, clip, replicas=replicas)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "expected"),
+    [
+        ([], FP32, (FP32, FP32, FP32)),
+        (["compute=bf16"], FP32, (BF16, FP32, FP32)),
+        (["compute=fp16", "reduce=compute", "wire=fp32"], FP32, (FP16, FP16, FP16)),
+        (["compute=bf16", "master=compute", "wire=bf16"], BF16, (BF16, FP32, BF16)),
+        (["compute=fp64"], torch.float64, (torch.float64,) * 3),
+    ],
+)
+def test_configured_dtypes(settings, given, expected):
+    options = load_config(overrides=[f"precision.{setting}" for setting in settings]).precision
+    made, precision = dtypes(options)
+    assert (made, (precision.compute, precision.reduce, precision.wire)) == (given, expected)
+
+
+def test_loss_scale_doubles_after_many_good_steps_and_has_an_end():
+    scaling = LossScale(4.0)
+    assert [scaling.overflows(1.0, 1.0) for _ in range(GROWTH)] == [False] * GROWTH
+    assert scaling.scale == 8.0
+    assert scaling.overflows(1.0, math.inf)
+    assert scaling.scale == 4.0
+    assert not scaling.overflows(math.nan, math.nan)  # then it is not the scale
+    with pytest.raises(FloatingPointError, match="overflow even where"):
+        for _ in range(20):
+            scaling.overflows(1.0, math.nan)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", ["windows", "messages"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("reduce", "wire", "summed"),
+    [
+        # 256 + 1 is 256 in bfloat16, whose next number is 258
+        (FP32, FP32, lambda p: 256 * p + 2 * p),  # nothing is lost
+        (FP32, BF16, lambda p: 258 * p),  # 258 travels exactly
+        (BF16, BF16, lambda p: torch.tensor(256.0 * p).to(BF16).item()),  # microbatches are added in bfloat16
+    ],
+)
+def test_sums_are_taken_in_float32(world, method, reduce, wire, summed, way):
+    """Three microbatches on each rank, of gradients 256, 1 and 1; the optimizer subtracts the sum."""
+    grid = Grid(data=world.size)
+    grid.data.one_node &= way == "windows"
+    model = Times()
+    p = model.p
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    replicas = make(Replicas(method), model, grid, optimizer, Precision(BF16, reduce, wire))
+    replicas.clear()
+    for last, value in enumerate((256.0, 1.0, 1.0)):
+        if last == 2:
+            replicas.overlap()
+        model(value).backward()
+    replicas.finish()
+    _, norm = replicas.totals(torch.zeros((), dtype=torch.float64))
+    replicas.update(norm, 0.0)
+    expected = summed(world.size)
+    if method in ("zero2", "zero3"):  # which sums every microbatch over the ranks by itself
+        expected = torch.tensor(258.0 * world.size)
+        if reduce == BF16:
+            first = torch.tensor(256.0 * world.size).to(BF16)
+            expected = (first + world.size).to(BF16) + torch.tensor(float(world.size), dtype=BF16)
+        expected = float(expected)
+    held = [piece.held for bucket in replicas.buckets for piece in bucket.portion.pieces]
+    assert all(weight.dtype == FP32 and torch.equal(weight, torch.full_like(weight, -expected)) for weight in held)
+    assert norm == pytest.approx(expected * math.sqrt(5), rel=1e-6)
+    assert p.dtype == BF16
+    with p.layer if method == "zero3" else contextlib.nullcontext():
+        assert torch.equal(p, torch.full((5,), -expected).to(BF16))
+
+
+class Times(torch.nn.Module):
+    """Five weights, whose gradients are the number that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = torch.nn.Parameter(torch.zeros(5))
+        self.p.shard = Shard((5,), (slice(0, 5),))
+
+    def forward(self, number):
+        return (self.p * number).sum()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16_follows_float64(world, method):
+    """Losses of the serial program, to the precision of the weights."""
+    grids = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 1, (1, 2, 1))], 4: [(2, 2, 1), (2, 1, (1, 1, 2))]}
+    shape = dataclasses.replace(UNEVEN, layers=3)
+    _, losses, norms = serial(shape, 1.0)
+    for place in grids.get(world.size, []):
+        grid = Grid(*place)
+        trainer = trainer_on(grid, method, Precision(BF16, FP32, FP32), shape)
+        got = [trainer.step(microbatches(grid, batch, step, 2)) for step, batch in enumerate(batches(shape))]
+        assert [loss for loss, _ in got] == pytest.approx(losses, rel=3e-3)
+        assert [norm for _, norm in got] == pytest.approx(norms, rel=3e-2)
+        assert {p.dtype for p in trainer.model.parameters()} == {BF16}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", METHODS)
+def test_an_overflow_is_left_out_on_all_ranks(world, method):
+    """float16, with a scale under which the gradients of the first steps overflow."""
+    grid = Grid(*{2: (2, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2)}.get(world.size, (world.size, 1, 1)))
+    shape = dataclasses.replace(UNEVEN, layers=2)
+    trainer = trainer_on(grid, method, Precision(FP16, FP32, FP32, loss_scale=2.0**19), shape)
+    before = [weight for _, weight in whole_parameters(trainer.model, grid)]
+    batch, changed = batches(shape)[0], []
+    for step, scale in zip(range(12), itertools.count()):
+        loss, norm = trainer.step(microbatches(grid, batch, step, 2))
+        told = trainer.replicas.report()
+        now = [weight for _, weight in whole_parameters(trainer.model, grid)]
+        changed.append(world.bcast(any(not torch.equal(p, q) for p, q in zip(now, before))))
+        assert changed[-1] == math.isfinite(norm) == ("skipped" not in told)
+        assert loss == pytest.approx(math.log(23), rel=0.05)
+        if changed[-1]:
+            break
+        assert told["loss_scale"] == 2.0 ** (18 - scale)
+    assert changed[:1] == [False]
+    assert changed[-1]
