@@ -182,3 +182,17 @@ def test_background_saves_what_was_there_when_it_was_called(tmp_path):
         assert loaded == Numbers(step)
         numbers = Numbers(2)
     assert saver.take_stall() > 0 == saver.take_stall()
+
+
+def test_several_files_a_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "FILE_BYTES", 1000)
+    saver = Checkpointer(tmp_path, Alone(), background=False)
+    assert saver.save(1, Numbers(1), {}) is None
+    files = sorted(path.name for path in (tmp_path / "step-1").glob("*.h5"))
+    assert files[0] == "rank-00000-1.h5"
+    assert files[-1] == "rank-00000.h5"
+    assert len(files) > 5
+    assert [file.name for file in folder.verify(tmp_path / "step-1").files][:2] == ["rank-00000.h5", "rank-00000-1.h5"]
+    numbers = Numbers(9)
+    Checkpointer(tmp_path, Alone()).resume(numbers)
+    assert numbers == Numbers(1)

@@ -24,7 +24,7 @@ class Checkpointer:
     A checkpoint goes through four phases. Each rank does its part of one in a thread; `poll`, in the training loop,
     goes on to the next once all ranks are done. MPI is used by the loop alone.
 
-        write      each rank: a file of its shards, its SHA-256, fsync
+        write      each rank: files of its shards, their SHA-256, fsync
         publish    rank 0: manifest, rename, `latest`
         verify     each rank, where older ones are to go: its file once more, through HDF5's checksums
         prune      rank 0: all but the newest `keep`
@@ -133,8 +133,7 @@ class Checkpointer:
     def _checked(self, path: Path) -> Manifest:
         """The manifest; the files are shared out among the ranks to be checked."""
         told = manifest.read(path)
-        for file in told.files[self.world.rank :: self.world.size]:
-            shards.check(path / file.name, file)
+        shards.check_all(path, told.files[self.world.rank :: self.world.size])
         return told
 
     def _together(self, action: Callable, *arguments):
@@ -239,11 +238,11 @@ class _Save:
             self._error = error
 
     def _write(self):
-        path = folder.unfinished(self.owner.root, self.step) / manifest.file_name(self.owner.world.rank)
+        path = folder.unfinished(self.owner.root, self.step)
         tensors = [entry for entry in self.entries if entry.shard.global_shape]
         self._described = {e.name: (_name(e.tensor.dtype), e.shard.global_shape) for e in tensors}
-        self._file = shards.write(path, tensors)
-        return self._file
+        self._files = shards.write(path, self.owner.world.rank, tensors)
+        return self._files
 
     def _numbers(self):
         return self._described, {e.name: (_name(e.tensor.dtype), e.tensor.item()) for e in self.entries}
@@ -255,14 +254,15 @@ class _Save:
         for _, (described, numbers) in self._gathered:
             tensors |= described
             scalars |= numbers
-        made = Manifest(self.step, tensors, scalars, [file for file, _ in self._gathered], self.about)
+        made = Manifest(self.step, tensors, scalars, [f for files, _ in self._gathered for f in files], self.about)
         manifest.parse(made.text())  # what could not be read is not published
         folder.publish(self.owner.root, made)
         return made.bytes
 
     def _verify(self):
         path = folder.place(self.owner.root, self.step)
-        shards.check_contents(path / self._file.name, self._file, self._described)
+        for file in self._files:
+            shards.check_contents(path / file.name, file, self._described)
 
     def _prune(self):
         if self.owner.world.rank == 0:

@@ -108,12 +108,12 @@ def parse(text: str) -> Manifest:
     return manifest
 
 
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.h5"
+def file_name(rank: int, number: int) -> str:
+    return f"rank-{rank:05d}-{number}.h5" if number else f"rank-{rank:05d}.h5"
 
 
 def _check_file(file: File, tensors) -> None:
-    if not (isinstance(file.name, str) and re.fullmatch(r"rank-\d{5,}\.h5", file.name)):
+    if not (isinstance(file.name, str) and re.fullmatch(r"rank-\d{5,}(-\d+)?\.h5", file.name)):
         raise Corrupt(f"{file.name!r} is not a file name of a checkpoint")
     _natural(file.bytes, file.name)
     if not re.fullmatch(r"[0-9a-f]{64}", file.sha256):

@@ -14,14 +14,41 @@ import numpy as np
 import torch
 
 from hpctrain.state import Entry
-from hpctrain.train.checkpoint.manifest import DTYPES, Corrupt, File
+from hpctrain.train.checkpoint.manifest import DTYPES, Corrupt, File, file_name
 
 CHUNK = 256 * 1024  # bytes: a chunk stays in the processor's cache between its copy, its checksum and its write
 LIBVER = ("v110", "v110")  # metadata have checksums as well
+FILE_BYTES = 64 << 20  # about the size at which a rank begins another file, so that it can be hashed beside the first
+BESIDE = 4  # threads
 
 
-def write(path: Path, entries: Iterable[Entry]) -> File:
-    """Write the entries, which are in host memory, to a new file; it is on disk before this returns."""
+def write(folder: Path, rank: int, entries: Iterable[Entry]) -> list[File]:
+    """Write a rank's entries, which are in host memory, to new files; they are on disk before this returns.
+
+    While one is written, those before it are hashed and synced.
+    """
+    with ThreadPoolExecutor(BESIDE) as beside:
+        sealed = []
+        for number, group in enumerate(_groups(entries)):
+            path = folder / file_name(rank, number)
+            pieces = _write(path, group)
+            sealed.append((path, pieces, beside.submit(digest, path), beside.submit(_sync, path)))
+        return [File(path.name, synced.result(), sha.result(), pieces) for path, pieces, sha, synced in sealed]
+
+
+def _groups(entries):
+    """Entries of about FILE_BYTES; at least one group, which may be empty."""
+    group, size = [], 0
+    for entry in entries:
+        if group and size + entry.tensor.nbytes > FILE_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(entry)
+        size += entry.tensor.nbytes
+    yield group
+
+
+def _write(path: Path, entries: list[Entry]) -> dict[str, list]:
     pieces: dict[str, list] = {}
     with path.open("xb+", buffering=0) as raw:
         disk = _Disk(raw)
@@ -38,12 +65,19 @@ def write(path: Path, entries: Iterable[Entry]) -> File:
                 pieces.setdefault(entry.name, []).append(bounds)
         if disk.error:
             raise disk.error
-        with ThreadPoolExecutor(1) as beside:  # the disk is busy while the processor is
-            synced = beside.submit(os.fsync, raw.fileno())
-            raw.seek(0)
-            digest = hashlib.file_digest(raw, "sha256").hexdigest()
-            synced.result()
-        return File(path.name, os.fstat(raw.fileno()).st_size, digest, pieces)
+    return pieces
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> int:
+    """The file's size, once it is on disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
 
 
 class _Disk:
@@ -91,17 +125,23 @@ class _Disk:
         """Nothing is kept back."""
 
 
+def check_all(folder: Path, files: list[File]) -> None:
+    """Raise Corrupt unless all have the size and the SHA-256 that the manifest says."""
+    with ThreadPoolExecutor(BESIDE) as beside:
+        for _ in beside.map(lambda file: check(folder / file.name, file), files):
+            pass
+
+
 def check(path: Path, told: File) -> None:
     """Raise Corrupt unless the file has the size and the SHA-256 that the manifest says."""
     size = _size(path)
     if size != told.bytes:
         raise Corrupt(f"{path} has {size} bytes instead of {told.bytes}: it is truncated or was changed")
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found = digest(path)
     except OSError as error:
         raise Corrupt(f"{path} cannot be read: {error}") from error
-    if digest != told.sha256:
+    if found != told.sha256:
         raise Corrupt(f"{path} does not have the SHA-256 in the manifest: it is corrupt or was changed")
 
 
