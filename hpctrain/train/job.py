@@ -94,6 +94,13 @@ class Job:
         made = {"dtype": given, "device": self.device}
         layers = algorithm_of(grid, algorithm, config.tensor.overlap)
         self.schedule = check_pipeline(config)
+        sanity = config.sanity
+        skips = sanity.nonfinite == "skip" or (sanity.spike_factor and sanity.spike == "skip")
+        if self.schedule.delayed and skips:
+            raise ValueError(
+                f'{self.schedule.name} updates weights before a step is over, which cannot be skipped; use "stop" or '
+                '"rollback" for sanity.nonfinite and sanity.spike'
+            )
         cut = self._cut(model_shape, made)
         self.model = GPT2(
             grid, model_shape, cut, self.schedule.placement, algorithm=layers, recompute=config.train.recompute,
