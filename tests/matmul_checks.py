@@ -4,8 +4,10 @@ import torch
 
 from hpctrain import Grid, matmul
 from hpctrain.grid import all_grids
+from hpctrain.matmul.depth_rows import TwoHalfDRows
 
 ALGORITHMS = ("Cannon", "Summa", "TwoHalfD", "Agarwal")
+CLASSES = {name: getattr(matmul, name) for name in ALGORITHMS} | {"TwoHalfDRows": TwoHalfDRows}  # the layers' own
 
 # How operands and results travel: which axes are taken to lie on one node.
 WAYS = {
@@ -18,7 +20,9 @@ WAYS = {
 def legal(algorithm, box):
     """The grids that each algorithm is for, written out once more."""
     x, y, z = box
-    return {"Cannon": x == y and z == 1, "Summa": z == 1, "TwoHalfD": x == y, "Agarwal": True}[algorithm]
+    return {"Cannon": x == y and z == 1, "Summa": z == 1, "TwoHalfD": x == y, "Agarwal": True}[
+        algorithm.removesuffix("Rows")
+    ]
 
 
 def grids(world, way):
@@ -38,7 +42,7 @@ def products(world, way, algorithms=ALGORITHMS):
     for box, grid in grids(world, way):
         for algorithm in algorithms:
             if legal(algorithm, box):
-                yield grid, getattr(matmul, algorithm)(grid.tensor)
+                yield grid, CLASSES[algorithm](grid.tensor)
 
 
 def whole(*shape, seed=0, dtype=torch.float64):

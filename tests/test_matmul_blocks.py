@@ -9,6 +9,7 @@ from matmul_checks import WAYS, close, products, whole
 
 from hpctrain import Grid
 from hpctrain.comm.windows import Workspace
+from hpctrain.matmul.depth_rows import TwoHalfDRows
 
 pytestmark = pytest.mark.mpi
 
@@ -31,10 +32,9 @@ class Cut:
         self.length, self.mm = length, mm
         over_x = cut(generator, length, x)
         self.over_xz = tuple(cut(generator, part, z) for part in over_x)
-        # Cannon's panels are whole blocks on both sides
-        over_y = over_x if type(mm).__name__ != "Summa" else cut(generator, length, y)
-        self.over_y = over_y
-        self.sizes = (self.over_xz if type(mm).__name__ == "TwoHalfD" else over_x), over_y
+        deep = isinstance(mm, TwoHalfDRows)
+        self.over_y = over_x if deep else cut(generator, length, y)
+        self.sizes = (self.over_xz if deep else over_x), self.over_y
 
     @property
     def rows(self):
@@ -54,7 +54,7 @@ class Cut:
 @pytest.mark.parametrize("way", WAYS)
 def test_plane(world, way):
     generator = random.Random(7)
-    for _, mm in products(world, way, ("Cannon", "Summa", "TwoHalfD")):
+    for _, mm in products(world, way, ("Cannon", "Summa", "TwoHalfDRows")):
         for lengths in ((12, 17, 9), (1, 5, 3), (40, 2, 2)):
             m, k, n = (Cut(generator, mm, length) for length in lengths)
             A, B = whole(m.length, k.length), whole(k.length, n.length, seed=1)
@@ -90,6 +90,12 @@ def test_sizes_of_two_dims_are_refused(world):
     for _, mm in products(world, "shared memory", ("Summa",)):
         with pytest.raises(ValueError, match="two partitions of one dim"):
             mm.nn(whole(2, 7), whole(1, 2), ((1,) * mm.x.size, (100,) * mm.y.size))
+    for _, mm in products(world, "shared memory", ("TwoHalfDRows",)):
+        _, over_y = sizes = mm.cut(5 * mm.y.size)
+        other = sizes[0], (over_y[0] + 1, *over_y[1:])
+        for product in (mm.nn, mm.nt, mm.tn):
+            with pytest.raises(ValueError, match="alike over x and over y"):
+                product(whole(1, 1), whole(1, 1), other, (1,) * mm.z.size)
 
 
 # The matrix operations of a workspace ----------------------------------------------------------------------------

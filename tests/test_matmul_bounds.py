@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.matmul import Agarwal, lower_bound
+from hpctrain.matmul import Agarwal, TwoHalfD, lower_bound
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,10 +52,34 @@ def test_lower_bound_refuses_nothing():
         lower_bound(1, 1, 1, 0)
 
 
-def test_a_cube_meets_the_bound():
-    mm = Agarwal.__new__(Agarwal)
-    mm.shape = 2, 2, 2
-    assert mm.volume(512, 512, 512) / lower_bound(512, 512, 512, 8) == 1.0
+def on(algorithm, *shape):
+    mm = algorithm.__new__(algorithm)
+    mm.shape = shape
+    return mm
+
+
+@pytest.mark.parametrize("algorithm", [Agarwal, TwoHalfD])
+def test_a_cube_meets_the_bound(algorithm):
+    assert on(algorithm, 2, 2, 2).volume(512, 512, 512) / lower_bound(512, 512, 512, 8) == 1.0
+
+
+# grid; matrices; forward and backward of TwoHalfD in the words that Agarwal's product moves there
+@pytest.mark.parametrize(
+    ("shape", "sizes", "forward", "backward"),
+    [
+        ((1, 1, 4), (64, 64, 64), 1, 1 / 2),
+        ((2, 2, 2), (64, 64, 64), 1, 1),
+        ((2, 2, 2), (64, 128, 32), 1, 1),
+        ((2, 2, 4), (64, 32, 32), 1, 3 / 4),
+        ((3, 3, 2), (64, 64, 64), 1, 9 / 8),
+        ((1, 1, 4), (64, 64, 128), 2, 1),
+        ((1, 1, 4), (64, 128, 64), 1 / 2, 1 / 4),
+    ],
+)
+def test_two_half_d_beside_agarwal(shape, sizes, forward, backward):
+    lean, other = on(TwoHalfD, *shape), on(Agarwal, *shape)
+    assert lean.volume(*sizes) == pytest.approx(forward * other.volume(*sizes), rel=1e-12)
+    assert lean.volume_backward(*sizes) == pytest.approx(backward * other.volume_backward(*sizes), rel=1e-12)
 
 
 PROGRAM = """

@@ -86,10 +86,11 @@ class Plane(Algorithm):
 
     def __init__(self, grid, name):
         super().__init__(grid, name)
-        from hpctrain.matmul import Cannon, Summa, TwoHalfD
+        from hpctrain.matmul import Cannon, Summa
+        from hpctrain.matmul.depth_rows import TwoHalfDRows
 
         self.columns, self.rows = self.y, grid.plane("x", "z")
-        self.matmul = {"cannon": Cannon, "summa": Summa, "two_half_d": TwoHalfD}[name](grid.tensor)
+        self.matmul = {"cannon": Cannon, "summa": Summa, "two_half_d": TwoHalfDRows}[name](grid.tensor)
 
     def inner(self, length, unit=1, rank=None):
         return split(length, self.y.size, self.y.rank if rank is None else rank, unit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.layers.parameter import accumulate
-from hpctrain.shard import Shard, split, split_sizes, subsplit
+from hpctrain.shard import Shard, split, subsplit
 
 
 class PlaneProduct:
@@ -20,10 +20,7 @@ class PlaneProduct:
         self.matmul = algorithm.matmul
         self.later = None  # `layers.later.WeightGradients` of a model whose backwards are split
         rows = split(out_features, x.size, x.rank, out_unit)
-        over_x, over_y = (split_sizes(out_features, axis.size, out_unit) for axis in (x, y))
-        if algorithm.name == "two_half_d":
-            over_x = tuple(split_sizes(part, z.size) for part in over_x)
-        self.sizes = over_x, over_y
+        self.sizes = self.matmul.cut(out_features, out_unit)
         self.weight = Shard(
             (out_features, in_features),
             (subsplit(rows, z.size, z.rank), split(in_features, y.size, y.rank, in_unit)),

@@ -9,93 +9,64 @@ from hpctrain.shard import split_sizes
 
 
 class TwoHalfD(Plane):
-    """Cannon's product on each of c planes of q × q ranks; each depth does 1/c of every panel.
+    """Cannon's product on each of c planes of q × q ranks, of which each has 1/c of the dim that is summed over.
 
-    Blocks are those of `Plane`, with their rows further spread over z. The dim that is cut over both x and y is cut
-    over z too, where its rows are: depth d multiplies the panels' parts that it holds as rows of B (of C, in `tn`).
+        A(m/x, k/(y z))        B(k/(x z), n/y)        C(m/x, n/(y z)), summed over z
 
-        nn   A from rows over z to columns over z; the plane's product; C summed over z, scattered by rows
-        nt   A's rows gathered over z; the plane's product; C from columns over z to rows over z
-        tn   A from rows over z to columns over z, B's rows gathered over z; the plane's product
+    Every element is on one rank, and C is cut as the A of a next product is. Backward gathers C's gradient over z, once
+    for both. `nn`, `nt` and `tn` are those of one depth.
 
-    In `sizes = (over x, over y)`, the part of each x is the tuple of its parts over z. `rows` holds the parts over z of
-    this x's block of the dim that is rows of the other operands: m in `nn` and `nt`, k in `tn`.
+    On every rank, with w = 1/(q²c), a product moves ((mk + kn) (q-1) + mn (c-1)) w words, and its backward
+    (2 (mk + kn) (q-1) + mn (c-1)) w. Agarwal's on the same ranks moves (mk (c-1) + (kn + mn) (q-1)) w and
+    (2 mk (c-1) + (2 kn + mn) (q-1)) w: it cuts n over z, not k, and so gathers A where this one sums C.
 
-    A product moves mk ((1-1/q)/(qc) + (1-1/c)/(q²c)) + kn (1-1/q)/(qc) + mn (1-1/c)/q² words to every rank.
+    - Forward the two are equal where k = n or q = c, and the lower bound for a cube on q × q × q. Elsewhere this one
+      moves m (k-n) (q-c) w more, which may be negative; at most k/n or n/k of the other's, as on 1 × 1 × c. To have
+      the least for every shape, the cut of A would have to depend on n.
+    - Backward, of square matrices, it moves 4 (q-1) + (c-1) to Agarwal's 3 (q-1) + 2 (c-1): half of it on
+      1 × 1 × c, as much on q × q × q, 9/8 on 3 × 3 × 2. Where C stays, both A and B travel twice.
 
     Source: Solomonik and Demmel, "Communication-optimal parallel 2.5D matrix multiplication and LU factorization
     algorithms" (2011), algorithm 2, which replicates both operands on every depth. A depth needs no more than its part.
     """
 
+    layouts = ((("x",), ("y", "z")), (("x", "z"), ("y",)), (("x",), ("y", "z")))
     _kind = Direct
 
-    def cut(self, length):
-        over_y = split_sizes(length, self.y.size)
-        return tuple(split_sizes(part, self.z.size) for part in over_y), over_y
-
-    def nn(self, a, b, sizes, rows=None):
-        plane, widths = self._on_this_depth(sizes)
-        z = comm.workspace(self.z)
-        a = z.rows_to_columns(a, rows, widths)
-        room = z.room(len(a) * b.shape[1], b).view(len(a), b.shape[1])
-        self._nn(a, b, plane, plane, out=room)
-        return z.reduce_rows(room, rows)
-
-    def nt(self, a, b, sizes, rows=None):
-        return self._nt_whole(comm.workspace(self.z).gather(a, rows), b, sizes, rows)
-
-    def tn(self, a, b, sizes, rows=None):
-        a = self._columns_held(a, sizes, rows)
-        return self._tn_whole(a, comm.workspace(self.z).gather(b, rows), sizes)
-
-    def _nt_whole(self, a, b, sizes, rows):
-        """nt, with all rows of a."""
-        plane, widths = self._on_this_depth(sizes)
-        c = comm.workspace(self.z).columns_to_rows(self._nt(a, b, plane, plane), rows, widths)
-        return c.clone() if self.z.size > 1 else c  # not a view of memory that the next call writes to
-
-    def _tn_whole(self, a, b, sizes):
-        """tn, with all rows of this depth's columns of a, and all rows of b."""
-        plane, _ = self._on_this_depth(sizes)
-        return self._tn(a, b, plane, plane)
-
-    def _columns_held(self, a, sizes, rows):
-        _, widths = self._on_this_depth(sizes)
-        a = comm.workspace(self.z).rows_to_columns(a, rows, widths)
-        return a.clone() if self.z.size > 1 else a  # it outlives the next call
-
-    def _on_this_depth(self, sizes):
-        """The part of the doubly cut dim that this depth multiplies: its sizes over x, which are those over y too, and
-        how this rank's columns are shared out over z."""
-        over_x, over_y = sizes
-        return tuple(part[self.z.rank] for part in over_x), over_x[self.y.rank]
-
     def _sizes(self, m, k, n):
-        return self.cut(k), self.cut(m)[0][self.x.rank]
+        """How this depth's part of k is cut over x, and over y; and this y's part of n over z."""
+        q, _, c = self.shape
+        depth = tuple(split_sizes(part, c)[self.z.rank] for part in split_sizes(k, q))
+        return depth, split_sizes(split_sizes(n, q)[self.y.rank], c)
 
     def _forward(self, a, b, sizes):
-        return self.nn(a, b, *sizes)
+        depth, widths = sizes
+        z = comm.workspace(self.z)
+        room = z.room(len(a) * b.shape[1], b).view(len(a), b.shape[1])
+        self._nn(a, b, depth, depth, out=room)
+        return z.reduce_columns(room, widths)
 
     def _backward(self, needed, a, b, grad, sizes):
-        sizes, rows = sizes
-        columns = self._columns_held(a, sizes, rows) if needed[1] else None
-        grad = comm.workspace(self.z).gather(grad, rows)  # once for both
-        grad_b = self._tn_whole(columns, grad, sizes) if needed[1] else None
-        return self._nt_whole(grad, b, sizes, rows) if needed[0] else None, grad_b
+        depth, widths = sizes
+        grad = comm.workspace(self.z).gather_columns(grad, widths)
+        return (
+            self._nt(grad, b, depth, depth) if needed[0] else None,
+            self._tn(a, grad, depth, depth) if needed[1] else None,
+        )
 
     def volume(self, m, k, n):
-        a, b, c = self._parts(m, k, n)
-        return a + b + c
+        operands, result = self._parts(m, k, n)
+        return operands + result
 
     def volume_backward(self, m, k, n):
-        a, b, c = self._parts(m, k, n)
-        return 2 * a + 2 * b + c
+        operands, result = self._parts(m, k, n)
+        return 2 * operands + result
 
     def _parts(self, m, k, n):
-        """Words that a rank receives to redistribute A, B and C once."""
+        """Words that a rank receives of A and B, and of C."""
         q, _, c = self.shape
-        along = (1 - 1 / q) / (q * c)
-        return m * k * (along + (1 - 1 / c) / (q * q * c)), k * n * along, m * n * (1 - 1 / c) / (q * q)
+        ranks = q * q * c
+        return (m * k + k * n) * (q - 1) / ranks, m * n * (c - 1) / ranks
 
     def _check_grid(self, x, y, z):
         if x != y:

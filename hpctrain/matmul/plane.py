@@ -28,26 +28,27 @@ class Plane(Matmul):
 
     Block products take, and `cut` gives for a dim in balanced parts, `sizes = (parts over x, parts over y)`. Each
     of the three moves mk (y-1)/(xy) + kn (x-1)/(xy) words to every rank, with m, k and n those of the product C = A B
-    whose forward or backward it is.
+    whose forward or backward it is. Here C stays; on the same ranks Agarwal's product, where A stays, moves
+    kn (x-1)/(xy) + mn (y-1)/(xy): less, where k > n.
     """
 
-    layouts = ((("x", "z"), ("y",)),) * 3
+    layouts = ((("x",), ("y",)),) * 3
     _kind: type  # how operands travel
 
-    def cut(self, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The balanced `sizes` of a dim."""
-        return split_sizes(length, self.x.size), split_sizes(length, self.y.size)
+    def cut(self, length: int, unit: int = 1) -> tuple[tuple, tuple[int, ...]]:
+        """The balanced `sizes` of a dim that is cut only at multiples of `unit`."""
+        return split_sizes(length, self.x.size, unit), split_sizes(length, self.y.size, unit)
 
     def nn(self, a: torch.Tensor, b: torch.Tensor, sizes, rows=None) -> torch.Tensor:
-        """C(m/x, n/y) = A(m/x, k/y) B(k/x, n/y); `sizes` of k. `rows` is for `TwoHalfD`."""
+        """C(m/x, n/y) = A(m/x, k/y) B(k/x, n/y); `sizes` of k. `rows` is for `TwoHalfDRows`."""
         return self._nn(a, b, *sizes)
 
     def nt(self, a: torch.Tensor, b: torch.Tensor, sizes, rows=None) -> torch.Tensor:
-        """C(m/x, n/y) = A(m/x, k/y) B(n/x, k/y)ᵀ; `sizes` of n. `rows` is for `TwoHalfD`."""
+        """C(m/x, n/y) = A(m/x, k/y) B(n/x, k/y)ᵀ; `sizes` of n. `rows` is for `TwoHalfDRows`."""
         return self._nt(a, b, *sizes)
 
     def tn(self, a: torch.Tensor, b: torch.Tensor, sizes, rows=None) -> torch.Tensor:
-        """C(m/x, n/y) = A(k/x, m/y)ᵀ B(k/x, n/y); `sizes` of m. `rows` is for `TwoHalfD`."""
+        """C(m/x, n/y) = A(k/x, m/y)ᵀ B(k/x, n/y); `sizes` of m. `rows` is for `TwoHalfDRows`."""
         return self._tn(a, b, *sizes)
 
     def _nn(self, a, b, over_x, over_y, out=None):
