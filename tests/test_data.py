@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data import SampleOrder, ShardedTokens, pack
+from hpctrain.data.chunks import Chunks
 from hpctrain.data.corpus import read_text, text_files
 from hpctrain.data.tokenizers import FileTokenizer
 from hpctrain.randomness import Key
@@ -236,3 +237,30 @@ def test_driver_is_mpio_exactly_where_h5py_has_it(texts, tmp_path):
     assert data.driver == ("mpio" if h5py.get_config().mpi else "sec2")
     assert data.read(0, 5).tolist() == list(b"hello")
     assert Path(data.path) == tmp_path / "data.h5"
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_chunks_are_hdf5_s(tmp_path, dtype):
+    """Any range of a file that HDF5 wrote, read before and after its chunks were checked; zeros and ones have the odd
+    checksums."""
+    generator = np.random.default_rng(0)
+    true = generator.integers(0, np.iinfo(dtype).max, 20_000, endpoint=True).astype(dtype)
+    true[1000:3000], true[4000:6000] = 0, np.iinfo(dtype).max
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=true, chunks=(1000,), fletcher32=True)
+    with h5py.File(tmp_path / "a.h5") as file:
+        ranges = [
+            (0, 20_000),
+            *((start, min(count, 20_000 - start)) for start, count in generator.integers(1, 19_000, (50, 2))),
+        ]
+        for order in (ranges, reversed(ranges)):
+            chunks = Chunks(tmp_path / "a.h5", file["x"])
+            for start, count in order:
+                out = np.empty(count, np.int64)
+                chunks.read(start, out)
+                assert np.array_equal(out, true[start : start + count])
+            chunks.will_need(0, 20_000)
+            chunks.close()
+        plain = h5py.File(tmp_path / "b.h5", "w").create_dataset("x", data=true, chunks=(1000,), compression=1)
+        with pytest.raises(OSError, match="stored with other filters than a checksum"):
+            Chunks(tmp_path / "b.h5", plain)

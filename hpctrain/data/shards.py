@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 
 from hpctrain.data import format
+from hpctrain.data.chunks import Chunks
 from hpctrain.data.tokenizers import tokenizer_from_description
 
 
@@ -21,7 +22,8 @@ class ShardedTokens:
     Args:
         path: the index written by `pack`.
         comm: an mpi4py communicator. Where h5py is built with MPI, the shards are opened on it with the `mpio` driver,
-            which makes the construction collective; otherwise each process reads by itself.
+            which makes the construction collective; otherwise each process reads by itself, and each chunk's checksum
+            is checked when it is first read.
 
     Attributes: `tokens` (how many), `vocabulary`, `end_of_document`, `tokenizer`, and `driver` ("mpio" or "sec2").
 
@@ -50,6 +52,7 @@ class ShardedTokens:
         for shard, row in zip(self._paths, rows):
             self._check_size(shard, int(row["bytes"]))
         self._files: dict[int, h5py.File] = {}
+        self._chunks: dict[int, Chunks] = {}
         if self.driver == "mpio":  # opening is collective: all ranks open all, now
             for number in range(len(self._paths)):
                 self._shard(number)
@@ -60,15 +63,21 @@ class ShardedTokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens}")
         out = np.empty(count, np.int64)
         filled = 0
-        while filled < count:
-            number = bisect.bisect_right(self._ends, start + filled)
-            begin = self._ends[number - 1] if number else 0
-            part = min(count - filled, self._ends[number] - (start + filled))
-            at = start + filled - begin
+        for number, at, part in self._parts(start, count):
             with _reading(self._paths[number]):
-                out[filled : filled + part] = self._shard(number)["tokens"][at : at + part]
+                if self.driver == "mpio":
+                    out[filled : filled + part] = self._shard(number)["tokens"][at : at + part]
+                else:
+                    self._chunked(number).read(at, out[filled : filled + part])
             filled += part
         return out
+
+    def will_need(self, start: int, count: int) -> None:
+        """Have the system read tokens in the background, which are to be read soon."""
+        if self.driver != "mpio":
+            for number, at, part in self._parts(start, count):
+                with _reading(self._paths[number]):
+                    self._chunked(number).will_need(at, part)
 
     def digest(self, places: int = 16, count: int = 256) -> str:
         """SHA-256 of a few tokens from all over the corpus: tells whether it is the same."""
@@ -78,9 +87,24 @@ class ShardedTokens:
         return sums.hexdigest()
 
     def close(self) -> None:
-        for file in self._files.values():
+        for file in (*self._files.values(), *self._chunks.values()):
             file.close()
         self._files.clear()
+        self._chunks.clear()
+
+    def _parts(self, start: int, count: int):
+        """(shard, first token there, how many) for each shard that holds some of the tokens."""
+        while count:
+            number = bisect.bisect_right(self._ends, start)
+            part = min(count, self._ends[number] - start)
+            yield number, start - (self._ends[number - 1] if number else 0), part
+            start, count = start + part, count - part
+
+    def _chunked(self, number: int) -> Chunks:
+        chunks = self._chunks.get(number)
+        if chunks is None:
+            chunks = self._chunks[number] = Chunks(self._paths[number], self._shard(number)["tokens"])
+        return chunks
 
     def _shard(self, number: int) -> h5py.File:
         file = self._files.get(number)

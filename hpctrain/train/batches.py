@@ -52,14 +52,25 @@ class Samples:
 
     def read(self, numbers: np.ndarray) -> torch.Tensor:
         """(len(numbers), context + 1) tokens."""
-        rows = [self.tokens.read(int(number) * self.context, self.context + 1) for number in numbers]
-        return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, self.context + 1, dtype=torch.int64)
+        rows = torch.empty(len(numbers), self.context + 1, dtype=torch.int64)
+        for row, number in zip(rows.numpy(), numbers.tolist()):
+            row[:] = self.tokens.read(number * self.context, self.context + 1)
+        return rows
 
     def training_step(self, grid, number: int, batch: int, schedule, device, step: int) -> list[Microbatch]:
         """This rank's microbatches of batch `number` (from 0) of the order, of `batch` sequences over all replicas, for
         training step `step` (from 0): the same number, unless batches were left out."""
         order = self.training[number * batch : (number + 1) * batch]
-        return self._microbatches(grid, order, schedule, step, device)
+        made = self._microbatches(grid, order, schedule, step, device)
+        self._prefetch(grid, self.training[(number + 1) * batch : (number + 2) * batch])
+        return made
+
+    def _prefetch(self, grid, order) -> None:
+        """Have the system read what this replica's ranks will ask for next, while they train."""
+        working = grid.data.size - self.idle
+        if grid.data.rank < working:
+            for number in order[split(len(order), working, grid.data.rank)].tolist():
+                self.tokens.will_need(number * self.context, self.context + 1)
 
     def validation_batches(self, grid, batch: int, batches: int, schedule, device) -> list[list[Microbatch]]:
         """This rank's microbatches of up to `batches` validation batches; the same ones at every call."""
