@@ -20,6 +20,7 @@ from hpctrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
 
+SMALL = fitting(UNEVEN, 1)
 METHODS = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 GRIDS = {
     1: [(1, 1, 1)],
@@ -139,7 +140,7 @@ def test_memory_is_what_theory_says(world, method):
     by_messages(grid)
     before = storages()
     _, replicas, _ = trained(
-        method, grid, UNEVEN, 2, 1.0, dtype=torch.float32, precision=Precision(compute=torch.bfloat16)
+        method, grid, SMALL, 2, 1.0, dtype=torch.float32, precision=Precision(compute=torch.bfloat16)
     )
     live = sum(nbytes for place, nbytes in storages().items() if place not in before)
     parameters = sum(p.numel() for p in replicas.parameters)
@@ -156,7 +157,7 @@ def storages():
 def test_saved_training_goes_on_alike(world, method):
     """The state of one run, each element written once, loaded by one with other buckets and another method."""
     grid = Grid(data=world.size)
-    model, replicas, _ = trained(method, grid, UNEVEN, 1, 0.0)
+    model, replicas, _ = trained(method, grid, SMALL, 1, 0.0)
     names = {p: name for name, p in model.named_parameters()}
     saved, written = {}, {}
     for rank in world.allgather(replicas.to_save(names)):
@@ -170,7 +171,7 @@ def test_saved_training_goes_on_alike(world, method):
         if grid.rank == 0:
             assert torch.equal(saved[f"model/{name}"], whole)
 
-    again = GPT2(grid, UNEVEN, key=Key(4), dtype=torch.float64)
+    again = GPT2(grid, SMALL, key=Key(4), dtype=torch.float64)
     optimizer = adamw(again.parameters(), 0.1)
     other = made({"zero1": "zero2", "zero2": "zero3", "zero3": "zero1"}[method], again, grid, optimizer, 3000)
     described = {name: Described(tuple(whole.shape), whole.dtype) for name, whole in saved.items()}
@@ -183,7 +184,7 @@ def test_saved_training_goes_on_alike(world, method):
         Trainer(again, grid, optimizer, replicas=other),
     ]
     for step in range(2):
-        one, two = (trainer.step(microbatches(grid, batches(UNEVEN)[0], step, 1)) for trainer in trainers)
+        one, two = (trainer.step(microbatches(grid, batches(SMALL)[0], step, 1)) for trainer in trainers)
         assert one == pytest.approx(two, rel=1e-12)
     for (_, one), (_, two) in zip(whole_parameters(model, grid), whole_parameters(again, grid)):
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
