@@ -7,9 +7,10 @@ import torch
 from test_equivalence import UNEVEN, batches, fitting, microbatches
 
 from hpctrain import Grid, Key
+from hpctrain.config import Replicas
 from hpctrain.models.export import whole_parameters
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.replicas import AsyncParameterServer, DataParallel, LocalSGD, ParameterServer
+from hpctrain.replicas import make
 from hpctrain.state import rectangles
 from hpctrain.train.checkpoint import Checkpointer, TrainingState
 from hpctrain.train.optimizer import adamw
@@ -32,11 +33,11 @@ GRIDS = {
 class Run:
     """A little training on a grid."""
 
-    def __init__(self, grid, method=DataParallel, **options):
+    def __init__(self, grid, method="ddp", **options):
         self.grid = grid
         self.model = GPT2(grid, SHAPE, key=Key(3), dtype=torch.float64)
         self.optimizer = adamw(self.model.parameters(), 0.1)
-        replicas = method(self.model.parameters(), grid, self.optimizer, **options)
+        replicas = make(Replicas(method=method, **options), self.model, grid, self.optimizer)
         self.trainer = Trainer(self.model, grid, self.optimizer, 2, 1.0, replicas)
         self.state = TrainingState(self.model, replicas)
         for group in self.optimizer.param_groups:
@@ -45,6 +46,11 @@ class Run:
     def steps(self, first, last):
         made = batches(SHAPE, 4)
         return [self.trainer.step(microbatches(self.grid, made[s], s, 2))[0] for s in range(first, last)]
+
+    def weights(self):
+        """On the first rank, every weight whole."""
+        with self.trainer.replicas.whole():
+            return dict(whole_parameters(self.model, self.grid))
 
     def wholes(self):
         """On the first rank, every weight and every tensor of the optimizer whole, gathered without checkpoints."""
@@ -98,10 +104,18 @@ def test_every_grid_to_every_other(world, tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [(ParameterServer, {}), (ParameterServer, {"servers": 2}), (LocalSGD, {"every": 3}), (AsyncParameterServer, {})],
+    [
+        ("parameter_server", {}),
+        ("parameter_server", {"servers": 2}),
+        ("parameter_server", {"staleness": 1}),
+        ("local_sgd", {"average_every": 3}),
+        ("zero1", {}),
+        ("zero2", {}),
+        ("zero3", {}),
+    ],
 )
 def test_methods(world, tmp_path, method, options):
-    """Each goes on with the same bits; what a parameter server saved, data parallelism loads."""
+    """Each goes on with the same bits; what others than local SGD saved, data parallelism loads."""
     if world.size != 3:
         pytest.skip("on three ranks")
     folder = world.bcast(tmp_path)
@@ -109,22 +123,54 @@ def test_methods(world, tmp_path, method, options):
     source = Run(grid, method, **options)
     source.steps(0, 2)
     assert Checkpointer(folder, grid.comm, background=False).save(2, source.state, {}) is None
-    weights = [p.detach().clone() for p in source.model.parameters()]
+    weights = source.weights()
     losses = source.steps(2, 3)
     run = Run(grid, method, **options)
     Checkpointer(folder, grid.comm).resume(run.state)
-    for p, weight in zip(run.model.parameters(), weights):
-        assert torch.equal(p, weight)
-    if method is not AsyncParameterServer:
-        assert run.steps(2, 3) == losses
+    for name, weight in run.weights().items():
+        assert torch.equal(weight, weights[name])
+    asynchronous = "staleness" in options
+    assert asynchronous or run.steps(2, 3) == losses
     other = Run(grid)
-    if method is LocalSGD:
+    if method == "local_sgd":
         with pytest.raises(ValueError, match="of another model"):
             Checkpointer(folder, grid.comm).resume(other.state)
     else:
         Checkpointer(folder, grid.comm).resume(other.state)
-        if method is ParameterServer:
-            assert other.steps(2, 3) == pytest.approx(losses, rel=1e-12)
+        assert asynchronous or other.steps(2, 3) == pytest.approx(losses, rel=1e-12)
+
+
+# For each number of ranks: the grid of the first and last run, and the method and grid of the one between.
+BETWEEN = {
+    2: [((2, 1, 1), "zero3", 2, (2, 1, 1)), ((1, 2, 1), "zero2", 2, (1, 1, 2))],
+    3: [((3, 1, 1), "zero1", 2, (2, 1, 1))],
+    4: [((2, 1, 2), "zero1", 4, (2, 1, 2)), ((2, 2, 1), "zero3", 4, (4, 1, 1))],
+    8: [((2, 2, 2), "zero1", 8, (2, 2, 2)), ((2, 2, 2), "zero3", 4, (4, 1, 1))],
+}
+
+
+def test_through_zero_and_back(world, tmp_path):
+    """From data parallelism to ZeRO and back by two checkpoints: the same bits of weights and optimizer."""
+    folder = world.bcast(tmp_path)
+    for number, (shape, method, ranks, between) in enumerate(BETWEEN.get(world.size, [])):
+        source = Run(Grid(*shape))
+        source.steps(0, 2)
+        saved = source.wholes()
+        there, back = folder / f"{number}-there", folder / f"{number}-back"
+        assert Checkpointer(there, world, background=False).save(2, source.state, {}) is None
+        losses = source.steps(2, 3)
+        sub = world.Split(world.rank < ranks, world.rank)
+        if world.rank < ranks:
+            run = Run(Grid(*between, comm=sub), method)
+            Checkpointer(there, sub).resume(run.state)
+            assert Checkpointer(back, sub, background=False).save(2, run.state, {}) is None
+            assert run.steps(2, 3) == pytest.approx(losses, rel=1e-12)
+        world.Barrier()
+        again = Run(Grid(*shape))
+        Checkpointer(back, world).resume(again.state)
+        for name, whole in again.wholes().items():
+            assert torch.equal(whole, saved[name]), name
+        assert again.steps(2, 3) == losses
 
 
 def test_a_failure_on_one_rank_is_everybody_s(world, tmp_path, monkeypatch):

@@ -125,6 +125,7 @@ class Loop:
         if stalled := self.checkpointer.take_stall():
             record["checkpoint_seconds"] = stalled
         if self._may_poll:
+            self._may_poll = False
             self._report(self.checkpointer.poll())
         return record
 
