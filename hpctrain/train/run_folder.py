@@ -33,12 +33,13 @@ class RunFolder:
             self.moved = next(path for path in numbered if not path.exists())
             self.path.rename(self.moved)
         self.path.mkdir(exist_ok=resume)
-        (self.path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        self._config = to_toml(config)
         self.history: list[dict] = []
         self._metrics = None  # until `begin`
 
     def begin(self, step: int) -> None:
-        """Go on after `step`: what the metrics say of later steps is forgotten."""
+        """Go on after `step`, with this configuration: what the metrics say of later steps is forgotten."""
+        (self.path / "config.toml").write_text(self._config, encoding="utf-8")
         if self._metrics:
             self._metrics.close()
         path, part = self.path / "metrics.jsonl", self.path / "metrics.jsonl.tmp"

@@ -255,7 +255,9 @@ def test_the_command(told, tmp_path, capsys):
 
 
 def test_another_training_is_refused(told):
-    _, status, output = told
+    """And leaves the run as it was."""
+    runs, status, output = told
+    assert "width = 8\n" in (runs / "whole/config.toml").read_text()
     (words,) = (words for words in status if "model.width" in words)
     assert status[words] == 2
     assert "step-12 is of another training: model.width = 16, was 8; train.batch = 2, was 4" in output[words]
