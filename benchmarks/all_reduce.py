@@ -16,6 +16,7 @@ fitted to the times (least squares of relative errors), `error` is the median re
 
 import argparse
 import json
+import math
 import os
 import random
 import socket
@@ -31,6 +32,7 @@ from mpi4py import MPI
 import hpctrain as ht
 from hpctrain import comm
 from hpctrain.algorithms import ALL_REDUCE
+from hpctrain.comm.algorithms.by_messages import SEGMENT
 
 SIZES = tuple(1024 * 4**k for k in range(9))  # bytes
 ROUNDS, LONG = 15, 4 << 20  # a third as many rounds from this size on
@@ -80,7 +82,7 @@ def terms(name, p, n):
     """Messages one after another, bytes sent one after another and bytes added, of an algorithm."""
     q = 1 << (p.bit_length() - 1)
     fold = p > q
-    return {
+    messages, sent, added = {
         "naive": (2 * (p - 1), 2 * (p - 1) * n, (p - 1) * n),
         "ring": (2 * (p - 1), 2 * (p - 1) / p * n, (p - 1) / p * n),
         "parallel": (2 * (p - 1), 2 * (p - 1) / p * n, (p - 1) / p * n),
@@ -88,6 +90,7 @@ def terms(name, p, n):
             2 * (q.bit_length() - 1) + 2 * fold, 2 * (q - 1) / q * n + 2 * fold * n, (q - 1) / q * n + fold * n
         ),
     }[name]  # fmt: skip
+    return messages * math.ceil(n / (4 * SEGMENT)), sent, added
 
 
 def fitted(name, taken, gamma):

@@ -12,8 +12,9 @@ that is at most p, and [p > q] one where p is no such power:
     parallel    2 (p-1)                  2 (p-1)/p n                (p-1)/p n
     halving     2 log2 q + 2 [p > q]     2 (q-1)/q n + 2 [p > q] n  (q-1)/q n + [p > q] n
 
-Of `parallel` all messages of one of its two steps are under way at once, so that its part of a is small where a network
-or memory takes them together; those of the others wait for one another.
+Tensors of more than SEGMENT elements are taken in pieces of that many, one after another, so that what arrives is still
+in the cache when it is added. Of `parallel` all messages of one of its two steps are under way at once, so that its
+part of a is small where a network or memory takes them together; those of the others wait for one another.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005);
 Rabenseifner, "Optimization of Collective Reduction Operations" (2004), for halving, with the step for other numbers of
@@ -28,7 +29,10 @@ from collections.abc import Iterator
 import torch
 
 from hpctrain.comm.buffers import REDUCED_HERE, message
+from hpctrain.comm.windows import add_up
 from hpctrain.shard import split_sizes
+
+SEGMENT = 1 << 22
 
 
 class Link:
@@ -57,11 +61,13 @@ def naive(x: torch.Tensor, link: Link) -> Iterator[list]:
         yield [link.send(x, 0)]
         yield [link.recv(x, 0)]
         return
-    total, arriving = _wide(x), torch.empty_like(x)
+    total = x.float() if x.dtype in REDUCED_HERE else x
+    arriving = torch.empty_like(x)
     for source in range(1, link.size):
         yield [link.recv(arriving, source)]
         total += arriving
-    x.copy_(total)
+    if total is not x:
+        x.copy_(total)
     for dest in range(1, link.size):
         yield [link.send(x, dest)]
 
@@ -86,13 +92,9 @@ def parallel(x: torch.Tensor, link: Link) -> Iterator[list]:
     p, rank = link.size, link.rank
     parts = x.split(split_sizes(x.numel(), p))
     own, others = parts[rank], [(rank + step) % p for step in range(1, p)]
-    room = x.new_empty(p, own.numel())
-    room[rank] = own
-    yield [link.recv(room[r], r) for r in reversed(others)] + [link.send(parts[r], r) for r in others]
-    total = _wide(room[0])
-    for summand in room[1:]:
-        total += summand
-    own.copy_(total)
+    summands = dict(zip(others, x.new_empty(p - 1, own.numel()))) | {rank: own}
+    yield [link.recv(summands[r], r) for r in reversed(others)] + [link.send(parts[r], r) for r in others]
+    add_up([summands[r] for r in range(p)], own)
     yield [link.recv(parts[r], r) for r in reversed(others)] + [link.send(own, r) for r in others]
 
 
@@ -138,8 +140,3 @@ def halving(x: torch.Tensor, link: Link) -> Iterator[list]:
         low, high, distance = min(low, first), max(high, last), 2 * distance
     if rank < joined:
         yield [link.send(x, rank - 1)]
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """A copy to add to: in float32 where x has 16 bits."""
-    return x.float() if x.dtype in REDUCED_HERE else x.clone()
