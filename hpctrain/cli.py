@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 from hpctrain import __version__
+from hpctrain.doctor import command as doctor
 from hpctrain.pipeline.command import add_options as add_schedule_options
 from hpctrain.scale import command as scale
 from hpctrain.slurm import jobs, submit
@@ -186,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, module, summary in (
         ("scale", scale, "measure how a job scales, and report it with plots"),
         ("submit", submit, "submit a job script to Slurm, and follow it"),
+        ("doctor", doctor, "what was found here, what will be used, and what to do about each shortfall"),
         ("jobs", jobs, "list the submitted runs: state, last step, loss, tokens/s"),
     ):
         command = commands.add_parser(name, help=summary, description=summary)

@@ -1,0 +1,30 @@
+"""`hpctrain doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from hpctrain.doctor import findings
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    command.add_argument("--json", action="store_true", help="the findings as JSON")
+
+
+def run(options) -> int:
+    """Print the findings; returns 1 when training would fail."""
+    mpi, facts = findings.mpi()
+    found = [findings.python(), *mpi, *findings.gpu(facts), findings.hdf5(), findings.slurm(), findings.modules()]
+    found.append(findings.site())
+    if options.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
+    else:
+        width = max(len(finding.name) for finding in found)
+        for finding in found:
+            print(f"{finding.level:5}  {finding.name:{width}}  {finding.found}")
+            if finding.advice:
+                print(f"{'':5}  {'':{width}}  -> {finding.advice}")
+    return int(any(finding.level == "error" for finding in found))
