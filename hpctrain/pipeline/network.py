@@ -27,9 +27,12 @@ class Network(torch.nn.Module):
     microbatch's input instead. A stage that no edge leaves is given the target as its last argument and returns the
     loss, divided by the samples of all microbatches and replicas.
 
-    The loss and every gradient are, bit for bit, those of the stages called one after another in the order
-    `graph.sorted`, microbatch after microbatch; where a stage uses at several places an input that others use too,
-    to rounding, since it adds up its own uses first.
+    With one replica of each stage, and backwards in the order of the microbatches, as `list_schedule` has them, the
+    loss and every gradient are, bit for bit, those of the stages called one after another in the order `graph.sorted`,
+    microbatch after microbatch; where a stage uses at several places an input that others use too, to rounding, since
+    it adds up its own uses first.
+
+    A rank may have no weights at all; torch's optimizers take that as `[{"params": list(network.parameters())}]`.
 
     Args:
         grid: the process grid. With tensor axes, stages are made of `hpctrain.layers`.

@@ -48,7 +48,7 @@ class Trainer:
     def _check(self, grid):
         if grid.pipeline.size > 1:
             raise ValueError(
-                f"got pipeline={grid.pipeline.size}: models cut into stages are trained by `hpctrain train`"
+                f"got pipeline={grid.pipeline.size}: models cut into stages are trained by train.trainer.Trainer"
             )
 
     def step(self, batches: list, loss) -> tuple[float, float]:
