@@ -88,7 +88,7 @@ def test_ledger_equals_formula_with_zero(world, method, way):
         grid = Grid(data, pipeline, tensor)
         grid.data.one_node &= way == "windows"
         shape = dataclasses.replace(EVEN, layers=2)
-        received, sent = counted(grid, shape, 16, 2, method=method)
+        received, sent = counted(grid, shape, 16, 2, overlap=DEFAULT_OVERLAP, method=method)
         expected = step_traffic(shape, grid.shape, 16, 2, rank=grid.pipeline.rank, method=method)
         assert received == pytest.approx(expected, abs=0), grid.shape
         assert sent["data"] == received["data"]
@@ -161,3 +161,10 @@ def test_formula_by_hand():
     half = 8
     words = 2 * 3 * half + 2 * 2 * half + 3 * half + 2 * half + 8 + (24 + 8)
     assert step_traffic(shape, {**sizes, "x": 2}, 2, 1)["tensor"] == 4 * words + 16
+
+
+@pytest.mark.mpi
+def test_weights_are_gathered_ahead_by_one_alone(world):
+    grid = Grid(data=world.size)
+    with pytest.raises(ValueError, match="take prefetch out of tensor.overlap"):
+        counted(grid, EVEN, 8 * world.size, 1, overlap=["prefetch"], method="zero3")

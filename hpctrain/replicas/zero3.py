@@ -28,11 +28,15 @@ class Zero3(Zero2):
 
     Args:
         model: whose `parameters()` the optimizer has; the other arguments are as of `Zero1`.
+
+    Raises:
+        ValueError: on every rank, when the model's linear layers gather their weights ahead over z.
     """
 
     alike = False  # ranks hold different parts of the weights
 
     def __init__(self, model, grid, optimizer, bucket_bytes=BUCKET_BYTES, precision=AS_GIVEN):
+        _refuse_prefetch(model)
         modules = _layers(model)
         uses = Counter(p for module in modules for p in set(module.parameters()))
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -154,6 +158,13 @@ class _Freed(Range):
 
     def spread_start(self):
         return self.weights.changed_start()
+
+
+def _refuse_prefetch(model) -> None:
+    """A layer that gathers the next one's weights over z finds only what this rank has of them, or nothing."""
+    for module in model.modules():
+        if "prefetch" in getattr(getattr(module, "product", None), "overlap", ()):
+            raise ValueError("zero3 gathers the next layer's weights itself: take prefetch out of tensor.overlap")
 
 
 def _layers(model) -> list[torch.nn.Module]:
