@@ -20,7 +20,8 @@ from hpctrain.cli import abort, check_launcher, complain
 from hpctrain.comm import together
 from hpctrain.config import load_config
 from hpctrain.scale import work
-from hpctrain.train.job import DTYPES, Job
+from hpctrain.train.job import Job
+from hpctrain.train.precision import DTYPES
 
 WARM_UP = 3  # steps
 
