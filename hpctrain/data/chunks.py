@@ -10,6 +10,10 @@ import numpy as np
 TOGETHER = 8  # chunks read at once by a long read: 256 KiB, so that all that is made of them stays in the cache
 
 
+# HDF5 tells in one go where all chunks lie from 1.12.3 and 1.14 on; asked one by one, it looks through all each time.
+AVAILABLE = hasattr(h5py.h5d.DatasetID, "chunk_iter")
+
+
 class Chunks:
     """The numbers of a one-dimensional dataset in fixed chunks, of which each has a Fletcher checksum and nothing else
     done to it. A chunk is read whole and checked when it is first asked for; later only the part asked for is read.

@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 
 from hpctrain.data import format
+from hpctrain.data.chunks import AVAILABLE as CHUNKS_AVAILABLE
 from hpctrain.data.chunks import Chunks
 from hpctrain.data.tokenizers import tokenizer_from_description
 
@@ -22,10 +23,10 @@ class ShardedTokens:
     Args:
         path: the index written by `pack`.
         comm: an mpi4py communicator. Where h5py is built with MPI, the shards are opened on it with the `mpio` driver,
-            which makes the construction collective; otherwise each process reads by itself, and each chunk's checksum
-            is checked when it is first read.
+            which makes the construction collective; otherwise each process reads by itself.
 
-    Attributes: `tokens` (how many), `vocabulary`, `end_of_document`, `tokenizer`, and `driver` ("mpio" or "sec2").
+    Attributes: `tokens` (how many), `vocabulary`, `end_of_document`, `tokenizer`, and `driver`: "chunks"
+    (each chunk's checksum is checked when it is first read), or "mpio" or, with an older HDF5, "sec2" (at every read).
 
     Raises:
         ValueError: when the index or a shard is missing, truncated, from another packing or fails its checksum; the
@@ -34,7 +35,8 @@ class ShardedTokens:
 
     def __init__(self, path: str | os.PathLike, comm=None):
         self.path = Path(path)
-        self.driver = "mpio" if comm is not None and h5py.get_config().mpi else "sec2"
+        alone = "chunks" if CHUNKS_AVAILABLE else "sec2"
+        self.driver = "mpio" if comm is not None and h5py.get_config().mpi else alone
         self._open = {"driver": "mpio", "comm": comm} if self.driver == "mpio" else {}
         with self._file(self.path) as index, _reading(self.path):
             if index.attrs.get("format") != format.FORMAT:
@@ -65,16 +67,16 @@ class ShardedTokens:
         filled = 0
         for number, at, part in self._parts(start, count):
             with _reading(self._paths[number]):
-                if self.driver == "mpio":
-                    out[filled : filled + part] = self._shard(number)["tokens"][at : at + part]
-                else:
+                if self.driver == "chunks":
                     self._chunked(number).read(at, out[filled : filled + part])
+                else:
+                    out[filled : filled + part] = self._shard(number)["tokens"][at : at + part]
             filled += part
         return out
 
     def will_need(self, start: int, count: int) -> None:
         """Have the system read tokens in the background, which are to be read soon."""
-        if self.driver != "mpio":
+        if self.driver == "chunks":
             for number, at, part in self._parts(start, count):
                 with _reading(self._paths[number]):
                     self._chunked(number).will_need(at, part)

@@ -14,13 +14,15 @@ from pathlib import Path
 
 from hpctrain import __version__
 
-LEVELS = ("ok", "note", "error")  # training works; works with less than there could be; fails
 SECONDS = 90  # for a job of two ranks to start
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of something, and what to do where that is less than it could be."""
+    """What was found of something, and what to do where that is less than it could be.
+
+    Attributes: `level`: "ok", "note" where training works with less than there could be, "error" where it fails.
+    """
 
     name: str
     level: str

@@ -186,6 +186,11 @@ def test_the_warning_reaches_the_ranks(tmp_path):
     assert job.wait(10) == 85
 
 
-def test_the_matmul_script():
-    ended = subprocess.run(["bash", "jobs/matmul.sbatch", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert "Time a float32 product" in ended.stdout
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("matmul", "Time a float32 product"), ("weak_scaling", "usage: hpctrain scale"), ("strong_scaling", "--strong")],
+)
+def test_the_other_scripts_start(script, said):
+    ended = subprocess.run(["bash", f"jobs/{script}.sbatch", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert said in ended.stdout
