@@ -1,0 +1,26 @@
+"""The README's network of branches prints the same digits on every number of ranks."""
+
+import os
+import re
+import shutil
+import sys
+
+import pytest
+from test_parallelize_scripts import README, output_of
+
+(SCRIPT,) = re.findall(r"```python\n((?:(?!```).)*list_schedule.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.job
+def test_losses_on_one_two_and_four_ranks(tmp_path):
+    assert len([line for line in SCRIPT.splitlines() if line]) <= 30
+    launcher = os.environ.get("MPIRUN", f"{shutil.which('mpirun')} --map-by :OVERSUBSCRIBE --bind-to none").split()
+    printed = {}
+    for ranks in (1, 2, 4):
+        file = tmp_path / f"on_{ranks}.py"
+        file.write_text(SCRIPT.replace("pipeline=4", f"pipeline={ranks}"))
+        printed[ranks] = output_of([*launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", str(file)], 240)
+    lines = printed[1].splitlines()
+    assert len(lines) == 10
+    assert float(lines[-1].split()[-1]) < 0.98 * float(lines[0].split()[-1])
+    assert printed[1] == printed[2] == printed[4]
