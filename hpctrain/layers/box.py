@@ -64,13 +64,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, source, target, product):
         ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # where activations are computed once more, what was saved comes back as another object
         ctx.source, ctx.target, ctx.product = source, target, product
         product.gathers_backward = ctx.needs_input_grad[0]
         return target.multiply(source.gather(x), product.gather(weight, backward=False).t(), bias)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        (x, _), weight = ctx.saved_tensors, ctx.weight
         source, product = ctx.source, ctx.product
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         if product.later is not None and product.later.queue is not None:

@@ -46,6 +46,7 @@ class _Lookup(torch.autograd.Function):
         local = ids - held.start
         mine = (local >= 0) & (local < len(table))
         ctx.save_for_backward(weight, local[mine])
+        ctx.weight = weight  # as in layers.box
         ctx.mine, ctx.z, ctx.rows_over_z = mine, z, rows_over_z
         out = table.new_zeros(*ids.shape, table.shape[1])
         out[mine] = table[local[mine]]
@@ -53,7 +54,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        weight, local = ctx.saved_tensors
+        (_, local), weight = ctx.saved_tensors, ctx.weight
         z = ctx.z
         out = weight.place.take() if z.size == 1 and hasattr(weight, "place") else None
         wide = torch.promote_types(weight.dtype, torch.float32)  # a word may come often

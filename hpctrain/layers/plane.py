@@ -35,13 +35,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, product, rows):
         ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # as in layers.box
         ctx.product, ctx.rows = product, rows
         y = product.matmul.nt(x, weight, product.sizes, rows)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        (x, _), weight = ctx.saved_tensors, ctx.weight
         matmul, sizes, rows = ctx.product.matmul, ctx.product.sizes, ctx.rows
         grad = grad.contiguous()
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
