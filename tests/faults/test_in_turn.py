@@ -86,6 +86,10 @@ at_step(5, flip)
 train('run.name=bit', 'sanity.check_every=7')
 Trainer.step = step
 
+# every collective checked, with a weight's gradients over two pipeline stages as well
+train('run.name=checked', 'comm.check=true', 'run.checkpoint_every=6')
+train('run.name=checked', 'comm.check=true', 'grid.data=1', 'grid.pipeline=2', 'run.steps=13', '--resume')
+
 # another training
 train('run.name=whole', 'model.width=16', 'train.batch=2', '--resume')
 """
@@ -252,6 +256,16 @@ def test_the_command(told, tmp_path, capsys):
     assert main(["checkpoint", "export", str(run), "-o", str(tmp_path / "none")]) == 1
     assert main(["checkpoint", "verify", str(run), "--step", "7"]) == 2
     assert main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
+
+
+def test_checked_mode(told):
+    """The same bits; nothing differs, on another grid neither."""
+    runs, status, output = told
+    assert status["run.name=checked comm.check=true run.checkpoint_every=6"] == 0
+    assert losses(runs / "checked")[:12] == losses(runs / "whole")[:12]
+    (words,) = (words for words in status if "run.steps=13" in words)
+    assert status[words] == 0
+    assert "resumed after step 12" in output[words]
 
 
 def test_another_training_is_refused(told):
