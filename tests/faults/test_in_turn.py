@@ -103,7 +103,7 @@ def told(tmp_path_factory):
 
     home = tmp_path_factory.mktemp("in_turn")
     job = begin_job(home, *conftest.command(home, write_text(home), SCRIPT, 2))
-    output = job.wait(120).output
+    output = job.wait(220).output
     parts = output.split("=== status ")
     ends = [part.split("\n", 1)[0].split(" ", 1) for part in parts[1:]]
     return home / "runs", {name: int(status) for status, name in ends}, dict(zip((name for _, name in ends), parts))
