@@ -1,18 +1,19 @@
-"""Time a float32 product of n × n matrices by every algorithm of hpctrain.matmul and by its peers, in turn.
+"""Time a product of n × n matrices by every algorithm of hpctrain.matmul and by its peers, in turn.
 
-    python benchmarks/matmul.py                            n = 1024, 2048 and 4096; 5 minutes on 2 cores
+    python benchmarks/matmul.py                            n = 1024, 2048 and 4096; 15 minutes on 2 cores
+    python benchmarks/matmul.py --dtypes float32           not in float64 too; 5 minutes
     python benchmarks/matmul.py --sizes 1024 --rounds 5    a short look
     python benchmarks/matmul.py --debian /opt/debian --heat /opt/heat
 
-Peers on 4 ranks: ScaLAPACK's psgemm (Debian's libscalapack-openmpi2.2, openmpi-bin and libopenblas0-pthread with what
-they need, installed, or unpacked with dpkg -x in the folder --debian); torch's DTensor over gloo; Heat (pip install
---no-deps --target FOLDER heat). A peer that is not there is reported as absent. On 2 ranks: torch.mm of one process
-at 2 threads, beyond which nothing can be expected.
+Peers on 4 ranks: ScaLAPACK's psgemm and pdgemm (Debian's libscalapack-openmpi2.2, openmpi-bin and
+libopenblas0-pthread with what they need, installed, or unpacked with dpkg -x in the folder --debian); torch's DTensor
+over gloo; Heat (pip install --no-deps --target FOLDER heat). A peer that is not there is reported as absent. On 2
+ranks: torch.mm of one process at 2 threads, beyond which nothing can be expected.
 
 Each side is a job of its own, whose ranks sleep on a socket until this program asks them for a product: so a side
 runs alone, and all see the same minutes of a shared machine. One BLAS thread a rank. Operands and results are spread
-over the ranks. Prints a JSON object a line; `ratio` is the median over the rounds of theirs / ours in seconds, or
-theirs / ours in words: above 1, ours is better.
+over the ranks; numbers are float32 where a case says nothing else. Prints a JSON object a line; `ratio` is the median
+over the rounds of theirs / ours in seconds, or theirs / ours in words: above 1, ours is better.
 """
 
 import argparse
@@ -38,11 +39,12 @@ OURS = {
     8: {"TwoHalfD": (2, 2, 2), "Agarwal": (2, 2, 2)},  # on 2 cores for the bytes only
 }
 PEERS = ("ScaLAPACK", "DTensor", "Heat")
-GOALS = {4: 1.0, 2: 0.9}  # of the best peer on so many ranks, at the largest n
+DTYPES = ("float32", "float64")
+GOALS = {(4, 4096): 1.0, (2, 4096): 0.9}  # of the best peer on so many ranks, at this n
 BLOCK = 64  # of ScaLAPACK's block-cyclic layout; none of 128, 256, 512 and n / 2 was faster here
 
 
-# Sides: each makes, for n, a function that computes a product; the ranks call it together -------------------------
+# Sides: each makes, for n and a dtype, a function that computes a product; the ranks call it together -------------
 
 
 def ours(ranks):
@@ -54,11 +56,12 @@ def ours(ranks):
     torch.set_num_threads(1)
     grids = {box: ht.Grid(tensor=box) for box in set(OURS[ranks].values())}
 
-    def prepare(n, algorithm):
+    def prepare(n, dtype, algorithm):
         grid = grids[OURS[ranks][algorithm]]
         mm = getattr(ht.matmul, algorithm)(grid.tensor)
         mm.bind(n, n, n)
-        a, b = (torch.rand(*[s.stop - s.start for s in mm.slices(name, n, n)]) for name in "ab")
+        dtype = getattr(torch, dtype)
+        a, b = (torch.rand(*[s.stop - s.start for s in mm.slices(name, n, n)], dtype=dtype) for name in "ab")
         volumes = []
         for name in ("Cannon", "Summa", "TwoHalfD", "Agarwal"):
             with contextlib.suppress(ValueError):  # not on such a grid
@@ -67,7 +70,7 @@ def ours(ranks):
         def product():
             grid.wire.traffic.clear()
             mm(a, b)
-            return grid.wire.traffic.total("received") // 4, min(volumes)
+            return grid.wire.traffic.total("received") // dtype.itemsize, min(volumes)
 
         return product
 
@@ -79,8 +82,8 @@ def one_process(ranks):
 
     torch.set_num_threads(2)
 
-    def prepare(n, _):
-        a, b = torch.rand(n, n), torch.rand(n, n)
+    def prepare(n, dtype, _):
+        a, b = (torch.rand(n, n, dtype=getattr(torch, dtype)) for _ in range(2))
         return lambda: torch.mm(a, b)
 
     return prepare, lambda: None
@@ -98,8 +101,9 @@ def dtensor(ranks):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
 
-    def prepare(n, _):
-        a, b = (DTensor.from_local(torch.rand(n // ranks, n), mesh, [Shard(0)]) for _ in range(2))
+    def prepare(n, dtype, _):
+        shape, dtype = (n // ranks, n), getattr(torch, dtype)
+        a, b = (DTensor.from_local(torch.rand(shape, dtype=dtype), mesh, [Shard(0)]) for _ in range(2))
         # left to itself, DTensor splits k and takes 1.7 times as long
         return lambda: torch.matmul(a, b.redistribute(placements=[Replicate()]))
 
@@ -112,8 +116,8 @@ def heat(ranks):
 
     torch.set_num_threads(1)
 
-    def prepare(n, _):
-        a, b = (heat.random.rand(n, n, dtype=heat.float32, split=0) for _ in range(2))
+    def prepare(n, dtype, _):
+        a, b = (heat.random.rand(n, n, dtype=getattr(heat, dtype), split=0) for _ in range(2))
         return lambda: heat.matmul(a, b)
 
     return prepare, heat.MPI.COMM_WORLD.Barrier
@@ -127,17 +131,19 @@ def scalapack(ranks):
     library.Cblacs_get(-1, 0, ctypes.byref(context))
     library.Cblacs_gridinit(ctypes.byref(context), b"R", rows, columns)
     one = ctypes.byref(ctypes.c_int(1))
-    scale, none = (ctypes.byref(ctypes.c_float(value)) for value in (1, 0))
+    kinds = {"float32": (library.psgemm_, ctypes.c_float), "float64": (library.pdgemm_, ctypes.c_double)}
 
-    def prepare(n, _):
+    def prepare(n, dtype, _):
+        gemm, real = kinds[dtype]
+        scale, none = (ctypes.byref(real(value)) for value in (1, 0))
         mine = n // rows, n // columns
-        matrices = [np.asfortranarray(np.random.rand(*mine).astype(np.float32)) for _ in range(3)]
+        matrices = [np.asfortranarray(np.random.rand(*mine).astype(dtype)) for _ in range(3)]
         size = ctypes.byref(ctypes.c_int(n))
         descriptor = (ctypes.c_int * 9)(1, context.value, n, n, BLOCK, BLOCK, 0, 0, mine[0])
         a, b, c = ((matrix.ctypes.data_as(ctypes.c_void_p), one, one, descriptor) for matrix in matrices)
 
         def product(keep=matrices):
-            library.psgemm_(b"N", b"N", size, size, size, scale, *a, *b, none, *c)
+            gemm(b"N", b"N", size, size, size, scale, *a, *b, none, *c)
 
         return product
 
@@ -209,10 +215,10 @@ class Job:
         self.process.terminate()
         raise OSError("its ranks did not start")
 
-    def product(self, n, algorithm=None):
+    def product(self, n, dtype, algorithm=None):
         """Seconds of the slowest rank; words that the rank received that received most, and the least on this grid."""
         for rank in self.ranks:
-            rank.send((n, algorithm))
+            rank.send((n, dtype, algorithm))
         seconds, words = zip(*(rank.recv() for rank in self.ranks))
         return max(seconds), max(words)
 
@@ -232,11 +238,11 @@ def absent(side, options):
 
 
 def interleaved(rounds, sides):
-    """Seconds of each round after two, and words, by the names of sides (job, n, algorithm), taken in turn."""
+    """Seconds of each round after two, and words, by the names of sides (job, n, dtype, algorithm), taken in turn."""
     seconds, words = {name: [] for name in sides}, {}
     for number in range(rounds + 2):
-        for name, (job, n, algorithm) in sides.items():
-            took, words[name] = job.product(n, algorithm)
+        for name, (job, *asked) in sides.items():
+            took, words[name] = job.product(*asked)
             if number >= 2:
                 seconds[name].append(took)
     return seconds, words
@@ -247,10 +253,10 @@ def report(case, peer, ours, theirs, unit, ratio, goal):
     print(json.dumps({**line, "ratio": ratio and round(ratio, 3), "goal": goal}), flush=True)
 
 
-def compare(n, ranks, jobs, rounds, goal):
+def compare(n, dtype, ranks, jobs, rounds):
     """Every algorithm of ours beside every peer, and the best of ours beside the best peer."""
-    sides = {name: (jobs["ours"], n, name) for name in OURS[ranks]}
-    sides.update({name: (job, n, None) for name, job in jobs.items() if name != "ours"})
+    sides = {name: (jobs["ours"], n, dtype, name) for name in OURS[ranks]}
+    sides.update({name: (job, n, dtype) for name, job in jobs.items() if name != "ours"})
     seconds, words = interleaved(rounds, sides)
     middle = {name: statistics.median(times) for name, times in seconds.items()}
 
@@ -260,7 +266,8 @@ def compare(n, ranks, jobs, rounds, goal):
     def beside(mine, peer, label, goal):
         ratio = statistics.median(b / a for a, b in zip(seconds[mine], seconds[peer]))
         grid = "x".join(map(str, OURS[ranks][mine]))
-        report(f"n={n}, {ranks} ranks, {mine} {grid}", label, speed(mine), speed(peer), "GFLOP/s", ratio, goal)
+        of = "" if dtype == "float32" else f" {dtype}"
+        report(f"n={n}{of}, {ranks} ranks, {mine} {grid}", label, speed(mine), speed(peer), "GFLOP/s", ratio, goal)
 
     best = min(OURS[ranks], key=middle.get)
     peers = [name for name in jobs if name != "ours"]
@@ -268,7 +275,7 @@ def compare(n, ranks, jobs, rounds, goal):
         beside(mine, peer, peer, None)
     if peers:
         best_peer = min(peers, key=middle.get)
-        beside(best, best_peer, f"best of all: {best_peer}", goal)
+        beside(best, best_peer, f"best of all: {best_peer}", GOALS.get((ranks, n)))
     return words
 
 
@@ -281,13 +288,14 @@ def bytes_moved(n, ranks, words):
         case = f"n={n}, {ranks} ranks, {name} {'x'.join(map(str, box))}"
         moved, least = words[name]
         report(case, "least volume on this grid", moved, least, "words a rank", least / moved, round(1 / 1.05, 3))
-        cube = name == "Agarwal" and len(set(box)) == 1
+        cube = len(set(box)) == 1
         report(case, "lower bound", moved, round(bound), "words a rank", bound / moved, 1.0 if cube else None)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], default=list(SIZES))
+    parser.add_argument("--dtypes", type=lambda text: text.split(","), default=list(DTYPES))
     parser.add_argument("--rounds", type=int, help="of every size")
     parser.add_argument("--debian", type=Path, default=Path("/"), help="where Debian's packages are unpacked")
     parser.add_argument("--heat", type=Path, default=Path("heat"), help="folder of Heat and what it imports")
@@ -309,14 +317,13 @@ def main():
                 why = error
             if why:
                 report(f"{ranks} ranks", f"{peer}: absent, {why}", None, None, "GFLOP/s", None, None)
-        for n in options.sizes:
-            goal = GOALS[ranks] if n == max(options.sizes) else None
-            words = compare(n, ranks, jobs, options.rounds or SIZES.get(n, 10), goal)
+        for dtype, n in itertools.product(options.dtypes, options.sizes):
+            words = compare(n, dtype, ranks, jobs, options.rounds or SIZES.get(n, 10))
         bytes_moved(n, ranks, words)
         for job in jobs.values():
             job.end()
     job = Job("ours", 8, options)
-    bytes_moved(1024, 8, {name: job.product(1024, name)[1] for name in OURS[8]})
+    bytes_moved(1024, 8, {name: job.product(1024, DTYPES[0], name)[1] for name in OURS[8]})
     job.end()
 
 
