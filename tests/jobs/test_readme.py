@@ -75,8 +75,7 @@ def test_commands(checkout, title):
         )
         assert zbv == pytest.approx(slices, rel=1e-5)
     else:
-        for folder in ("runs/scale-weak", "alone", "compared"):
-            assert "data:image/png" in (checkout / folder / "report.html").read_text()
+        assert (checkout / "runs/scale-weak/report.html").read_text().count("data:image/png") == 5
 
 
 def test_the_program(start, tmp_path, python):
