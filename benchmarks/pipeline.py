@@ -2,7 +2,7 @@
 against the simulator.
 
     $MPIRUN -n 2 python -m mpi4py benchmarks/pipeline.py                         everything; 4 minutes
-    $MPIRUN -n 2 python -m mpi4py benchmarks/pipeline.py --peers torch --steps 5 --only compare
+    $MPIRUN -n 2 python -m mpi4py benchmarks/pipeline.py --peers torch --seconds 30 --only compare
 
 Peers: torch.distributed.pipelining over gloo, and DeepSpeed's PipelineModule, which is looked for on PYTHONPATH:
 
@@ -82,11 +82,13 @@ class Ours:
         return self.trainer.step(self.microbatches)[0] / self.schedule.ranks  # every rank has the loss
 
 
-def rounds(steps, sides):
-    """{entry: seconds of every step}, of the slowest rank, and {entry: losses}; one step of each entry in turn."""
+def rounds(seconds, sides):
+    """{entry: seconds of every step}, of the slowest rank, and {entry: losses}; one step of each entry in turn, after
+    rounds to warm up at least 3 times, until the time is over."""
     world = MPI.COMM_WORLD
     times, losses = {entry: [] for entry in sides}, {entry: [] for entry in sides}
-    for _ in range(steps + WARM_UP):
+    end = time.perf_counter() + seconds
+    while len(losses[next(iter(sides))]) < WARM_UP + 3 or world.bcast(time.perf_counter() < end):
         for entry, step in sides.items():
             world.Barrier()
             start = time.perf_counter()
@@ -104,7 +106,7 @@ def entries(names):
         yield from ((name, cut) for cut in CUTS[stages])
 
 
-def compare(grid, batch, peers, steps):
+def compare(grid, batch, peers, seconds):
     """Lines of tokens a second.
 
     Raises:
@@ -124,7 +126,7 @@ def compare(grid, batch, peers, steps):
             except ImportError as error:
                 absent[peer] = str(error)
     sides = dict(sorted(sides.items(), key=lambda side: side[0][1:]))  # what is compared, one after the other
-    times, losses = rounds(steps, sides)
+    times, losses = rounds(seconds, sides)
     expected = losses["ours", "1f1b", CUTS[2][0]]
     for entry, (first, *_) in losses.items():
         if not abs(first - expected[0]) < 1e-5 * expected[0]:
@@ -165,10 +167,10 @@ def _case(name, cut):
     return f"{name}, blocks {'+'.join(map(str, cut))}, {MPI.COMM_WORLD.size} ranks"
 
 
-def predict(grid, batch, steps):
+def predict(grid, batch, seconds):
     """Lines of the simulator's memory and step time beside what is measured."""
     for name, cut in entries(OURS):
-        measured = rounds(steps, {name: Ours(grid, name, cut, batch).step})[0][name]
+        measured = rounds(seconds, {name: Ours(grid, name, cut, batch).step})[0][name]
         made, costs = stage_costs(Ours(grid, name, cut, batch))
         simulated = made.simulate(costs)
         peaks = MPI.COMM_WORLD.allgather(peak_bytes(Ours(grid, name, cut, batch)))
@@ -192,7 +194,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default=",".join(PEERS), help="of: " + ", ".join(PEERS))
     parser.add_argument("--only", choices=["compare", "predict"])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--seconds", type=float, help="of steps, for each part; 120 to compare, 5 for each prediction")
     options = parser.parse_args()
     torch.set_num_threads(1)
     world = MPI.COMM_WORLD
@@ -205,9 +207,9 @@ def main():
     grid = ht.Grid(pipeline=world.size)
     lines = []
     if options.only != "predict":
-        lines.append(compare(grid, batch, options.peers.split(","), options.steps))
+        lines.append(compare(grid, batch, options.peers.split(","), options.seconds or 120))
     if options.only != "compare":
-        lines.append(predict(grid, batch, options.steps))
+        lines.append(predict(grid, batch, options.seconds or 5))
     for part in lines:
         for line in part:
             if world.rank == 0:
