@@ -52,8 +52,8 @@ def test_killed_at_a_random_moment(tiny, run, who):
 
 def test_a_second_job_and_the_warning(tiny, run):
     """Another job on the same folder is refused. mpirun passes SIGUSR1 on, twice; all save after one step, once."""
-    first = tiny(f"{SLOWLY}train('run.name=run', 'run.checkpoint_every=0', 'run.steps=100000')")
-    first.wait_for("step      1/100000")
+    first = tiny(f"{SLOWLY}train('run.name=run', 'run.checkpoint_every=0', 'run.steps=2000')")
+    first.wait_for("step    1/2000")
     first.log = first.log.rename(first.log.with_name("first.log"))
     second = tiny(RESUME).wait()
     assert second.status == 2, second.output
@@ -69,8 +69,8 @@ def test_a_second_job_and_the_warning(tiny, run):
 
 def test_a_stopped_rank(tiny):
     """SIGSTOP of rank 1: rank 0 says whom it waits for, what it did, where it is; the job ends."""
-    job = tiny(f"{SLOWLY}train('comm.watchdog=3', 'run.steps=100000', 'run.checkpoint_every=0')")
-    job.wait_for("step      1/100000")
+    job = tiny(f"{SLOWLY}train('comm.watchdog=3', 'run.steps=2000', 'run.checkpoint_every=0')")
+    job.wait_for("step    1/2000")
     time.sleep(0.5)
     os.kill(job.pid_of_rank(1), signal.SIGSTOP)
     ended = job.wait()
