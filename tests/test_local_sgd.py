@@ -1,5 +1,6 @@
 """Local SGD against independent serial runs whose weights are averaged by hand."""
 
+import functools
 from functools import partial
 
 import pytest
@@ -21,6 +22,11 @@ ROWS, STEPS = 5, 6  # rows over 2, 3, 4, ... replicas are uneven, over 8 some ha
 SGD = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
 RNG = torch.Generator().manual_seed(2)
 X, Y = (torch.randn(STEPS, ROWS, 6, generator=RNG, dtype=torch.float64) for _ in range(2))
+
+
+@functools.cache  # a grid makes a dozen communicators
+def grid_of(data, tensor=1):
+    return Grid(data, 1, tensor)
 
 
 def layers_on(grid):
@@ -53,11 +59,13 @@ def train(grid, make, optimizer, max_norm=0.0):
     return weights, *zip(*results), {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@functools.cache
 def serial(replicas, every, optimizer, max_norm=0.0, state=False):
     """Each replica by itself, in plain torch; weights and losses."""
     from mpi4py import MPI
 
-    copies = [layers_on(Grid(comm=MPI.COMM_SELF)) for _ in range(replicas)]
+    alone = Grid(comm=MPI.COMM_SELF)
+    copies = [layers_on(alone) for _ in range(replicas)]
     optimizers = [optimizer(copy.parameters()) for copy in copies]
     losses, norms = [], []
     for step in range(STEPS):
@@ -108,7 +116,7 @@ def adam(parameters):
 @pytest.mark.parametrize("state", [False, True])
 def test_averages_after_every_step_are_data_parallelism(world, state):
     """With SGD and momentum, whether or not the momentum is averaged too."""
-    grid = Grid(data=world.size)
+    grid = grid_of(world.size)
     weights, losses, _, _ = train(grid, partial(LocalSGD, every=1, state=state), sgd)
     expected, same, _, _ = train(grid, DataParallel, sgd)
     assert losses == pytest.approx(same, rel=1e-12)
@@ -121,7 +129,7 @@ def test_sgd_on_every_grid(world, every):
     """Averages over the data axis alone; a weight's gradient is summed over its tensor axes in every step."""
     for data, pipeline, tensor in all_grids(world.size):
         if pipeline == 1:
-            grid = Grid(data, 1, tensor)
+            grid = grid_of(data, tensor)
             got = train(grid, partial(LocalSGD, every=every), sgd)
             check(grid, got, serial(data, every, sgd))
 
@@ -147,13 +155,13 @@ def test_stages_of_a_pipeline_and_tied_tables(world):
 @pytest.mark.parametrize("state", [False, True])
 def test_adam_and_clipping(world, state):
     """Each replica clips by its own norm; the optimizer's state is its own, or averaged with the weights."""
-    grid = Grid(data=world.size)
+    grid = grid_of(world.size)
     got = train(grid, partial(LocalSGD, every=2, state=state), adam, max_norm=0.5)
     check(grid, got, serial(world.size, 2, adam, 0.5, state))
 
 
 def test_replicas_agree_bit_for_bit_after_an_average_and_keep_their_own_between(world):
-    grid = Grid(data=world.size)
+    grid = grid_of(world.size)
     for every, alike in ((3, True), (4, world.size == 1)):
         *_, own = train(grid, partial(LocalSGD, every=every), sgd)
         everyone = world.allgather({name: p.numpy().tobytes() for name, p in own.items()})

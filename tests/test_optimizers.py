@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_local_sgd import ROWS, STEPS, X, Y, layers_on, train
+from test_local_sgd import ROWS, STEPS, X, Y, grid_of, layers_on, train
 
 from hpctrain import Grid
 from hpctrain.algorithms import OPTIMIZERS
@@ -69,7 +69,7 @@ def test_divided_weights(world, name):
     if world.size > 1:
         places.append((world.size, 1, ParameterServer))
     for data, tensor, method in places:
-        grid = Grid(data, 1, tensor)
+        grid = grid_of(data, tensor)
         weights, got, *_ = train(grid, method, made(name))
         assert got == pytest.approx(losses, rel=1e-11)
         for expected, mine, parameter in zip(whole, weights.values(), layers_on(grid).parameters()):

@@ -30,7 +30,8 @@ def choose_all_reduce(axis, name: str) -> None:
 
     All of them give every rank the same bits. All but "mpi", "ring" and "auto" add in an order that does not depend on
     an element's place in the tensor, so that gradients have the same bits for any size of the buckets. "shared", which
-    every axis begins with, sums gradients in shared memory where the axis is on one node, and all else by MPI.
+    every axis begins with, sums gradients in shared memory where the axis is on one node, and all else by MPI. What is
+    made for the axis before, such as the buckets of `DataParallel`, stays where it is.
     """
     axis.reducer = None if name == "shared" else Reducer(axis, name)
 
