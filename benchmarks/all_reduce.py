@@ -35,7 +35,7 @@ from hpctrain.algorithms import ALL_REDUCE
 from hpctrain.comm.algorithms.by_messages import SEGMENT
 
 SIZES = tuple(1024 * 4**k for k in range(9))  # bytes
-ROUNDS, LONG = 15, 4 << 20  # a third as many rounds from this size on
+LONG = 4 << 20  # a third as many rounds from this size on
 MADE_TO_BE_SUMMED = ("shared", "auto")
 
 
@@ -54,11 +54,11 @@ def peers(numel):
     yield "gloo", partial(dist.all_reduce, y)
 
 
-def seconds(sides, nbytes):
+def seconds(sides, nbytes, rounds):
     """Times of every round of each side, taken in turn; the slowest rank counts."""
-    calls = max(1, min(32, (256 << 10) // nbytes))
+    calls = max(1, min(8, (256 << 10) // nbytes))
     times, order, chance = {name: [] for name in sides}, list(sides.items()), random.Random(0)
-    for turn in range(1 + (ROUNDS // 3 if nbytes >= LONG else ROUNDS)):
+    for turn in range(1 + (rounds // 3 if nbytes >= LONG else rounds)):
         chance.shuffle(order)  # the same on all ranks; nobody always comes after the same one
         for name, call in order:
             call()
@@ -118,6 +118,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", default=",".join(ALL_REDUCE))
     parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], default=SIZES, help="bytes")
+    parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", world.bcast(free_port()), world.size, world.rank == 0)
@@ -128,7 +129,7 @@ def main():
     taken = {name: {} for name in axes}
     for nbytes in options.sizes:
         theirs = dict(peers(nbytes // 4))
-        times = seconds({name: side(name, nbytes // 4) for name in axes} | theirs, nbytes)
+        times = seconds({name: side(name, nbytes // 4) for name in axes} | theirs, nbytes, options.rounds)
         for name in axes:
             taken[name][nbytes] = statistics.median(times[name])
             for peer in theirs:
