@@ -137,6 +137,9 @@ class Text:
     def read(self, start, count):
         return torch.arange(start, start + count).numpy()
 
+    def will_need(self, start, count):
+        """There is nothing to read ahead."""
+
 
 @pytest.mark.parametrize("name", ["1f1b", "chimera", "pipedream"])
 def test_samples_weigh_the_tokens_of_an_update(world, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 
@@ -150,7 +151,8 @@ def sum_over_holders(gradient, holders, pipeline) -> None:
     for work in sent:
         work.wait()
     parts[pipeline.rank] = gradient
-    gradient.copy_(sum(parts[rank] for rank in holders))
+    *earlier, last = (parts[rank] for rank in holders)
+    torch.add(functools.reduce(torch.add, earlier), last, out=gradient)
 
 
 def summed_over(parameter, grid):
