@@ -1,0 +1,74 @@
+"""Activations that are computed once more: the same bits, in less memory."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_equivalence import UNEVEN, batches, by_messages, fitting, microbatches
+
+from hpctrain import Grid, Key
+from hpctrain.config import Replicas
+from hpctrain.layers import algorithm_of
+from hpctrain.models.gpt2 import GPT2
+from hpctrain.replicas import make
+from hpctrain.train.optimizer import adamw
+from hpctrain.train.trainer import Trainer
+
+pytestmark = pytest.mark.mpi
+
+GRIDS = {
+    1: [(1, 1, 1)],
+    2: [(2, 1, 1), (1, 2, 1), (1, 1, (2, 1, 1)), (1, 1, (1, 1, 2))],
+    4: [(2, 2, 1), (2, 1, (1, 2, 1)), (1, 1, (2, 1, 2))],
+    8: [(2, 2, (1, 1, 2))],
+}
+
+
+def trained(grid, shape, recompute, method="ddp"):
+    made = algorithm_of(grid, "agarwal", ("input_gradient", "weight_gradient", "prefetch"))
+    model = GPT2(grid, shape, algorithm=made, recompute=recompute, key=Key(3), dtype=torch.float64)
+    optimizer = adamw(model.parameters(), 0.1)
+    trainer = Trainer(model, grid, optimizer, 2, 1.0, replicas=make(Replicas(method), model, grid, optimizer))
+    return [trainer.step(microbatches(grid, batch, step, 2)) for step, batch in enumerate(batches(shape))]
+
+
+@pytest.mark.parametrize("recompute", ["attention", "block"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_same_bits(world, recompute, dropout):
+    """Losses and norms of three steps, in which the second and third depend on the gradients before."""
+    for place in GRIDS.get(world.size, []):
+        grid = Grid(*place)
+        shape = dataclasses.replace(fitting(UNEVEN, place[1]), dropout=dropout)
+        assert trained(grid, shape, recompute) == trained(grid, shape, "none")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", ["windows", "messages"])
+def test_same_bits_where_weights_are_freed(world, way):
+    """ZeRO-3: forward runs while backward does."""
+    grid = Grid(data=world.size)
+    if way == "messages":
+        by_messages(grid)
+    assert trained(grid, UNEVEN, "block", "zero3") == trained(grid, UNEVEN, "none", "zero3")
+
+
+def test_less_is_kept(world):
+    """Bytes that autograd keeps of a forward of nine blocks."""
+    grid = Grid(comm=type(world).Split(world, world.rank))
+    kept = {}
+    for recompute in ("none", "attention", "block"):
+        shape = dataclasses.replace(UNEVEN, dropout=0.1)
+        model = GPT2(grid, shape, recompute=recompute, key=Key(3))
+        batch = microbatches(grid, batches(shape)[0], 0, 1)[0]
+        storages = {}
+
+        def note(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            y = model(batch.ids, batch.tokens)
+        kept[recompute] = sum(storages.values())
+        del y
+    assert kept["block"] < kept["attention"] < kept["none"]
+    assert kept["block"] < kept["none"] / 4
