@@ -101,8 +101,11 @@ class Loop:
         record = {"step": self.step + 1}
         try:
             loss, norm = self.trainer.step(batch)
-            self.sanity.good(loss)
-            record |= {"loss": loss, "grad_norm": norm if math.isfinite(norm) else None}
+            if math.isfinite(loss):  # where a scaled loss overflows, the step was left out and says so
+                self.sanity.good(loss)
+            record |= {
+                key: value if math.isfinite(value) else None for key, value in (("loss", loss), ("grad_norm", norm))
+            }
         except BadStep as bad:
             if not self._skip(bad):
                 return None
