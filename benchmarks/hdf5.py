@@ -82,13 +82,16 @@ def compare(world, folder, rounds):
     def by_memmap(start):
         sample[:] = bare[start : start + LENGTH]
 
+    def copy(start, count, part):
+        part[:] = bare[start : start + count]
+
     def sweep(read):
         step = 2**16
         for start in range(0, share, step):
-            out[start : start + step] = read(place + start, min(step, share - start))
+            read(place + start, min(step, share - start), out[start : start + step])
 
     before, reader = resident(), ShardedTokens(folder / "data.h5")
-    shuffled(lambda start: reader.read(start, LENGTH))()
+    shuffled(lambda start: reader.read(start, LENGTH, sample))()
     grown = resident() - before
     reader.close()
     times = {}
@@ -96,11 +99,11 @@ def compare(world, folder, rounds):
         ours, swept = ShardedTokens(folder / "data.h5"), ShardedTokens(folder / "data.h5")
         work = {
             ("shuffled", "memmap"): shuffled(by_memmap),
-            ("shuffled", "first"): shuffled(lambda start, ours=ours: ours.read(start, LENGTH)),
-            ("shuffled", "later"): shuffled(lambda start, ours=ours: ours.read(start, LENGTH)),
+            ("shuffled", "first"): shuffled(lambda start, ours=ours: ours.read(start, LENGTH, sample)),
+            ("shuffled", "later"): shuffled(lambda start, ours=ours: ours.read(start, LENGTH, sample)),
             ("sequential", "first"): lambda swept=swept: sweep(swept.read),
             ("sequential", "later"): lambda swept=swept: sweep(swept.read),
-            ("sequential", "memmap"): lambda: sweep(lambda start, count: bare[start : start + count]),
+            ("sequential", "memmap"): lambda: sweep(copy),
         }
         for name, one in work.items():
             times.setdefault(name, []).append(seconds(world, one))

@@ -59,11 +59,11 @@ class ShardedTokens:
             for number in range(len(self._paths)):
                 self._shard(number)
 
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens `start` to `start + count`, int64."""
+    def read(self, start: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Tokens `start` to `start + count`, int64; in `out`, where that is given."""
         if not 0 <= start <= start + count <= self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens}")
-        out = np.empty(count, np.int64)
+        out = np.empty(count, np.int64) if out is None else out
         filled = 0
         for number, at, part in self._parts(start, count):
             with _reading(self._paths[number]):
