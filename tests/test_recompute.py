@@ -7,6 +7,7 @@ import torch
 from test_equivalence import UNEVEN, batches, by_messages, fitting, microbatches
 
 from hpctrain import Grid, Key
+from hpctrain.algorithms import DEFAULT_OVERLAP, OVERLAPS
 from hpctrain.config import Replicas
 from hpctrain.layers import algorithm_of
 from hpctrain.models.gpt2 import GPT2
@@ -25,7 +26,7 @@ GRIDS = {
 
 
 def trained(grid, shape, recompute, method="ddp"):
-    made = algorithm_of(grid, "agarwal", ("input_gradient", "weight_gradient", "prefetch"))
+    made = algorithm_of(grid, "agarwal", DEFAULT_OVERLAP if method == "zero3" else OVERLAPS)
     model = GPT2(grid, shape, algorithm=made, recompute=recompute, key=Key(3), dtype=torch.float64)
     optimizer = adamw(model.parameters(), 0.1)
     trainer = Trainer(model, grid, optimizer, 2, 1.0, replicas=make(Replicas(method), model, grid, optimizer))
