@@ -177,6 +177,7 @@ def test_saved_training_goes_on_alike(world, method):
     described = {name: Described(tuple(whole.shape), whole.dtype) for name, whole in saved.items()}
     for entry in other.to_load({p: name for name, p in again.named_parameters()}, described):
         entry.tensor.view(entry.shard.shape).copy_(saved[entry.name][entry.shard.slices])
+    other.loaded()
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
     trainers = [

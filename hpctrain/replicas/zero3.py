@@ -76,6 +76,10 @@ class Zero3(Zero2):
             layer.awaited.clear()
             layer.release()
 
+    def loaded(self):
+        for bucket in self.buckets:  # where ranks read each other's ranges in place, all must have filled theirs
+            bucket.weights.changed_start().wait()
+
     def _weights_to_load(self, names):
         return [entry for bucket in self.buckets for entry in bucket.portion.entries(names)]
 
