@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SMALL = [
+    "model.layers=2", "model.width=12", "model.heads=3", "model.context=16", "train.batch=6", "train.microbatches=2",
+    "train.warmup=2", "run.steps=3", "run.eval_batches=1",
+]  # fmt: skip
 
 
 @dataclass

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 import torch
-from conftest import losses, metrics
+from running import begin_job, write_text
 from safetensors.torch import load_file
+from tiny_jobs import command, losses, metrics
 
 from hpctrain.cli import main
 from hpctrain.train.checkpoint import folder
@@ -98,11 +99,8 @@ train('run.name=whole', 'model.width=16', 'train.batch=2', '--resume')
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """(runs, {words of a job: its status}, {words of a job: its output})."""
-    import conftest
-    from running import begin_job, write_text
-
     home = tmp_path_factory.mktemp("in_turn")
-    job = begin_job(home, *conftest.command(home, write_text(home), SCRIPT, 2))
+    job = begin_job(home, *command(home, write_text(home), SCRIPT, 2))
     output = job.wait(220).output
     parts = output.split("=== status ")
     ends = [part.split("\n", 1)[0].split(" ", 1) for part in parts[1:]]

@@ -7,7 +7,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import losses, metrics
+from tiny_jobs import losses, metrics
 
 from hpctrain.train.checkpoint import folder
 

@@ -1,14 +1,9 @@
 """Small training jobs."""
 
 import pytest
-from running import ROOT, Ended, Job, python, start, text
+from running import SMALL, python, start, text
 
-__all__ = ["ROOT", "SMALL", "Ended", "Job", "python", "start", "text", "train"]
-
-SMALL = [
-    "model.layers=2", "model.width=12", "model.heads=3", "model.context=16", "train.batch=6", "train.microbatches=2",
-    "train.warmup=2", "run.steps=3", "run.eval_batches=1",
-]  # fmt: skip
+__all__ = ["python", "start", "text", "train"]
 
 
 @pytest.fixture

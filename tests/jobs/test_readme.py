@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import ROOT
+from running import ROOT
 
 pytestmark = pytest.mark.job
 

@@ -4,7 +4,7 @@ import json
 import subprocess
 
 import pytest
-from conftest import ROOT, SMALL
+from running import ROOT, SMALL
 
 from hpctrain.cli import main
 

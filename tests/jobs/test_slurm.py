@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL
+from running import ROOT, SMALL
 
 pytestmark = pytest.mark.job
 

@@ -9,7 +9,7 @@ import tempfile
 import time
 
 import pytest
-from conftest import ROOT
+from running import ROOT
 
 from hpctrain.slurm.site import parse
 
