@@ -16,7 +16,7 @@ from hpctrain.pipeline import Costs, Executor, StageGraph
 from hpctrain.pipeline.profile import profile
 from hpctrain.train.stages import Stages
 
-REPEATS = 10
+REPEATS = 5
 
 
 def stage_costs(side):
