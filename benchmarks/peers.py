@@ -1,39 +1,47 @@
 """Train the same GPT with hpctrain and with others, step by step in turn, and print the ratio of tokens a second.
 
-    $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py                  all peers, both shapes; 4 minutes
+    $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py                  all peers, both shapes; 8 minutes
     $MPIRUN -n 4 python -m mpi4py benchmarks/peers.py --shapes base    four ranks
     $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py --peers ddp --steps 30
+    $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py --peers fsdp2,fsdp2-reshard --messages    as between nodes
 
-Peers: `ddp` and `tensor` are torch's DistributedDataParallel and tensor parallel, `megatron` is Megatron-core's tensor
-parallel, which is looked for on PYTHONPATH and needs none of its dependencies for this:
+Peers over gloo, and what of ours they are held against: torch's DistributedDataParallel (ddp), ZeroRedundancyOptimizer
+(zero1), FSDP2 without and with resharding after forward (zero2, zero3) and tensor parallel; Megatron-core's tensor
+parallel and DeepSpeed's ZeRO-1, -2 and -3, which are looked for on PYTHONPATH and need none of their large dependencies
+for this:
 
-    pip install --no-deps --target ~/megatron megatron-core==0.16.1
-    PYTHONPATH=~/megatron $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py --peers megatron
+    pip install --no-deps --target ~/peers megatron-core==0.16.1 deepspeed==0.19.8 einops hjson msgpack ninja psutil \
+        py-cpuinfo
+    PYTHONPATH=~/peers $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py --peers megatron,deepspeed-1
 
 Both sides live in the same processes: every rank holds an MPI and a gloo communicator, one BLAS thread, the same model
 (layers 4, vocabulary 4096), initial weights, batch and fused AdamW, and takes a step of ours, then one of theirs, …
 Neither side clips. --matmul medium gives both sides oneDNN's faster float32 products. Prints one JSON object a line;
 `ratio` is the median over the pairs of steps of theirs / ours in seconds, so above 1 ours is faster: the speed of a
-shared machine drifts, and the steps of a pair see the same of it. `losses_differ` is the relative difference of the
-losses in the [first, last] step. A peer that cannot be imported has `absent`, the reason, instead of figures.
+shared machine drifts, and the steps of a pair see the same of it. `least` is their fastest step by our fastest, which
+others on the machine disturb least. `losses_differ` is the relative difference of the losses in the [first, last] step.
+A peer that cannot be imported has `absent`, the reason, instead of figures.
 """
 
 import argparse
+import contextlib
+import functools
 import json
-import os
-import socket
 import statistics
+import sys
 import time
 
 import torch
-import torch.distributed as dist
+from gloo import gloo
 from mpi4py import MPI
-from peers_torch import torch_ddp, torch_tensor_parallel
+from peers_torch import torch_ddp, torch_fsdp, torch_tensor_parallel, torch_zero_redundancy
 
 import hpctrain as ht
+from hpctrain.config import Replicas
 from hpctrain.layers import Tokens
 from hpctrain.models.export import whole_parameters
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.replicas import make
 from hpctrain.shard import split
 from hpctrain.train.batches import Microbatch
 from hpctrain.train.optimizer import adamw
@@ -45,15 +53,6 @@ SHAPES = {
 }
 LAYERS, HEADS, VOCABULARY = 4, 4, 4096
 WARM_UP = 3  # steps
-GOALS = {  # (peer, shape, ranks): ratio to reach
-    ("ddp", "base", 2): 1.0,
-    ("ddp", "communication-heavy", 2): 1.05,
-    ("tensor", "base", 2): 1.35,
-    ("tensor", "base", 4): 1.7,
-    ("tensor", "communication-heavy", 2): 1.9,
-    ("megatron", "base", 2): 1.0,
-    ("megatron", "base", 4): 1.1,
-}
 
 
 def megatron(*arguments):
@@ -63,18 +62,47 @@ def megatron(*arguments):
     return megatron_tensor_parallel(*arguments)
 
 
-PEERS = {"ddp": torch_ddp, "tensor": torch_tensor_parallel, "megatron": megatron}
-NAMES = {"ddp": "torch ddp", "tensor": "torch tensor", "megatron": "megatron-core tensor"}
+def deepspeed(*arguments):
+    """Likewise DeepSpeed, which prints."""
+    with contextlib.redirect_stdout(sys.stderr):
+        from peers_deepspeed import deepspeed_zero
+
+        return deepspeed_zero(*arguments)
 
 
-def ours(peer, shape, batch):
+PEERS = {  # name: (ours, theirs)
+    "ddp": ("ddp", torch_ddp),
+    "zero-redundancy": ("zero1", torch_zero_redundancy),
+    "fsdp2": ("zero2", functools.partial(torch_fsdp, reshard=False)),
+    "fsdp2-reshard": ("zero3", functools.partial(torch_fsdp, reshard=True)),
+    "deepspeed-1": ("zero1", functools.partial(deepspeed, 1)),
+    "deepspeed-2": ("zero2", functools.partial(deepspeed, 2)),
+    "deepspeed-3": ("zero3", functools.partial(deepspeed, 3)),
+    "tensor": ("tensor", torch_tensor_parallel),
+    "megatron": ("tensor", megatron),
+}
+GOALS = {  # peer: {(shape, ranks): ratio to reach}
+    "ddp": {("base", 2): 1.0, ("base", 4): 1.0, ("communication-heavy", 2): 1.05},
+    "zero-redundancy": {("base", 2): 1.0, ("base", 4): 1.0},
+    "fsdp2": {("base", 2): 1.05, ("base", 4): 1.15},
+    "fsdp2-reshard": {("base", 2): 1.05, ("base", 4): 1.15},
+    **{f"deepspeed-{stage}": {("base", 2): 1.0, ("base", 4): 1.0} for stage in (1, 2, 3)},
+    "tensor": {("base", 2): 1.35, ("base", 4): 1.7, ("communication-heavy", 2): 1.9},
+    "megatron": {("base", 2): 1.0, ("base", 4): 1.1},
+}
+
+
+def ours(method, shape, batch, messages):
     """A function that takes a step and returns the loss, and the whole initial weights, on every rank."""
     ranks = MPI.COMM_WORLD.size
-    grid = ht.Grid(data=ranks) if peer == "ddp" else ht.Grid(tensor=ranks)
+    grid = ht.Grid(tensor=ranks) if method == "tensor" else ht.Grid(data=ranks)
+    grid.data.one_node &= not messages
     sizes = GPT2Shape(LAYERS, shape["width"], HEADS, shape["context"], VOCABULARY, tied=False)
     model = GPT2(grid, sizes, key=ht.Key(0), dtype=torch.float32)
     weights = {name: MPI.COMM_WORLD.bcast(weight) for name, weight in whole_parameters(model, grid)}
-    trainer = Trainer(model, grid, adamw(model.parameters(), 0.01))
+    optimizer = adamw(model.parameters(), 0.01)
+    replicas = make(Replicas("ddp" if method == "tensor" else method), model, grid, optimizer)
+    trainer = Trainer(model, grid, optimizer, replicas=replicas)
     part = split(len(batch), grid.data.size, grid.data.rank)
     tokens = Tokens.of(grid, part.stop - part.start, shape["context"], part.start)
     rows = batch[part]
@@ -96,7 +124,7 @@ def interleaved(steps, *sides):
     return [t[WARM_UP:] for t in times], losses
 
 
-def compared(peer, shape, steps):
+def compared(peer, shape, steps, messages):
     """What one peer gives on one shape, as members of the JSON object.
 
     Raises:
@@ -104,9 +132,10 @@ def compared(peer, shape, steps):
     """
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(VOCABULARY, (shape["batch"], shape["context"] + 1), generator=generator)
-    step, weights = ours(peer, shape, batch)
+    method, make_theirs = PEERS[peer]
+    step, weights = ours(method, shape, batch, messages)
     try:
-        other = PEERS[peer](weights, HEADS, batch)
+        other = make_theirs(weights, HEADS, batch)
     except ImportError as error:
         return {"absent": str(error)}
     (mine, theirs), losses = interleaved(steps, step, other)
@@ -119,39 +148,32 @@ def compared(peer, shape, steps):
         "theirs": round(tokens / statistics.median(theirs)),
         "unit": "tokens/s",
         "ratio": round(statistics.median(b / a for a, b in zip(mine, theirs)), 3),
+        "least": round(min(theirs) / min(mine), 3),
         "losses_differ": [float(f"{difference:.1e}") for difference in (first, last)],
     }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", default="ddp,tensor,megatron", help="of: " + ", ".join(PEERS))
+    parser.add_argument("--peers", default=",".join(PEERS), help="of: " + ", ".join(PEERS))
     parser.add_argument("--shapes", default="base,communication-heavy", help="of: " + ", ".join(SHAPES))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--matmul", default="highest", choices=["highest", "high", "medium"])
+    parser.add_argument("--messages", action="store_true", help="our sums by messages instead of shared memory")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision(options.matmul)
-    world = MPI.COMM_WORLD
-    store = dist.TCPStore("127.0.0.1", world.bcast(free_port()), world.size, world.rank == 0)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    for name in options.shapes.split(","):
-        for peer in options.peers.split(","):
-            case = f"{name}, {world.size} ranks, {options.matmul} products"
-            result = {"benchmark": "peers", "case": case, "peer": NAMES[peer]}
-            result |= compared(peer, SHAPES[name], options.steps)
-            result["goal"] = GOALS.get((peer, name, world.size))
-            if world.rank == 0:
-                print(json.dumps(result), flush=True)
-    dist.destroy_process_group()
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    ranks, way = MPI.COMM_WORLD.size, "messages" if options.messages else "shared memory"
+    with gloo():
+        for name in options.shapes.split(","):
+            for peer in options.peers.split(","):
+                case = f"{name}, {ranks} ranks, {PEERS[peer][0]} by {way}, {options.matmul} products"
+                result = {"benchmark": "peers", "case": case, "peer": peer}
+                result |= compared(peer, SHAPES[name], options.steps, options.messages)
+                result["goal"] = GOALS[peer].get((name, ranks))
+                if MPI.COMM_WORLD.rank == 0:
+                    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     main()

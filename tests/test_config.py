@@ -2,7 +2,8 @@
 
 import pytest
 
-from hpctrain.config import METHODS, load_config, to_toml
+from hpctrain.config import load_config, to_toml
+from hpctrain.config_checks import METHODS
 
 GOOD = """
 [run]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +23,8 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 def profile(
     layers: Sequence[Layer], make_input: Callable[[], torch.Tensor], repeats: int = 5, later=None
 ) -> LayerCosts:
-    """Median seconds of each layer of a chain after a pass to warm up, and its bytes.
+    """Least seconds of each layer of a chain after a pass to warm up, and its bytes. What others do to the machine
+    only ever adds to a time.
 
     The weight gradient's time is the full backward's less the input gradient's. Gradients are added up, as from the
     second microbatch of a step on; those that were there before are put back. The activation of a layer is what its
@@ -54,8 +54,8 @@ def profile(
         runs.append(run)
     for parameter, gradient in gradients.items():
         parameter.grad = gradient
-    medians = [map(statistics.median, zip(*each)) for each in zip(*runs[1:])]
-    forward, inputs, whole = map(list, zip(*medians))
+    least = [map(min, zip(*each)) for each in zip(*runs[1:])]
+    forward, inputs, whole = map(list, zip(*least))
     message, activation, weights = map(list, zip(*sizes))
     both = [(min(i, b), max(0.0, b - i)) for i, b in zip(inputs, whole)]
     return LayerCosts(forward, [i for i, _ in both], [w for _, w in both], message, activation, weights)

@@ -47,7 +47,7 @@ def make(options, model, grid, optimizer, precision: Precision = AS_GIVEN) -> Me
     return _MAKERS[options.method](options, precision if mixed else None, parameters, grid, optimizer)
 
 
-# All of hpctrain.config.METHODS but zero3: function (options, precision or None, parameters, grid, optimizer).
+# All of hpctrain.config_checks.METHODS but zero3: function (options, precision or None, parameters, grid, optimizer).
 _MAKERS = {
     "ddp": lambda _, precision, *given: (
         MixedDataParallel(*given, precision=precision) if precision else DataParallel(*given)

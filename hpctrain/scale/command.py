@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import subprocess
@@ -57,7 +58,7 @@ def run(options) -> None:
 
     chosen = [point for point in made if options.only in (None, point.ranks)]
     check_allocation(max(point.ranks for point in chosen))
-    say = lambda text: print(text, flush=True)  # noqa: E731
+    say = functools.partial(print, flush=True)
     measure(options.config, chosen, folder, options.repeat, options.steps, options.threads, about, say)
     print(f"report: {write(folder)}")
 

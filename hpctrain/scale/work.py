@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from hpctrain.config import Config, check_pipeline, token_slices
+from hpctrain.config import Config
+from hpctrain.config_checks import check_pipeline, token_slices
 from hpctrain.matmul import lower_bound
 from hpctrain.models.gpt2 import GPT2Shape
 from hpctrain.plan import step_traffic

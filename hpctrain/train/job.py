@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from hpctrain import __version__, comm
-from hpctrain.config import Config, check_grid, check_pipeline, token_slices
+from hpctrain.config import Config
+from hpctrain.config_checks import check_grid, check_pipeline, token_slices
 from hpctrain.data import ShardedTokens, pack
 from hpctrain.data.corpus import text_files
 from hpctrain.data.tokenizers import tokenizer_from_option

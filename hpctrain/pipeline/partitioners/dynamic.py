@@ -55,7 +55,10 @@ def dynamic(problem: Problem) -> list[list[int]]:
 def leanest(problem: Problem) -> list[int]:
     """The partition whose largest stage needs the fewest bytes."""
     until = [list(accumulate(problem.bytes(stage), initial=0.0)) for stage in range(problem.stages)]
-    cost = lambda stage, start, stop: until[stage][stop] - until[stage][start]  # noqa: E731
+
+    def cost(stage, start, stop):
+        return until[stage][stop] - until[stage][start]
+
     return optimum(problem.layers, problem.stages, cost, max)
 
 

@@ -93,13 +93,13 @@ def check_counts(counts: Sequence[int], layers: int, stages: int) -> list[int]:
 
     >>> check_counts([3, 2], layers=6, stages=2)
     Traceback (most recent call last):
-    ValueError: partition=[3, 2]: 2 numbers of at least 1 are wanted whose sum is 6, as [3, 3]
+    ValueError: pipeline.partition=[3, 2]: 2 numbers of at least 1 are wanted whose sum is 6, as [3, 3]
     """
     counts = list(counts)
     good = all(isinstance(count, int) and count > 0 for count in counts)
     if not good or len(counts) != stages or sum(counts) != layers:
         raise ValueError(
-            f"partition={counts}: {stages} numbers of at least 1 are wanted whose sum is {layers}, "
+            f"pipeline.partition={counts}: {stages} numbers of at least 1 are wanted whose sum is {layers}, "
             f"as {list(split_sizes(layers, stages))}"
         )
     return counts

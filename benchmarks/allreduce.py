@@ -1,8 +1,8 @@
 """Time every all-reduce algorithm of hpctrain beside Open MPI's own and gloo's, call by call in turn.
 
-    $MPIRUN -n 2 python -m mpi4py benchmarks/all_reduce.py                 1 KiB to 64 MiB; 2 minutes
-    $MPIRUN -n 4 python -m mpi4py benchmarks/all_reduce.py                 3 minutes
-    $MPIRUN -n 4 python -m mpi4py benchmarks/all_reduce.py --algorithms auto --sizes 65536
+    $MPIRUN -n 2 python -m mpi4py benchmarks/allreduce.py                 1 KiB to 64 MiB; 2 minutes
+    $MPIRUN -n 4 python -m mpi4py benchmarks/allreduce.py                 3 minutes
+    $MPIRUN -n 4 python -m mpi4py benchmarks/allreduce.py --algorithms auto --sizes 65536
 
 Float32. "shared" and "auto" sum tensors that were made to be summed, as the gradients of DataParallel are
 (`comm.Summed`), which may lie in shared memory; the others sum any tensor. MPI's own is mpi4py's Allreduce in place,
@@ -17,9 +17,7 @@ fitted to the times (least squares of relative errors), `error` is the median re
 import argparse
 import json
 import math
-import os
 import random
-import socket
 import statistics
 import time
 from functools import partial
@@ -27,6 +25,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+from gloo import gloo
 from mpi4py import MPI
 
 import hpctrain as ht
@@ -121,8 +120,6 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", world.bcast(free_port()), world.size, world.rank == 0)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     for name in options.algorithms.split(","):
         axes[name] = ht.Grid(data=world.size).data
         comm.choose_all_reduce(axes[name], name)
@@ -148,25 +145,18 @@ def main():
                 case=f"{name}, model, {world.size} ranks", a_us=round(1e6 * a, 2), b_ns=round(1e9 * b, 4),
                 g_ns=round(1e9 * gamma, 4), error=round(error, 3),
             )  # fmt: skip
-    dist.destroy_process_group()
 
 
 def say(**members):
     if world.rank == 0:
-        print(json.dumps({"benchmark": "all_reduce", **members}), flush=True)
+        print(json.dumps({"benchmark": "allreduce", **members}), flush=True)
 
 
 def label(nbytes):
     return f"{nbytes >> 20} MiB" if nbytes >> 20 else f"{nbytes >> 10} KiB"
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     world, axes = MPI.COMM_WORLD, {}
-    main()
+    with gloo():
+        main()
