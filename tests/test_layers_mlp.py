@@ -7,6 +7,7 @@ from layer_checks import DOUBLE, KEY, Layout, check, randomise, tensor_grids, wh
 
 from hpctrain import Grid
 from hpctrain.layers import MLP
+from hpctrain.layers.gelu import gelu_tanh
 
 pytestmark = pytest.mark.mpi
 
@@ -67,3 +68,22 @@ def test_swiglu_against_hugging_face(world, width, hidden, bias, sequences, leng
 def test_an_unknown_activation_is_refused(world):
     with pytest.raises(ValueError, match="activation must be one of gelu_tanh, gelu, relu, swiglu, got 'tanh'"):
         MLP(Grid(tensor=world.size), 4, 8, "tanh", key=KEY)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 5), (700, 301)])  # none, few, and more than one chunk
+def test_gelu_tanh_is_torch_s(dtype, shape):
+    torch.manual_seed(0)
+    x = (8 * torch.randn(*reversed(shape))).to(dtype).t()  # whose rows do not lie together
+    x[:1, :1] = 60.0  # where exponentials overflow
+    grad, results = torch.randn(shape).to(dtype), []
+    for function in (gelu_tanh, lambda x: F.gelu(x, approximate="tanh")):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf)
+        y.backward(grad)
+        results.append((y.detach(), leaf.grad, function(x)))
+    (ours, ours_grad, ours_eval), (theirs, theirs_grad, _) = results
+    assert torch.equal(ours, ours_eval)
+    limit = 20 * torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit)
+    torch.testing.assert_close(ours_grad, theirs_grad, rtol=limit, atol=10 * limit)

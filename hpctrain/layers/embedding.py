@@ -36,19 +36,23 @@ class Embedding(torch.nn.Module):
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows for `ids`, zero for those that lie on other ranks of x: a partial sum over x, (ids, width)."""
-        return _Lookup.apply(self.weight, ids, self.tensor.z, self.rows_over_z, self.range)
+        return _Lookup.apply(self.weight, ids, self.tensor.z, self.rows_over_z, self.range, self.tensor.x.size == 1)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight, ids, z, rows_over_z, held):
+    def forward(ctx, weight, ids, z, rows_over_z, held, whole):
         table = comm.all_gather(weight, z, rows_over_z)
-        local = ids - held.start
-        mine = (local >= 0) & (local < len(table))
-        ctx.save_for_backward(weight, local[mine])
         ctx.weight = weight  # as in layers.box
-        ctx.mine, ctx.z, ctx.rows_over_z = mine, z, rows_over_z
-        out = table.new_zeros(*ids.shape, table.shape[1])
+        ctx.z, ctx.rows_over_z = z, rows_over_z
+        if whole:
+            ctx.save_for_backward(weight, ids)
+            ctx.mine = slice(None)
+            return table.index_select(0, ids)
+        local = ids - held.start
+        ctx.mine = mine = (local >= 0) & (local < len(table))
+        ctx.save_for_backward(weight, local[mine])
+        out = table.new_zeros(len(ids), table.shape[1])
         out[mine] = table[local[mine]]
         return out
 
@@ -62,7 +66,7 @@ class _Lookup(torch.autograd.Function):
         if out is not None and out.dtype == wide:
             table = out
         table.zero_().index_add_(0, local, grad[ctx.mine].to(wide))
-        return comm.reduce_scatter(table.to(weight.dtype), z, ctx.rows_over_z), None, None, None, None
+        return comm.reduce_scatter(table.to(weight.dtype), z, ctx.rows_over_z), None, None, None, None, None
 
 
 def scatter_rows(partial: torch.Tensor, tokens: Tokens) -> torch.Tensor:

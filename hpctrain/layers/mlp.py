@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.layers.algorithm import algorithm_of
+from hpctrain.layers.gelu import gelu_tanh
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.parameter import drawn_key
 from hpctrain.layers.tokens import Tokens
@@ -74,7 +75,7 @@ def _columns(both):
 
 
 _ACTIVATIONS = {
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
     "gelu": F.gelu,
     "relu": F.relu,
     "swiglu": _SwiGLU.apply,
