@@ -184,6 +184,40 @@ def test_a_layer_used_twice(world):
     torch.testing.assert_close(got["0.bias"], bias.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("change", ["none", "twice", "grad", "hook"])
+def test_several_backwards(world, change):
+    """Gradients of three backwards with one layer used twice, a torch.autograd.grad between them, or hooks, are those
+    of torch."""
+    grid = Grid(data=world.size)
+    layer = Linear(grid, 6, 6, to="inner", key=Key(1, "added"), dtype=torch.float64)
+    weight, bias = (p.detach().clone().requires_grad_() for p in (layer.weight, layer.bias))
+    replicas = DataParallel(layer.parameters(), grid)
+    tokens = Tokens.of(grid, 1, 4)
+    if change == "hook":
+        layer.weight.register_hook(lambda grad: 2 * grad)
+        weight.register_hook(lambda grad: 2 * grad)
+
+    def backwards(apply, ranks):
+        for turn in range(3):
+            for rank in ranks:
+                x = torch.arange(24, dtype=torch.float64).reshape(4, 6) / 24 + rank + turn
+                x.requires_grad_()
+                y = apply(x).tanh()
+                if change == "twice":
+                    y = apply(y).tanh()
+                if change == "grad":
+                    torch.autograd.grad(y.sum(), x, retain_graph=True)
+                y.sum().backward()
+
+    replicas.clear()
+    backwards(lambda x: layer(x, tokens), [world.rank])
+    replicas.finish()
+    backwards(lambda x: torch.nn.functional.linear(x, weight, bias), range(world.size))
+    torch.testing.assert_close(layer.weight.grad, weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer.bias.grad, bias.grad, rtol=1e-12, atol=1e-12)
+    assert layer.weight.grad.data_ptr() == layer.weight.place.view.data_ptr()
+
+
 def test_gradients_are_written_in_place(world):
     """A weight's gradient is computed where it is summed: nothing is copied."""
     grid = Grid(data=world.size)
