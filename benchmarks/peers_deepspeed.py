@@ -29,6 +29,7 @@ def deepspeed_zero(stage, weights, heads, batch):
             "train_micro_batch_size_per_gpu": len(batch) // ranks,
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # 1 by default
             "steps_per_print": 1 << 30,
         },
     )

@@ -34,6 +34,7 @@ def deepspeed_pipeline(name, weights, heads, cut, placement, batch, microbatches
         config={
             "train_batch_size": len(batch),
             "train_micro_batch_size_per_gpu": len(batch) // microbatches,
+            "gradient_clipping": 0.0,  # 1 by default
             "steps_per_print": 1 << 30,
         },
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.comm.buffers import Work, done
+from hpctrain.comm.buffers import Work
 from hpctrain.comm.collectives import all_reduce, all_reduce_start
 from hpctrain.comm.windows import Shared
 
@@ -34,5 +34,6 @@ class Summed:
         return self.mine
 
     def all_reduce_start(self) -> Work:
-        """Begin to replace `mine` by the sum; in shared memory it is done on return."""
-        return done(self.all_reduce()) if self.shared else all_reduce_start(self.mine, self.axis)
+        """Begin to replace `mine` by the sum. In shared memory all is done by `wait()`: nothing would progress before,
+        and ranks that sum at once wait for the slowest of them each time."""
+        return Work([], None, self.all_reduce) if self.shared else all_reduce_start(self.mine, self.axis)
