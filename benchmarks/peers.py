@@ -4,6 +4,7 @@
     $MPIRUN -n 4 python -m mpi4py benchmarks/peers.py --shapes base    four ranks
     $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py --peers ddp --steps 30
     $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py --peers fsdp2,fsdp2-reshard --messages    as between nodes
+    $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py --peers ddp --memory ours        then with "theirs"
 
 Peers over gloo, and what of ours they are held against: torch's DistributedDataParallel (ddp), ZeroRedundancyOptimizer
 (zero1), FSDP2 without and with resharding after forward (zero2, zero3) and tensor parallel; Megatron-core's tensor
@@ -21,6 +22,9 @@ Neither side clips. --matmul medium gives both sides oneDNN's faster float32 pro
 shared machine drifts, and the steps of a pair see the same of it. `least` is their fastest step by our fastest, which
 others on the machine disturb least. `losses_differ` is the relative difference of the losses in the [first, last] step.
 A peer that cannot be imported has `absent`, the reason, instead of figures.
+
+With --memory one side alone takes 5 steps: `peak_mib` is the most memory that all ranks together had, pages that
+several share counted once, less what they had before. Every side needs a job of its own, since freed memory stays.
 """
 
 import argparse
@@ -29,6 +33,7 @@ import functools
 import json
 import statistics
 import sys
+import threading
 import time
 
 import torch
@@ -93,13 +98,11 @@ GOALS = {  # peer: {(shape, ranks): ratio to reach}
 
 
 def ours(method, shape, batch, messages):
-    """A function that takes a step and returns the loss, and the whole initial weights, on every rank."""
+    """A function that takes a step and returns the loss, and one that gives the whole weights, on every rank."""
     ranks = MPI.COMM_WORLD.size
     grid = ht.Grid(tensor=ranks) if method == "tensor" else ht.Grid(data=ranks)
     grid.data.one_node &= not messages
-    sizes = GPT2Shape(LAYERS, shape["width"], HEADS, shape["context"], VOCABULARY, tied=False)
-    model = GPT2(grid, sizes, key=ht.Key(0), dtype=torch.float32)
-    weights = {name: MPI.COMM_WORLD.bcast(weight) for name, weight in whole_parameters(model, grid)}
+    model = GPT2(grid, _sizes(shape), key=ht.Key(0), dtype=torch.float32)
     optimizer = adamw(model.parameters(), 0.01)
     replicas = make(Replicas("ddp" if method == "tensor" else method), model, grid, optimizer)
     trainer = Trainer(model, grid, optimizer, replicas=replicas)
@@ -108,7 +111,15 @@ def ours(method, shape, batch, messages):
     rows = batch[part]
     scale = 1 / (len(batch) * shape["context"])
     microbatch = Microbatch(tokens, rows[:, :-1].reshape(-1), rows[:, 1:].reshape(-1), scale)
+
+    def weights():
+        return {name: MPI.COMM_WORLD.bcast(weight) for name, weight in whole_parameters(model, grid)}
+
     return lambda: trainer.step([microbatch])[0], weights
+
+
+def _sizes(shape):
+    return GPT2Shape(LAYERS, shape["width"], HEADS, shape["context"], VOCABULARY, tied=False)
 
 
 def interleaved(steps, *sides):
@@ -135,7 +146,7 @@ def compared(peer, shape, steps, messages):
     method, make_theirs = PEERS[peer]
     step, weights = ours(method, shape, batch, messages)
     try:
-        other = make_theirs(weights, HEADS, batch)
+        other = make_theirs(weights(), HEADS, batch)
     except ImportError as error:
         return {"absent": str(error)}
     (mine, theirs), losses = interleaved(steps, step, other)
@@ -153,6 +164,34 @@ def compared(peer, shape, steps, messages):
     }
 
 
+def peak_memory(peer, side, shape, messages):
+    """MiB, over all ranks, as a member of the JSON object; one sample a millisecond or so (Linux's "Pss")."""
+
+    def resident():
+        with open("/proc/self/smaps_rollup") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(VOCABULARY, (shape["batch"], shape["context"] + 1), generator=generator)
+    method, make_theirs = PEERS[peer]
+    alone = GPT2(ht.Grid(comm=MPI.COMM_SELF), _sizes(shape), key=ht.Key(0), dtype=torch.float32)
+    weights = {name: p.detach().clone() for name, p in alone.named_parameters()}
+    before, peaks, over = resident(), [0.0], threading.Event()
+
+    def watch():
+        while not over.wait(0.001):
+            peaks[0] = max(peaks[0], resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    step = ours(method, shape, batch, messages)[0] if side == "ours" else make_theirs(weights, HEADS, batch)
+    for _ in range(5):
+        step()
+    over.set()
+    watcher.join()
+    return {"side": side, "peak_mib": round(MPI.COMM_WORLD.allreduce(peaks[0] - before), 1)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default=",".join(PEERS), help="of: " + ", ".join(PEERS))
@@ -160,6 +199,7 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--matmul", default="highest", choices=["highest", "high", "medium"])
     parser.add_argument("--messages", action="store_true", help="our sums by messages instead of shared memory")
+    parser.add_argument("--memory", choices=["ours", "theirs"], help="of one peer: memory instead of time")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision(options.matmul)
@@ -169,8 +209,11 @@ def main():
             for peer in options.peers.split(","):
                 case = f"{name}, {ranks} ranks, {PEERS[peer][0]} by {way}, {options.matmul} products"
                 result = {"benchmark": "peers", "case": case, "peer": peer}
-                result |= compared(peer, SHAPES[name], options.steps, options.messages)
-                result["goal"] = GOALS[peer].get((name, ranks))
+                if options.memory:
+                    result |= peak_memory(peer, options.memory, SHAPES[name], options.messages)
+                else:
+                    result |= compared(peer, SHAPES[name], options.steps, options.messages)
+                    result["goal"] = GOALS[peer].get((name, ranks))
                 if MPI.COMM_WORLD.rank == 0:
                     print(json.dumps(result), flush=True)
 
