@@ -39,3 +39,29 @@ def test_waiting_is_told_apart(line, world):
         seconds = traffic.seconds()
         assert set(seconds) == {("x", "recv"), ("x", "recv wait")}
         assert seconds["x", "recv wait"] > 0.09 > seconds["x", "recv"]
+
+
+def test_an_operation_inside_of_a_wait_is_part_of_it(line, world):
+    """As where gradients of 16 bits are scattered, and the sums gathered when that is waited for."""
+    if line.size == 1:
+        pytest.skip("one rank does not communicate")
+
+    class Watch:
+        noted = ()
+
+        def begin(self, axis, name, peer):
+            assert not self.noted
+            self.noted = (name,)
+
+        def end(self):
+            assert self.noted
+            self.noted = ()
+
+    copies = comm.Copies(line, 5, torch.ones(1))
+    line.wire.watch = Watch()
+    line.wire.traffic.clear()
+    copies.mine.fill_(1.0)
+    whole = copies.sum_start().then(lambda _: copies.spread_start().wait()).wait()
+    assert torch.equal(whole, torch.full((5,), float(line.size)))
+    assert set(line.wire.traffic.seconds()) == {("x", "sum"), ("x", "sum wait")}
+    assert line.wire.watch.noted == ()

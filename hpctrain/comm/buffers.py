@@ -182,15 +182,18 @@ class Work:
         if self.owner is None or self.owner[0].wire.traffic.timing:
             return self._wait()
         axis, name, peer = self.owner
+        traffic, watch = axis.wire.traffic, axis.wire.watch
+        traffic.timing = True  # operations that make the result are part of this one
         start = perf_counter()
-        watch = axis.wire.watch
         if watch is not None:
             watch.begin(axis, f"{name} wait", peer)
-        result = self._wait()
-        if watch is not None:
-            watch.end()
-        axis.wire.traffic.add_seconds(axis.name, f"{name} wait", perf_counter() - start)
-        return result
+        try:
+            return self._wait()
+        finally:
+            traffic.timing = False
+            traffic.add_seconds(axis.name, f"{name} wait", perf_counter() - start)
+            if watch is not None:
+                watch.end()
 
     def _wait(self):
         for request in self._requests:

@@ -1,4 +1,4 @@
-"""Data parallelism: gradients are summed over the data axis in buckets, while backward still runs."""
+"""Data parallelism: gradients are summed over the data axis in buckets, between nodes while backward still runs."""
 
 from __future__ import annotations
 

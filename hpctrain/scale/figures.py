@@ -26,6 +26,8 @@ def figures(studies: list[Study]) -> dict[str, bytes]:
 
 def throughput(studies) -> bytes:
     """Speed over ranks, the spread of the repeats, and the ideal from each study's first point."""
+    from matplotlib.ticker import LogLocator
+
     figure, axes = _new("model GFLOP/s", studies)
     for study, colour in zip(studies, COLOURS):
         _spread(axes, study, colour, [[speed / 1e9 for speed in row.flops_per_second] for row in study.rows])
@@ -35,6 +37,7 @@ def throughput(studies) -> bytes:
             [row.ranks for row in study.rows], ideal, ":", color=colour, label="ideal" if len(studies) == 1 else None
         )
     axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.25, 1.5, 1.75)))  # several, of two ranks too
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}")
     axes.set_title("Throughput")
     return _png(figure, axes)
@@ -61,6 +64,7 @@ def time_split(study) -> bytes:
         heights = [row.seconds[part] for row in study.rows]
         axes.bar(labels, heights, 0.6, bottom, color=colour, label=part)
         bottom = [low + height for low, height in zip(bottom, heights)]
+    axes.set_ylim(0, 1.05 * max(bottom))
     axes.set_title("Time of a step")
     return _png(figure, axes, outside=True)
 
@@ -87,7 +91,7 @@ def mfu_and_memory(study) -> bytes:
     other = axes.twinx()
     other.plot(labels, [row.memory / 2**20 for row in study.rows], "D", color="#e45756", label="memory")
     other.set_ylabel("MiB of the largest rank")
-    other.set_ylim(0, None)
+    other.set_ylim(0, 1.1 * max(row.memory / 2**20 for row in study.rows))
     axes.set_title("Model FLOP utilisation, and memory")
     handles = [*axes.get_legend_handles_labels()[0], *other.get_legend_handles_labels()[0]]
     return _png(figure, axes, outside=True, handles=handles)
@@ -135,7 +139,7 @@ def _png(figure, axes, outside=False, handles=None) -> bytes:
     handles = handles or axes.get_legend_handles_labels()[0]
     if outside:
         axes.legend(
-            handles=handles, loc="center left", bbox_to_anchor=(1.12 if len(figure.axes) > 1 else 1.01, 0.5), fontsize=8
+            handles=handles, loc="center left", bbox_to_anchor=(1.2 if len(figure.axes) > 1 else 1.01, 0.5), fontsize=8
         )
     else:
         axes.legend(fontsize=8)
