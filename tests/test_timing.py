@@ -18,11 +18,11 @@ def test_seconds_are_those_of_the_outermost_operation(line, world):
     for dtype in (torch.float32, torch.bfloat16):  # the latter is a reduce-scatter and an all-gather
         world.Barrier()
         traffic.clear()
-        time.sleep(0.1 if line.rank == 0 else 0)
+        time.sleep(0.2 if line.rank == 0 else 0)
         comm.all_reduce(torch.ones(4 * line.size, dtype=dtype), line)
         ((operation, seconds),) = traffic.seconds().items()
         assert operation == ("x", "all_reduce")
-        assert seconds < 0.09 if line.rank == 0 else seconds > 0.09
+        assert seconds < 0.15 if line.rank == 0 else seconds > 0.05
 
 
 def test_waiting_is_told_apart(line, world):
@@ -32,13 +32,13 @@ def test_waiting_is_told_apart(line, world):
     world.Barrier()
     traffic.clear()
     if line.rank == 0:
-        time.sleep(0.1)
+        time.sleep(0.2)
         comm.send(torch.ones(3), line, 1)
     elif line.rank == 1:
         comm.recv_start(torch.empty(3), line, 0).wait()
         seconds = traffic.seconds()
         assert set(seconds) == {("x", "recv"), ("x", "recv wait")}
-        assert seconds["x", "recv wait"] > 0.09 > seconds["x", "recv"]
+        assert seconds["x", "recv wait"] > 0.05 > seconds["x", "recv"]
 
 
 def test_an_operation_inside_of_a_wait_is_part_of_it(line, world):
