@@ -151,7 +151,7 @@ def wait(request) -> None:
 
     An MPI that spins costs whoever shares the core: the other hardware thread, a rank or thread where there are more of
     them than cores. After a millisecond we sleep, each time a sixteenth of what was waited so far, so that at most that
-    is lost.
+    is lost, and never more than 10 ms.
     """
     if request.Test():
         return
@@ -159,7 +159,7 @@ def wait(request) -> None:
     while not request.Test():
         waited = perf_counter() - start
         if waited > 1e-3:
-            sleep(waited / 16)
+            sleep(min(waited / 16, 0.01))
 
 
 class Work:
