@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from hpctrain.comm.algorithms.by_messages import Link, parallel
+from hpctrain.comm.buffers import wait
 from hpctrain.comm.windows import Workspace
 from hpctrain.grid import Axis
 from hpctrain.shard import split
@@ -45,7 +46,7 @@ class Hierarchy:
                 link = Link(self.lane, tag)
                 for requests in parallel(total[split(x.numel(), self.lanes, node.rank)], link):
                     for request in requests:
-                        request.Wait()
+                        wait(request)
                 sent, received = sent + link.sent, received + link.received
             memory.barrier()
         x.copy_(total)

@@ -11,7 +11,7 @@ import torch
 from hpctrain.algorithms import ALL_REDUCE
 from hpctrain.comm.algorithms.by_messages import SEGMENT, Link, halving, naive, parallel, ring
 from hpctrain.comm.algorithms.hierarchical import Hierarchy
-from hpctrain.comm.buffers import REDUCED_HERE, Work, check_contiguous, deliver, done, reachable
+from hpctrain.comm.buffers import REDUCED_HERE, Work, check_contiguous, deliver, done, reachable, wait
 from hpctrain.comm.collectives import all_reduce_by_mpi, all_reduce_by_mpi_start
 from hpctrain.comm.windows import Shared
 from hpctrain.traffic import Traffic
@@ -140,7 +140,7 @@ class Running(Work):
     def _wait(self):
         while self._requests is not None:
             for request in self._requests:
-                request.Wait()
+                wait(request)
             self._requests = next(self._steps, None)
         self._requests = []
         return super()._wait()
