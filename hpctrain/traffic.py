@@ -1,6 +1,19 @@
 """Traffic: the one ledger of bytes that leave and reach this rank, and of the seconds it takes."""
 
 
+class Entry:
+    """Calls of one operation along one axis, the bytes they sent and received, and their seconds, on this rank."""
+
+    __slots__ = ("calls", "received", "seconds", "sent")
+
+    def __init__(self):
+        self.clear()
+
+    def clear(self) -> None:
+        self.calls = self.sent = self.received = 0
+        self.seconds = 0.0
+
+
 class Traffic:
     """Bytes sent and received by this rank, for each (axis, operation).
 
@@ -15,33 +28,41 @@ class Traffic:
     """
 
     def __init__(self):
-        self._cells: dict[tuple[str, str], list[int]] = {}
-        self._seconds: dict[tuple[str, str], float] = {}
+        self._entries: dict[tuple[str, str], Entry] = {}
         self.timing = False  # an operation is being timed; those that it is made of are not
 
+    def entry(self, axis: str, operation: str) -> Entry:
+        """The entry to add to, always the same one: who calls often keeps it."""
+        entry = self._entries.get((axis, operation))
+        if entry is None:
+            entry = self._entries[axis, operation] = Entry()
+        return entry
+
     def add(self, axis: str, operation: str, sent: int = 0, received: int = 0) -> None:
-        cell = self._cells.get((axis, operation))
-        if cell is None:
-            cell = self._cells[axis, operation] = [0, 0, 0]
-        cell[0] += 1
-        cell[1] += sent
-        cell[2] += received
+        entry = self.entry(axis, operation)
+        entry.calls += 1
+        entry.sent += sent
+        entry.received += received
 
     def add_seconds(self, axis: str, operation: str, seconds: float) -> None:
-        self._seconds[axis, operation] = self._seconds.get((axis, operation), 0.0) + seconds
+        self.entry(axis, operation).seconds += seconds
 
     def seconds(self) -> dict[tuple[str, str], float]:
         """{(axis, operation): seconds}; "NAME wait" is the waiting for an operation that was started."""
-        return dict(self._seconds)
+        return {key: entry.seconds for key, entry in self._entries.items() if entry.seconds}
 
     def table(self) -> dict[tuple[str, str], dict[str, int]]:
         """{(axis, operation): {"calls", "sent", "received"}}, bytes."""
-        return {key: dict(zip(("calls", "sent", "received"), cell)) for key, cell in self._cells.items()}
+        return {
+            key: {"calls": entry.calls, "sent": entry.sent, "received": entry.received}
+            for key, entry in self._entries.items()
+            if entry.calls
+        }
 
     def total(self, what: str, axes: tuple[str, ...] | None = None) -> int:
         """Sum of "calls", "sent" or "received" over the named axes, or over all of them."""
         return sum(cell[what] for (axis, _), cell in self.table().items() if axes is None or axis in axes)
 
     def clear(self) -> None:
-        self._cells.clear()
-        self._seconds.clear()
+        for entry in self._entries.values():
+            entry.clear()

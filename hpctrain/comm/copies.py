@@ -6,8 +6,9 @@ import torch
 
 from hpctrain.comm.buffers import Work, done
 from hpctrain.comm.collectives import all_gather_start, reduce_scatter_start
+from hpctrain.comm.shared import Shared
 from hpctrain.comm.timing import timed_method
-from hpctrain.comm.windows import CHUNK, Shared, add_up, workspace
+from hpctrain.comm.windows import workspace
 from hpctrain.shard import split, split_sizes
 
 
@@ -46,9 +47,7 @@ class Copies:
 
     def _sum_own(self):
         axis, own = self.axis, self.mine[self.own]
-        for start in range(self.own.start, self.own.stop, CHUNK):
-            places = [copy[start : min(start + CHUNK, self.own.stop)] for copy in self._shared.all]
-            add_up(places, places[axis.rank])
+        self._shared.sum_own()
         moved = self.mine.nbytes - own.nbytes, (axis.size - 1) * own.nbytes
         axis.wire.traffic.add(axis.name, "reduce_scatter", *moved)
         return own

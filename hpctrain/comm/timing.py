@@ -15,7 +15,7 @@ def timed(function):
 
     @functools.wraps(function)
     def call(tensor, axis, *arguments, **options):
-        return _timed(axis, name, function, tensor, axis, *arguments, **options)
+        return time_call(axis, name, function, tensor, axis, *arguments, **options)
 
     return call
 
@@ -26,12 +26,13 @@ def timed_method(method):
 
     @functools.wraps(method)
     def call(self, *arguments, **options):
-        return _timed(self.axis, name, method, self, *arguments, **options)
+        return time_call(self.axis, name, method, self, *arguments, **options)
 
     return call
 
 
-def _timed(axis, name, function, *arguments, **options):
+def time_call(axis, name: str, function, *arguments, **options):
+    """`function(*arguments, **options)`, whose seconds are noted for the axis and name."""
     traffic = axis.wire.traffic
     if traffic.timing or axis.size == 1:
         return function(*arguments, **options)

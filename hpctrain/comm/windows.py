@@ -64,38 +64,6 @@ class Window:
         return Work([self._ibarrier()], None, finish)
 
 
-class Shared:
-    """A flat tensor on every rank of an axis, each within every rank's reach.
-
-    Attributes: `mine`, this rank's tensor, initially zero, `all`, everybody's in rank order, and their `window`.
-    """
-
-    def __init__(self, axis, numel: int, dtype: torch.dtype):
-        self.axis = axis
-        nbytes = numel * dtype.itemsize
-        self.window = Window(axis, nbytes)
-        self.all = [part[:nbytes].view(dtype) for part in self.window.parts]
-        self.mine = self.all[axis.rank]
-        self.mine.zero_()
-
-    @timed_method
-    def all_reduce(self) -> None:
-        """Replace every rank's tensor by the sum over all, taken in rank order; 16-bit floats are summed in float32."""
-        axis, numel = self.axis, self.mine.numel()
-        if axis.size == 1:
-            return
-        part = split(numel, axis.size, axis.rank)
-        self.window.barrier()
-        for start in range(part.start, part.stop, CHUNK):
-            places = [tensor[start : min(start + CHUNK, part.stop)] for tensor in self.all]
-            total = add_up(places, places[0])
-            for place in places[1:]:
-                place.copy_(total)
-        self.window.barrier()
-        moved = 2 * (axis.size - 1) * self.mine.nbytes // axis.size
-        axis.wire.traffic.add(axis.name, "all_reduce", moved, moved)
-
-
 class Workspace:
     """All-gather and reduce-scatter along an axis for passing use, through shared memory where the axis is on one node.
 

@@ -13,7 +13,7 @@ from hpctrain.comm.algorithms.by_messages import SEGMENT, Link, halving, naive, 
 from hpctrain.comm.algorithms.hierarchical import Hierarchy
 from hpctrain.comm.buffers import REDUCED_HERE, Work, check_contiguous, deliver, done, reachable, wait
 from hpctrain.comm.collectives import all_reduce_by_mpi, all_reduce_by_mpi_start
-from hpctrain.comm.windows import Shared
+from hpctrain.comm.summed import Summed
 from hpctrain.traffic import Traffic
 
 BY_MESSAGES = {"naive": naive, "ring": ring, "parallel": parallel, "halving": halving}
@@ -21,6 +21,8 @@ KEEPS_16_BITS = ("naive", "parallel")  # each sum is rounded once, where it ends
 
 # Algorithms started one after another may be under way at once: each has a tag of its own. Above those of other users.
 _FIRST_TAG, _TAGS = 16384, 8192
+
+MADE = ("prepared", "shared")  # ways for tensors that are made to be summed, see `Summed`
 
 MEASURED = tuple(1024 * 4**k for k in range(7))  # bytes, 1 KiB to 4 MiB
 
@@ -63,16 +65,19 @@ class Reducer:
         how = self._how(tensor.nbytes)
         return all_reduce_by_mpi_start(tensor, self.axis) if how == "mpi" else self._start(how, tensor)
 
-    def in_windows(self, nbytes: int) -> bool:
-        """Whether tensors of this size that are made to be summed are to lie in shared memory, on one node."""
-        return self.name == "hierarchical" or (self.name == "auto" and self._how(nbytes, "shared") == "shared")
+    def way(self, nbytes: int, one_node: bool) -> str:
+        """How tensors of this size are summed that are made for it: by an algorithm, "prepared" MPI, or "shared"
+        memory, which is for CPU tensors on one node."""
+        if self.name == "auto":
+            return self._how(nbytes, "prepared", *(("shared",) if one_node else ()))
+        return {"mpi": "prepared", "hierarchical": "shared" if one_node else self.name}.get(self.name, self.name)
 
     def _how(self, nbytes, *also):
         if self.name != "auto":
             return self.name
         if (nbytes, *also) not in self._chosen:
             times = self.table[max((size for size in self.table if size <= nbytes), default=min(self.table))]
-            self._chosen[nbytes, *also] = min((n for n in times if n != "shared" or n in also), key=times.get)
+            self._chosen[nbytes, *also] = min((n for n in times if n not in MADE or n in also), key=times.get)
         return self._chosen[nbytes, *also]
 
     def _finished(self, how, tensor):
@@ -98,16 +103,17 @@ class Reducer:
         return Running(_in_pieces(BY_MESSAGES[how], host.view(-1), link), finish)
 
     def _measured(self):
-        """{bytes: {algorithm: seconds}}: the shortest of five calls of each, taken in turn, on the slowest rank."""
+        """{bytes: {algorithm: seconds}}: the shortest of five times of each, taken in turn, on the slowest rank."""
         axis, table = self.axis, {}
         counted, axis.wire.traffic = axis.wire.traffic, Traffic()
         for nbytes in MEASURED:
             x = torch.zeros(nbytes // 4)
             sides = {name: partial(self._finished, name, x) for name in (*BY_MESSAGES, "hierarchical")}
             sides["mpi"] = partial(all_reduce_by_mpi, x, axis)
-            if axis.one_node:
-                sides["shared"] = Shared(axis, x.numel(), x.dtype).all_reduce
-            times = torch.tensor([[_seconds(axis.comm, call) for call in sides.values()] for _ in range(5)])
+            for way in MADE if axis.one_node else ("prepared",):
+                sides[way] = Summed(axis, x.numel(), x, way).all_reduce
+            calls = max(1, min(8, (256 << 10) // nbytes))  # of what takes microseconds, one alone tells little
+            times = torch.tensor([[_seconds(axis.comm, call, calls) for call in sides.values()] for _ in range(5)])
             slowest = all_reduce_by_mpi(times.amin(0), axis, "max")
             table[nbytes] = dict(zip(sides, slowest.tolist()))
         axis.wire.traffic = counted
@@ -146,8 +152,9 @@ class Running(Work):
         return super()._wait()
 
 
-def _seconds(comm, call):
+def _seconds(comm, call, calls):
     comm.Barrier()
     start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
