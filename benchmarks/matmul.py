@@ -38,7 +38,7 @@ OURS = {
     2: {"Summa": (2, 1, 1), "Agarwal": (2, 1, 1)},
     8: {"TwoHalfD": (2, 2, 2), "Agarwal": (2, 2, 2)},  # on 2 cores for the bytes only
 }
-PEERS = ("ScaLAPACK", "DTensor", "Heat")
+PEERS = {4: ("ScaLAPACK", "DTensor", "Heat"), 2: ("one process",)}
 DTYPES = ("float32", "float64")
 GOALS = {(4, 4096): 1.0, (2, 4096): 0.9}  # of the best peer on so many ranks, at this n
 BLOCK = 64  # of ScaLAPACK's block-cyclic layout; none of 128, 256, 512 and n / 2 was faster here
@@ -295,6 +295,7 @@ def bytes_moved(n, ranks, words):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], default=list(SIZES))
+    parser.add_argument("--on", type=lambda text: [int(n) for n in text.split(",")], default=list(OURS), help="ranks")
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=list(DTYPES))
     parser.add_argument("--rounds", type=int, help="of every size")
     parser.add_argument("--debian", type=Path, default=Path("/"), help="where Debian's packages are unpacked")
@@ -304,12 +305,14 @@ def main():
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not set(options.on) <= set(OURS):
+        parser.error(f"--on must be among {', '.join(map(str, OURS))}, got {options.on}")
     if options.serve:
         return serve(options.serve, options.ranks, ("127.0.0.1", options.port))
 
-    for ranks, peers in ((4, PEERS), (2, ("one process",))):
+    for ranks in [n for n in options.on if n in PEERS]:
         jobs = {"ours": Job("ours", ranks, options)}
-        for peer in peers:
+        for peer in PEERS[ranks]:
             why = absent(peer, options)
             try:
                 jobs.update({} if why else {peer: Job(peer, ranks, options)})
@@ -322,9 +325,10 @@ def main():
         bytes_moved(n, ranks, words)
         for job in jobs.values():
             job.end()
-    job = Job("ours", 8, options)
-    bytes_moved(1024, 8, {name: job.product(1024, DTYPES[0], name)[1] for name in OURS[8]})
-    job.end()
+    if 8 in options.on:
+        job = Job("ours", 8, options)
+        bytes_moved(1024, 8, {name: job.product(1024, DTYPES[0], name)[1] for name in OURS[8]})
+        job.end()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Small training jobs."""
 
 import pytest
+from cluster import ended, sbatch, shell, slurm, small
 from running import SMALL, python, start, text
 
-__all__ = ["python", "start", "text", "train"]
+__all__ = ["ended", "python", "sbatch", "shell", "slurm", "small", "start", "text", "train"]
 
 
 @pytest.fixture

@@ -1,156 +1,15 @@
-"""The job scripts under a real Slurm: one controller and three nodes on this machine, started for the tests."""
+"""The job scripts under a real Slurm."""
 
 import json
-import os
 import re
 import shutil
-import socket
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from running import ROOT, SMALL
+from cluster import TRAIN, final, read, until
+from running import ROOT
 
 pytestmark = pytest.mark.job
-
-NODES = ("n1", "n2", "n3")
-NEEDED = ("slurmctld", "slurmd", "sbatch", "munged")
-
-
-def absent():
-    missing = [program for program in NEEDED if not shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin:/sbin")]
-    if missing:
-        return f"no Slurm here: {', '.join(missing)} not found (Debian: apt-get install slurm-wlm munge)"
-    return None if os.getuid() == 0 else "a Slurm of one's own takes root"
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    """Environment variables under which sbatch reaches the cluster."""
-    if reason := absent():
-        pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("slurm")
-    for name in ("state", *NODES):
-        (folder / name).mkdir()
-    host = socket.gethostname()
-    socket_path, key = folder / "munge.socket", folder / "munge.key"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o400)
-    folder.chmod(0o755)
-    for parent in list(folder.parents)[:2]:
-        parent.chmod(0o755)  # munged refuses a socket that others cannot reach
-    nodes = "\n".join(
-        f"NodeName={node} NodeHostname={host} Port={free_port()} CPUs={os.cpu_count()} RealMemory=4000 State=UNKNOWN"
-        for node in NODES
-    )
-    conf = folder / "slurm.conf"
-    conf.write_text(f"""
-ClusterName=test
-SlurmctldHost={host}
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={socket_path},cred_expire=10
-SlurmctldPort={free_port()}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-MpiDefault=none
-ReturnToService=2
-KillWait=2
-SchedulerParameters=batch_sched_delay=0,sched_interval=1
-{nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-""")
-    environment = {**os.environ, "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin", "SLURM_CONF": str(conf)}
-    commands = [
-        ["munged", "--foreground", "--force", f"--socket={socket_path}", f"--key-file={key}",
-         f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munged.seed", f"--log-file={folder}/munged.log"],
-        ["slurmctld", "-D"],
-        *(["slurmd", "-D", "-N", node] for node in NODES),
-    ]  # fmt: skip
-    daemons = []
-    try:
-        for command in commands:
-            with (folder / f"{command[0]}{len(daemons)}.out").open("w") as out:
-                daemons.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment))
-            time.sleep(0.5)
-        deadline = time.monotonic() + 60
-        sinfo = ["sinfo", "-h", "-N", "-o", "%T"]
-        while subprocess.run(sinfo, capture_output=True, text=True, env=environment).stdout.split() != ["idle"] * 3:
-            assert time.monotonic() < deadline, "".join(p.read_text() for p in folder.glob("*.out"))
-            time.sleep(0.5)
-        yield environment
-    finally:
-        for daemon in reversed(daemons):
-            daemon.terminate()
-            daemon.wait(30)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-@pytest.fixture
-def small(text, tmp_path):
-    """Arguments that make the main job a small one, of two ranks."""
-    grid = ["grid.data=2", "grid.pipeline=1", "grid.tensor=1"]
-    return [f"data.text=[{json.dumps(str(text))}]", *grid, "run.sample=0", f"run.out={tmp_path}/runs", *SMALL]
-
-
-@pytest.fixture
-def shell(slurm, tmp_path):
-    """shell(command, ...) runs it beside the cluster, as a user who has just logged in; its output is one text."""
-    inherited = ("HPCTRAIN_", "MPIRUN", "OMPI_", "PRTE_", "SLURM_")
-    environment = {k: v for k, v in slurm.items() if not k.startswith(inherited) or k == "SLURM_CONF"}
-    environment["XDG_STATE_HOME"] = str(tmp_path / "state")
-
-    def run(*command, status=0, limit=120):
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            timeout=limit,
-        )  # fmt: skip
-        assert done.returncode == status, done.stdout + "".join(p.read_text() for p in tmp_path.glob("*.out"))
-        return done.stdout
-
-    return run
-
-
-@pytest.fixture
-def sbatch(shell):
-    """sbatch(argument, ...) submits a job; returns its number."""
-    return lambda *arguments: shell("sbatch", "--parsable", *arguments).strip()
-
-
-@pytest.fixture
-def ended(shell):
-    """ended(job) waits for a job's end; returns its state and exit status. `sbatch --wait` looks ever less often."""
-
-    def wait(job, limit=240):
-        deadline = time.monotonic() + limit
-        while True:
-            facts = shell("scontrol", "show", "job", job)
-            state = re.search(r"JobState=(\w+)", facts)[1]
-            if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"):
-                return state, int(re.search(r"ExitCode=(\d+)", facts)[1])
-            assert time.monotonic() < deadline, facts
-            time.sleep(0.3)
-
-    return wait
-
-
-TRAIN = str(ROOT / "jobs/train.sbatch")
-
-
-def final(output):
-    (line,) = [line for line in output.splitlines() if line.startswith("final training loss")]
-    return line
 
 
 def test_sbatch_of_the_main_job(sbatch, ended, shell, small, tmp_path):
@@ -230,12 +89,26 @@ def test_jobs_that_end_early(sbatch, ended, shell, small, tmp_path):
     assert ended(limited)[0] == "TIMEOUT"
 
 
-def read(path):
-    return path.read_text() if path.exists() else ""
-
-
-def until(true, limit=120):
-    deadline = time.monotonic() + limit
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+def test_studies_and_products_as_jobs(sbatch, ended, small, tmp_path):
+    """The ranks of the studies follow the allocation. The least of the products' benchmark: 2 ranks, one round."""
+    (tmp_path / "job.toml").write_text("")
+    settings = [str(tmp_path / "job.toml"), "--repeat=1", "--steps=1", *small[:1], *small[4:]]
+    kinds = ("weak", "strong")
+    studies = [
+        sbatch(
+            "--ntasks=2", f"--output={kind}.out", ROOT / f"jobs/{kind}_scaling.sbatch", *settings, "-o", tmp_path / kind
+        )
+        for kind in kinds
+    ]
+    least = ("--on=2", "--sizes=64", "--rounds=1", "--dtypes=float32")
+    products = sbatch("--ntasks=2", "--output=matmul.out", str(ROOT / "jobs/matmul.sbatch"), *least)
+    for kind, study in zip(kinds, studies):
+        assert ended(study) == ("COMPLETED", 0)
+        results = [json.loads(line) for line in read(tmp_path / kind / "results.jsonl").splitlines()]
+        assert [result["ranks"] for result in results] == [1, 2]
+        assert results[1]["flops"] / results[0]["flops"] == (2 if kind == "weak" else 1)
+        assert (tmp_path / kind / "report.html").exists()
+    assert ended(products) == ("COMPLETED", 0)
+    lines = [json.loads(line) for line in read(tmp_path / "matmul.out").splitlines()]
+    assert {line["peer"] for line in lines} >= {"one process", "lower bound"}
+    assert all(line["ours"] > 0 for line in lines)
