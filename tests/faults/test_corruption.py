@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoint_checks import Alone, Numbers
 
-from hpctrain.train.checkpoint import Checkpointer, folder, manifest
+from hpctrain.train.checkpoint import Checkpointer, checks, folder, manifest
 
 SIZES = ((3,), (7, 5))
 
@@ -124,8 +124,11 @@ LIES = {
     "no files": lambda v: v.update(files=[]),
     "a file twice": lambda v: v["files"].append(dict(_first(v))),
     "another format": lambda v: v.update(format="zip"),
-    "a version to come": lambda v: v.update(version=2),
+    "a version to come": lambda v: v.update(version=3),
     "no checksum": lambda v: _first(v).update(sha256=""),
+    "no CRC-32": lambda v: _first(v).update(crc32=-1),
+    "chunks outside": lambda v: _first(v).update(chunks=[[0, 1 << 40]]),
+    "chunks twice": lambda v: _first(v)["chunks"].append([0, 8]),
     "a number that is none": lambda v: v["scalars"].update(step=["float32", "1"]),
 }
 
@@ -135,7 +138,7 @@ def test_a_manifest_that_lies(root, caplog, lie, monkeypatch):
     """With a checksum that fits: refused before anything is allocated or read by it."""
     caplog.set_level(logging.WARNING, "hpctrain")
     rewrite(root / "step-2", LIES[lie])
-    monkeypatch.setattr(np, "empty", small_only(np.empty))
+    monkeypatch.setattr(torch, "empty", small_only(torch.empty))
     with pytest.raises(manifest.Corrupt, match="manifest.json"):
         folder.verify(root / "step-2")
     assert resumed(root) == (1, True)
@@ -158,7 +161,7 @@ def small_only(make):
 
 
 def test_what_hdf5_would_make_up_is_refused(root, tmp_path_factory):
-    """A chunk that was never written, a virtual dataset, one outside: all with the size and SHA-256 that fit."""
+    """A chunk that was never written, a virtual dataset, one outside: all with the size and checksums that fit."""
     target, dataset = root / "step-2/rank-00000.h5", "0/float32.0[0:3]"
     elsewhere = tmp_path_factory.mktemp("other") / "other.h5"
     with h5py.File(elsewhere, "w") as file:
@@ -183,7 +186,7 @@ def test_what_hdf5_would_make_up_is_refused(root, tmp_path_factory):
         with h5py.File(target, "a") as file:
             del file[dataset]
             change(file)
-        facts = {"bytes": target.stat().st_size, "sha256": sha256(target)}
+        facts = seeming(target, dataset)
         rewrite(root / "step-2", lambda values, facts=facts: _first(values).update(facts))
         with pytest.raises(manifest.Corrupt, match="rank-00000.h5"):
             folder.verify(root / "step-2")
@@ -192,10 +195,14 @@ def test_what_hdf5_would_make_up_is_refused(root, tmp_path_factory):
         target.write_bytes(whole)
 
 
-def sha256(path):
-    import hashlib
-
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def seeming(path, dataset):
+    """What a manifest says of a file as it is now."""
+    size = path.stat().st_size
+    try:
+        chunks = checks.chunks(path, [dataset])
+    except (AttributeError, TypeError, KeyError, RuntimeError, ValueError):  # no chunks at all
+        chunks = []
+    return {"bytes": size, "sha256": checks.digest(path), "crc32": checks.crc32(path, size, chunks), "chunks": chunks}
 
 
 class Malicious:

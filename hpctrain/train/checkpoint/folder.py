@@ -8,7 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
-from hpctrain.train.checkpoint import manifest, shards
+from hpctrain.train.checkpoint import checks, manifest, shards
 from hpctrain.train.checkpoint.manifest import Corrupt, Manifest
 
 LATEST = "latest"
@@ -96,14 +96,15 @@ def set_aside(root: Path, step: int) -> Path:
 
 
 def verify(path: Path) -> Manifest:
-    """Check everything in a checkpoint: manifest, sizes, SHA-256, HDF5's own checksums, and nothing beside them.
+    """Check everything: the manifest, sizes, SHA-256, CRC-32, HDF5's own checksums, and that nothing else is there.
 
     Raises:
         Corrupt: naming the file that is wrong.
     """
     told = manifest.read(path)
     for file in told.files:
-        shards.check(path / file.name, file)
+        checks.check_digest(path / file.name, file)
+        checks.check(path / file.name, file)
         shards.check_contents(path / file.name, file, told.tensors)
     known = {manifest.NAME, manifest.SUM, *(file.name for file in told.files)}
     for found in sorted(path.iterdir()):

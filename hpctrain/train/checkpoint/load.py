@@ -38,10 +38,10 @@ def load(folder: Path, manifest: Manifest, state: State) -> int:
                 if name not in readers:
                     readers[name] = stack.enter_context(Reader(folder / name))
                 there, here = common
-                part = readers[name].read(entry.name, bounds, dtype, there)
-                entry.tensor.view(entry.shard.shape)[here].copy_(part)
+                part = entry.tensor.view(entry.shard.shape)[here]
+                readers[name].read(entry.name, bounds, dtype, there, part)
                 filled += part.numel()
-                read += part.nbytes
+                read += part.numel() * dtype.itemsize
             assert filled == math.prod(entry.shard.shape), f"{entry.name}: {filled} of {entry.shard}"
     return read
 

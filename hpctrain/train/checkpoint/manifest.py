@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-FORMAT, VERSION = "hpctrain checkpoint", 1
+FORMAT, VERSION = "hpctrain checkpoint", 2
 NAME, SUM = "manifest.json", "manifest.sha256"
 LARGEST = 1 << 30  # bytes of a manifest; more is refused unread
 
@@ -32,11 +32,14 @@ class Corrupt(ValueError):
 
 @dataclass
 class File:
-    """One file: its name, its size, its SHA-256, and the rectangles it holds of each tensor, a (start, stop) a dim."""
+    """One file: name, size, SHA-256, the CRC-32 of all but its chunks of numbers, where these lie, a (start, stop) in
+    bytes each, and the rectangles that it holds of each tensor, a (start, stop) a dim."""
 
     name: str
     bytes: int
     sha256: str
+    crc32: int
+    chunks: list[tuple[int, int]]
     pieces: dict[str, list[tuple[tuple[int, int], ...]]]
 
 
@@ -118,6 +121,13 @@ def _check_file(file: File, tensors) -> None:
     _natural(file.bytes, file.name)
     if not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
         raise Corrupt(f"{file.name} has no SHA-256")
+    _natural(file.crc32, file.name)
+    place = 0
+    for start, stop in file.chunks:
+        _natural(start, file.name), _natural(stop, file.name)
+        if not place <= start < stop <= file.bytes:
+            raise Corrupt(f"the chunks of {file.name} are not in order, or outside it")
+        place = stop
     total = 0
     for name, parts in file.pieces.items():
         dtype, shape = tensors[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from hpctrain.state import Entry
+from hpctrain.train.checkpoint import checks
 from hpctrain.train.checkpoint.manifest import DTYPES, Corrupt, File, file_name
 
 CHUNK = 256 * 1024  # bytes: a chunk stays in the processor's cache between its copy, its checksum and its write
@@ -32,8 +32,13 @@ def write(folder: Path, rank: int, entries: Iterable[Entry]) -> list[File]:
         for number, group in enumerate(_groups(entries)):
             path = folder / file_name(rank, number)
             pieces = _write(path, group)
-            sealed.append((path, pieces, beside.submit(digest, path), beside.submit(_sync, path)))
-        return [File(path.name, synced.result(), sha.result(), pieces) for path, pieces, sha, synced in sealed]
+            sealed.append((path, pieces, beside.submit(checks.digest, path), beside.submit(_sync, path)))
+        return [_described(path, pieces, sha.result(), synced.result()) for path, pieces, sha, synced in sealed]
+
+
+def _described(path, pieces, sha256, size):
+    chunks = checks.chunks(path, [dataset_name(name, bounds) for name, parts in pieces.items() for bounds in parts])
+    return File(path.name, size, sha256, checks.crc32(path, size, chunks), chunks, pieces)
 
 
 def _groups(entries):
@@ -66,11 +71,6 @@ def _write(path: Path, entries: list[Entry]) -> dict[str, list]:
         if disk.error:
             raise disk.error
     return pieces
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> int:
@@ -125,33 +125,14 @@ class _Disk:
         """Nothing is kept back."""
 
 
-def check_all(folder: Path, files: list[File]) -> None:
-    """Raise Corrupt unless all have the size and the SHA-256 that the manifest says."""
-    with ThreadPoolExecutor(BESIDE) as beside:
-        for _ in beside.map(lambda file: check(folder / file.name, file), files):
-            pass
-
-
-def check(path: Path, told: File) -> None:
-    """Raise Corrupt unless the file has the size and the SHA-256 that the manifest says."""
-    size = _size(path)
-    if size != told.bytes:
-        raise Corrupt(f"{path} has {size} bytes instead of {told.bytes}: it is truncated or was changed")
-    try:
-        found = digest(path)
-    except OSError as error:
-        raise Corrupt(f"{path} cannot be read: {error}") from error
-    if found != told.sha256:
-        raise Corrupt(f"{path} does not have the SHA-256 in the manifest: it is corrupt or was changed")
-
-
 def check_contents(path: Path, told: File, tensors: dict) -> None:
     """Read all that the manifest says is there through HDF5's own checksums. Raises Corrupt."""
     with Reader(path) as reader:
         for name, pieces in told.pieces.items():
             for bounds in pieces:
-                whole = tuple(slice(0, stop - start) for start, stop in bounds)
-                reader.read(name, bounds, DTYPES[tensors[name][0]], whole)
+                shape = [stop - start for start, stop in bounds]
+                room = torch.empty(shape, dtype=DTYPES[tensors[name][0]])
+                reader.read(name, bounds, room.dtype, tuple(map(slice, shape)), room)
 
 
 class Reader:
@@ -163,7 +144,7 @@ class Reader:
 
     def __init__(self, path: Path):
         self.path = path
-        _size(path)
+        checks.size(path)
         try:
             # a cache that holds the chunks of one row of them, as each is decoded whole
             self.file = h5py.File(path, "r", rdcc_nbytes=16 << 20)
@@ -176,8 +157,8 @@ class Reader:
     def __exit__(self, *_):
         self.file.close()
 
-    def read(self, name: str, bounds, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
-        """`part` of the rectangle `bounds` of a tensor, counted from the rectangle's corner."""
+    def read(self, name: str, bounds, dtype: torch.dtype, part: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Fill `out` with `part` of the rectangle `bounds` of a tensor, counted from the rectangle's corner."""
         shape, wanted = tuple(stop - start for start, stop in bounds), storage(dtype)
         where = dataset_name(name, bounds)
         try:
@@ -190,11 +171,14 @@ class Reader:
             count = math.prod(-(-size // chunk) for size, chunk in zip(shape, dataset.chunks))
             if dataset.id.get_num_chunks() != count:  # HDF5 would give zeros
                 raise Corrupt(f"{self.path} lacks parts of {where}")
-            values = np.empty([s.stop - s.start for s in part], wanted)
-            dataset.read_direct(values, part)
+            room = out.detach()
+            if not (room.is_cpu and room.is_contiguous() and room.dtype == dtype):
+                room = torch.empty(out.shape, dtype=dtype)
+            dataset.read_direct(bits(room), part)
         except (OSError, KeyError, RuntimeError) as error:
             raise Corrupt(f"{self.path} is corrupt at {where}: {error}") from error
-        return from_bits(values, dtype)
+        if room.data_ptr() != out.data_ptr():
+            out.copy_(room)
 
 
 def dataset_name(name: str, bounds) -> str:
@@ -227,16 +211,3 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     """A host tensor's memory as what a file holds."""
     other = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}
     return tensor.contiguous().view(other.get(tensor.dtype, tensor.dtype)).numpy()
-
-
-def from_bits(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(values).view(dtype)
-
-
-def _size(path: Path) -> int:
-    try:
-        if not path.is_file() or path.is_symlink():
-            raise Corrupt(f"{path} is missing")
-        return path.stat().st_size
-    except OSError as error:
-        raise Corrupt(f"{path} cannot be read: {error.strerror}") from error
