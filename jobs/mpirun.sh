@@ -12,7 +12,9 @@ for argument in "$@"; do
     previous=$argument
 done
 cores=$(nproc)
-threads=$((cores / ranks))
+nodes=${SLURM_JOB_NUM_NODES:-1}
+here=$(((ranks + nodes - 1) / nodes))
+threads=$((cores / here))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 # glibc gives freed memory back to the system and faults it in again, page by page, in every step: 7% of the time
 export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1099511627776}
@@ -26,10 +28,17 @@ fi
 options=()
 if mpirun --version 2>/dev/null | grep -q "Open MPI"; then
     if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
-    if [ "$ranks" -gt "$cores" ]; then options+=(--map-by :OVERSUBSCRIBE --bind-to none); fi
+    # by itself mpirun binds a rank to one core, whatever its threads
+    if [ "$here" -gt "$cores" ]; then
+        options+=(--map-by :OVERSUBSCRIBE --bind-to none)
+    elif [ "$((here * ${OMP_NUM_THREADS%%,*}))" -gt "$cores" ]; then
+        options+=(--bind-to none)
+    elif [ "${OMP_NUM_THREADS%%,*}" -gt 1 ]; then
+        options+=(--map-by "slot:PE=${OMP_NUM_THREADS%%,*}")
+    fi
     if [ "${HPCTRAIN_MPI_FOUND:-}" = wheel ]; then
         export OMPI_MCA_osc=^ucx # complains on machines without InfiniBand
-        if [ "${SLURM_JOB_NUM_NODES:-1}" = 1 ] && ! grep -qE -- '--?(hostfile|host|machinefile|H)\b' <<<"$*"; then
+        if [ "$nodes" = 1 ] && ! grep -qE -- '--?(hostfile|host|machinefile|H)\b' <<<"$*"; then
             export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm # starts in 0.2 s instead of 1.3
         fi
     fi

@@ -265,3 +265,30 @@ def test_chunks_are_hdf5_s(tmp_path, dtype):
         plain = h5py.File(tmp_path / "b.h5", "w").create_dataset("x", data=true, chunks=(1000,), compression=1)
         with pytest.raises(OSError, match="stored with other filters than a checksum"):
             Chunks(tmp_path / "b.h5", plain)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="this HDF5 does not tell where chunks lie")
+@pytest.mark.parametrize("fill", ["random", "largest", "zero", "last"])
+@pytest.mark.parametrize("size", [1, 2, 256, 257, 1000, 70_001])
+def test_checksums_of_chunks_of_any_size(tmp_path, size, fill):
+    """Beside those that HDF5 wrote; any other number in their place is found."""
+    numbers = np.random.default_rng(size).integers(0, 65536, 11 * size, np.uint16)
+    if fill != "random":
+        numbers[:] = {"largest": 65535, "zero": 0, "last": 0}[fill]
+        numbers[-1] = 65535 if fill == "largest" else fill == "last"
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        dataset = file.create_dataset("tokens", data=numbers, chunks=(size,), fletcher32=True)
+        dataset.flush()
+        out = np.empty(len(numbers), np.uint16)
+        reader = Chunks(tmp_path / "data.h5", dataset)
+        reader.read(0, out)
+        assert np.array_equal(out, numbers)
+        place = int(reader._places[3])
+        reader.close()
+        with (tmp_path / "data.h5").open("r+b") as raw:
+            raw.seek(place + 2 * size)
+            raw.write(b"\1\2\3\4")
+        reader = Chunks(tmp_path / "data.h5", dataset)
+        with pytest.raises(OSError, match="chunk 3 fails its checksum"):
+            reader.read(0, out)
+        reader.close()

@@ -35,11 +35,9 @@ class Chunks:
         if (self._places < 0).any():
             raise OSError("chunks are missing, or stored with other filters than a checksum")
         self._checked = np.zeros(len(self._places), bool)
-        # Of 16-bit words float64 holds these sums exactly, and BLAS takes them. Room is made once: new pages cost more.
-        words = self._bytes // 2
-        self._weights = np.stack([np.ones(words), np.arange(words, 0, -1.0)])
-        self._words = np.empty(words)
+        # room is made once: new pages cost more than what is done with them
         self._room = np.empty((TOGETHER, self._bytes + 4), np.uint8)
+        self._sums = _Sums(self._bytes // 2)
         self._file = os.open(path, os.O_RDONLY)
 
     def read(self, start: int, out: np.ndarray) -> None:
@@ -83,17 +81,45 @@ class Chunks:
         if os.preadv(self._file, [stored], place) != stored.nbytes:
             raise OSError(f"the file ends within chunk {first} or soon after it")
         content = stored[:, : self._bytes]
-        for chunk in np.flatnonzero(~self._checked[first : first + len(stored)]).tolist():
-            if self._fletcher32(content[chunk]) != int.from_bytes(stored[chunk, self._bytes :].tobytes(), "little"):
-                raise OSError(f"chunk {first + chunk} fails its checksum")
-            self._checked[first + chunk] = True
+        if not self._checked[first : first + len(stored)].all():
+            told = stored[:, self._bytes :].copy().view("<u4")[:, 0].tolist()
+            for number, (found, wanted) in enumerate(zip(self._sums(content.view("<u2")), told)):
+                if found != wanted:
+                    raise OSError(f"chunk {first + number} fails its checksum")
+            self._checked[first : first + len(stored)] = True
         return content.view(self.dtype)
 
-    def _fletcher32(self, content: np.ndarray) -> int:
-        """HDF5's checksum of a chunk: sums of big-endian 16-bit words modulo 65535, where 0 is written 65535 unless all
-        is 0. Multiplying by 256 modulo 65535 swaps a word's bytes, so the sums may be taken of little-endian words."""
-        np.copyto(self._words, content.view("<u2"))
-        one, two = (
-            (int(total) * 256 - 1) % 65535 + 1 if total else 0 for total in (self._weights @ self._words).tolist()
-        )
-        return two << 16 | one
+
+class _Sums:
+    """HDF5's Fletcher checksums of chunks of `count` 16-bit words w: the sums of w[i] and of (count - i) w[i], of
+    big-endian words modulo 65535, where 0 is written 65535 unless all is 0.
+
+    With the words in rows of WIDTH both follow from the sums of rows and of columns. BLAS takes those, in floating point
+    that holds them exactly. Multiplying by 256 modulo 65535 swaps a word's bytes, so words may be little-endian.
+    """
+
+    WIDTH = 256
+
+    def __init__(self, count: int):
+        rows = -(-count // self.WIDTH)
+        exact = np.float32 if max(rows, self.WIDTH) * 65535 < 1 << 24 else np.float64
+        self._count, self._words = count, np.zeros((TOGETHER, rows, self.WIDTH), exact)
+        self._of_row, self._of_column = np.ones(self.WIDTH, exact), np.ones(rows, exact)
+        self._of_rows = np.stack([np.ones(rows), count - self.WIDTH * np.arange(rows, dtype=np.float64)], 1)
+        self._of_columns = np.arange(self.WIDTH, dtype=np.float64)
+
+    def __call__(self, chunks: np.ndarray) -> list[int]:
+        """The checksums of (chunks, count) words."""
+        words = self._words[: len(chunks)]
+        words.reshape(len(chunks), -1)[:, : self._count] = chunks
+        rows = (words.reshape(-1, self.WIDTH) @ self._of_row).reshape(len(chunks), -1)
+        totals = rows.astype(np.float64) @ self._of_rows
+        columns = (self._of_column @ words).astype(np.float64) @ self._of_columns
+        return [
+            _swapped(int(two - less)) << 16 | _swapped(int(one))
+            for (one, two), less in zip(totals.tolist(), columns.tolist())
+        ]
+
+
+def _swapped(total: int) -> int:
+    return (total * 256 - 1) % 65535 + 1 if total else 0

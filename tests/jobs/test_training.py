@@ -30,6 +30,18 @@ def succeeds(job, limit=90):
     return ended
 
 
+@pytest.mark.skipif(os.cpu_count() < 2, reason="takes two cores")
+@pytest.mark.parametrize("ranks", [1, os.cpu_count()])
+def test_a_rank_may_use_as_many_cores_as_it_has_threads(start, python, ranks, monkeypatch):
+    for name in os.environ:
+        if name == "OMP_NUM_THREADS" or name.startswith("PRTE_MCA"):
+            monkeypatch.delenv(name)
+    said = "import os; print('cores', len(os.sched_getaffinity(0)), 'threads', os.environ['OMP_NUM_THREADS'])"
+    ended = succeeds(start(ranks, python, "-c", said))
+    each = os.cpu_count() // ranks
+    assert ended.output.count(f"cores {each} threads {each}") == ranks
+
+
 def test_the_run_folder(train, tmp_path):
     overrides = ["grid.data=2", "run.steps=5", "run.eval_every=2", "run.sample=20", "model.dropout=0.1"]
     ended = succeeds(train(2, *overrides))
