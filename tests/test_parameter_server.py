@@ -9,9 +9,10 @@ from test_equivalence import LENGTH, UNEVEN, batches, fitting, serial
 
 from hpctrain import Grid, Key
 from hpctrain.layers import Tokens
+from hpctrain.models.export import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.replicas import AsyncParameterServer, ParameterServer
-from hpctrain.shard import Shard, split
+from hpctrain.shard import Shard, split, subsplit
 from hpctrain.train import step, trainer
 from hpctrain.train.batches import Microbatch
 from hpctrain.train.optimizer import adamw
@@ -24,21 +25,24 @@ def part(grid, workers, count):
     return split(count, workers, grid.data.rank) if grid.data.rank < workers else slice(0, 0)
 
 
-def microbatches(grid, workers, batch, number):
+def microbatches(grid, workers, batch, number, count=1):
     mine = part(grid, workers, len(batch))
-    tokens = Tokens.of(grid, mine.stop - mine.start, LENGTH, mine.start, number)
-    rows = batch[mine]
-    scale = 1 / (len(batch) * LENGTH)
-    return [Microbatch(tokens, rows[:, :-1].reshape(-1), rows[:, 1:].reshape(-1), scale)]
+    made = []
+    for cut in (subsplit(mine, count, m) for m in range(count)):
+        tokens = Tokens.of(grid, cut.stop - cut.start, LENGTH, cut.start, number)
+        rows = batch[tokens.first : tokens.first + tokens.sequences]
+        targets = batch[tokens.inner.start : tokens.inner.stop, 1:].reshape(-1)
+        made.append(Microbatch(tokens, rows[:, :-1].reshape(-1), targets, 1 / (len(batch) * LENGTH)))
+    return made
 
 
-def gpt2(grid, make, shape, clip):
+def gpt2(grid, make, shape, clip, count=1):
     model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)
     optimizer = adamw(model.parameters(), 0.1)
     method = make(list(model.parameters()), grid, optimizer)
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
-    return model, trainer.Trainer(model, grid, optimizer, 1, clip, method)
+    return model, trainer.Trainer(model, grid, optimizer, count, clip, method)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -59,6 +63,30 @@ def test_synchronous_servers_equal_a_serial_program(world, servers, bucket_bytes
     assert [norm for _, norm in results] == pytest.approx(norms, rel=1e-11)
     for name, parameter in model.named_parameters():  # on servers and workers alike
         torch.testing.assert_close(parameter, weights[name], rtol=1e-10, atol=1e-12)
+
+
+GRIDS = {
+    2: [(2, 1, 1)],
+    4: [(2, 2, 1), (2, 1, (2, 1, 1)), (2, 1, (1, 2, 1)), (2, 1, (1, 1, 2))],
+    6: [(3, 2, 1), (2, 1, (1, 3, 1))],
+    8: [(2, 2, 2), (4, 2, 1), (2, 1, (1, 2, 2))],
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("count", "clip", "tied"), [(1, 0.0, True), (3, 0.3, False), (2, 1.0, True)])
+def test_servers_on_other_axes(world, count, clip, tied):
+    """A place on the data axis is a whole replica, whose ranks all serve or all work."""
+    for data, pipeline, tensor in GRIDS.get(world.size, []):
+        grid, shape = Grid(data, pipeline, tensor), fitting(dataclasses.replace(UNEVEN, tied=tied), pipeline)
+        model, training = gpt2(grid, lambda *given: ParameterServer(*given, 1, 2000), shape, clip, count)
+        results = [training.step(microbatches(grid, data - 1, x, n, count)) for n, x in enumerate(batches(shape))]
+        weights, losses, norms = serial(shape, clip)
+        assert [loss for loss, _ in results] == pytest.approx(losses, rel=1e-12)
+        assert [norm for _, norm in results] == pytest.approx(norms, rel=1e-11)
+        for name, whole in whole_parameters(model, grid):
+            if grid.rank == 0:
+                torch.testing.assert_close(whole, weights[name], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -175,4 +203,4 @@ def test_refusals(world):
         line(Grid(data=world.size), lambda *given: ParameterServer(*given, world.size), [0.0], None)
     if world.size > 1:
         with pytest.raises(ValueError, match="needs grid.pipeline = 1 and grid.tensor = 1, got 1 and"):
-            line(Grid(tensor=world.size), ParameterServer, [0.0], None)
+            line(Grid(tensor=world.size), AsyncParameterServer, [0.0], None)

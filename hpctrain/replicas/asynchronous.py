@@ -32,6 +32,9 @@ class AsyncParameterServer(ParameterServer):
 
     Args:
         staleness: steps that a worker may be ahead of the slowest, at least 0.
+
+    Raises:
+        ValueError: on every rank, for a grid with other axes than data, or without a worker or a server.
     """
 
     alike = lockstep = False
@@ -39,6 +42,11 @@ class AsyncParameterServer(ParameterServer):
     def __init__(
         self, parameters, grid, optimizer, servers: int = 1, staleness: int = 1, bucket_bytes: int = BUCKET_BYTES
     ):
+        if grid.pipeline.size * grid.tensor.size > 1:
+            raise ValueError(
+                f"replicas.staleness = {staleness} lets every rank go its own way: it needs grid.pipeline = 1 and "
+                f"grid.tensor = 1, got {grid.pipeline.size} and {[grid.shape[axis] for axis in 'xyz']}; use 0"
+            )
         super().__init__(parameters, grid, optimizer, servers, bucket_bytes)
         self.staleness = staleness
         # By servers: updates so far, how many of them each worker's weights have, its steps, who waits for an answer.
@@ -48,7 +56,7 @@ class AsyncParameterServer(ParameterServer):
         self.histogram = torch.zeros((self.workers - 1) * (2 * staleness + 1) + 1, dtype=torch.int64)
 
     def _bucket(self, parameters, plane):
-        return ServedBucket(parameters, self.grid.data, self.workers)
+        return ServedBucket(parameters, plane, self.grid.data, self.workers)
 
     def totals(self, loss: torch.Tensor) -> tuple[float, float]:
         if self.serves:

@@ -6,8 +6,8 @@ import torch
 
 from hpctrain import comm
 from hpctrain.replicas import state
-from hpctrain.replicas.clipping import clip, local_square
-from hpctrain.replicas.data_parallel import BUCKET_BYTES, DataParallel, PartialBucket
+from hpctrain.replicas.clipping import clip, square
+from hpctrain.replicas.data_parallel import BUCKET_BYTES, DataParallel, PartialBucket, sum_over_holders
 from hpctrain.replicas.state import Piece
 from hpctrain.shard import Shard, split_sizes
 
@@ -15,7 +15,8 @@ from hpctrain.shard import Shard, split_sizes
 class ParameterServer(DataParallel):
     """The last `servers` ranks of the data axis serve, each an equal part of every bucket; the others, the workers,
     divide the batch. In a step the workers push their gradients, each bucket while backward still runs, the servers sum
-    them in the order of ranks and update their part of the weights, and everybody pulls the new weights.
+    them in the order of ranks and update their part of the weights, and everybody pulls the new weights. On a grid with
+    tensor or pipeline axes a place on the data axis is a whole replica: its ranks all serve, or all work.
 
     This is the step of data parallelism to rounding, with any optimizer that treats every element by itself. A worker
     sends and receives the size of the model once. Servers take part in every call of the trainer with batches that are
@@ -27,16 +28,11 @@ class ParameterServer(DataParallel):
         servers: how many ranks serve.
 
     Raises:
-        ValueError: on every rank, for a grid with other axes than data, or without a worker or a server.
+        ValueError: on every rank, for a data axis without a worker or a server.
     """
 
     def __init__(self, parameters, grid, optimizer, servers: int = 1, bucket_bytes: int = BUCKET_BYTES):
-        data, others = grid.data, grid.pipeline.size * grid.tensor.size
-        if others > 1:
-            raise ValueError(
-                'replicas.method = "parameter_server" divides the data axis only: it needs grid.pipeline = 1 and '
-                f"grid.tensor = 1, got {grid.pipeline.size} and {[grid.shape[axis] for axis in 'xyz']}"
-            )
+        data = grid.data
         if not 1 <= servers < data.size:
             raise ValueError(
                 f"replicas.servers must leave a worker: at least 1 and below grid.data = {data.size}, got {servers}"
@@ -56,14 +52,15 @@ class ParameterServer(DataParallel):
         self.slices = [piece.held for piece in self.pieces]
 
     def _bucket(self, parameters, plane):
-        return _SummedBucket(parameters, self.grid.data, self.workers)
+        return _SummedBucket(parameters, plane, self.grid.data, self.workers)
 
     def totals(self, loss: torch.Tensor) -> tuple[float, float]:
-        for bucket in self.buckets:
-            bucket.gradient.copy_(bucket.work.wait())
-        totals = torch.stack([loss, local_square(self.slices, self.grid.coords)])
-        loss, square = comm.all_reduce(totals, self.grid.data).tolist()
-        return loss, square**0.5
+        counted = [piece.held.grad for piece in self.pieces if piece.parameter.shard.owned(self.grid.coords)]
+        totals = torch.stack([loss, square(counted)])
+        for axis in (self.grid.tensor, self.grid.pipeline, self.grid.data):
+            comm.all_reduce(totals, axis)
+        loss, total = totals.tolist()
+        return loss, total**0.5
 
     def update(self, norm: float, max_norm: float) -> None:
         if self.serves:
@@ -95,8 +92,8 @@ class ServedBucket(PartialBucket):
     `own`, this rank's part of them, and `gradient`, that part's gradient.
     """
 
-    def __init__(self, parameters, data, workers):
-        super().__init__(parameters, None)
+    def __init__(self, parameters, plane, data, workers):
+        super().__init__(parameters, plane)
         self.data = data
         self.counts = (0,) * workers + split_sizes(self.flat.numel(), data.size - workers)
         self.weights = torch.cat([p.detach().reshape(-1) for p in parameters])
@@ -130,4 +127,8 @@ class _SummedBucket(ServedBucket):
     """The same, its gradients summed on the servers."""
 
     def launch(self) -> None:
-        self.work = comm.reduce_scatter_start(self.flat, self.data, self.counts)
+        super().launch()
+        self.work = comm.reduce_scatter_start(self.flat, self.data, self.counts).then(self.gradient.copy_)
+
+    def sum_over_holders(self, pipeline) -> None:
+        sum_over_holders(self.gradient, self.holders, pipeline)
