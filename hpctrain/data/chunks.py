@@ -94,8 +94,8 @@ class _Sums:
     """HDF5's Fletcher checksums of chunks of `count` 16-bit words w: the sums of w[i] and of (count - i) w[i], of
     big-endian words modulo 65535, where 0 is written 65535 unless all is 0.
 
-    With the words in rows of WIDTH both follow from the sums of rows and of columns. BLAS takes those, in floating point
-    that holds them exactly. Multiplying by 256 modulo 65535 swaps a word's bytes, so words may be little-endian.
+    With the words in rows of WIDTH both follow from the sums of rows and of columns. BLAS takes those, in floats that
+    hold them exactly. Multiplying by 256 modulo 65535 swaps a word's bytes, so words may be little-endian.
     """
 
     WIDTH = 256
