@@ -1,7 +1,7 @@
 """Kill a rank, or mpirun, of a training job at a random moment, resume it, and compare every loss with a run that
 nothing happened to.
 
-    python benchmarks/faults.py --seeds 50          about 6 minutes on 2 cores
+    python benchmarks/faults.py --seeds 50          about 12 minutes on 2 cores
 
 Prints one JSON object a seed: who was killed after how many seconds, from which step the job went on, and whether all
 losses are the same to the bit. Exits with 1 when any differs.
