@@ -40,7 +40,8 @@ def train(shell, tmp_path):
 
 def test_srun_starts_the_ranks(train, sbatch, ended, shell, small, tmp_path):
     """One over two nodes is warned, saves, is requeued, and ends with the losses of one that was left alone."""
-    settings = "HPCTRAIN_MPI=site,HPCTRAIN_LAUNCHER=srun --mpi=pmi2 --overcommit"
+    # one thread a rank on two nodes and on one: products of other threads are rounded otherwise
+    settings = "HPCTRAIN_MPI=site,HPCTRAIN_LAUNCHER=srun --mpi=pmi2 --overcommit,OMP_NUM_THREADS=1"
     common = ["--ntasks=2", f"--export=ALL,{settings}", train, *small, "run.steps=100"]
     warned = sbatch("--nodes=2", "--output=warned.out", *common, "run.name=warned")
     alone = sbatch("--nodes=1", "--output=alone.out", *common, "run.name=alone")
