@@ -31,6 +31,7 @@ class Shared:
         self._steps = [
             [each[start : min(start + STEP, part.stop)] for each in memory]
             for start in range(part.start, part.stop, STEP)
+            if axis.size > 1
         ]
 
     def sum(self) -> None:
