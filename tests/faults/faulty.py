@@ -17,6 +17,9 @@ from hpctrain import cli
 
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 status = 0
+# mpirun forwards the two by ways of their own, so that what is said in one order may be read in another
+sys.stdout.reconfigure(line_buffering=True)
+os.dup2(1, 2)
 
 
 def train(*overrides):

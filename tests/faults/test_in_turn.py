@@ -112,7 +112,8 @@ def test_a_damaged_checkpoint(told):
     runs, status, output = told
     said = output["run.name=damaged checkpoint.keep=3 --resume"]
     damaged = runs / "damaged/checkpoints"
-    assert f"WARNING: checkpoint step-12 is not used: {damaged}/step-12/rank-00001.h5 " in said
+    reason = f"{damaged}/step-12/rank-00001.h5 does not have the checksum in the manifest"
+    assert f"WARNING: checkpoint step-12 is not used: {reason}" in said
     assert "resumed after step 9" in said
     assert status["run.name=damaged checkpoint.keep=3 --resume"] == 0
     assert losses(runs / "damaged") == losses(runs / "whole")
