@@ -1,7 +1,7 @@
 """Train by every replica method on every grid and compare losses and gradient norms with one rank's.
 
-    $MPIRUN -n 8 python -m mpi4py benchmarks/equivalence_replicas.py      every grid of 8; 30 minutes on 2 cores
-    $MPIRUN -n 4 python -m mpi4py benchmarks/equivalence_replicas.py      every grid of 4; 5 minutes
+    $MPIRUN -n 8 python -m mpi4py benchmarks/equivalence_replicas.py      every grid of 8; 20 minutes on 2 cores
+    $MPIRUN -n 4 python -m mpi4py benchmarks/equivalence_replicas.py      every grid of 4; 3 minutes
     $MPIRUN -n 4 python -m mpi4py benchmarks/equivalence_replicas.py --methods zero3 --accumulate 3 --clip 0.3
 
 Each grid and method is tried with 1, 2 and 3 accumulated microbatches, with and without clipping, in float64 for three

@@ -28,13 +28,14 @@ fi
 options=()
 if mpirun --version 2>/dev/null | grep -q "Open MPI"; then
     if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
-    # by itself mpirun binds a rank to one core, whatever its threads
+    # by itself mpirun binds a rank to one core, whatever its threads; a list of them is for nested loops
+    threads=${OMP_NUM_THREADS%%,*}
     if [ "$here" -gt "$cores" ]; then
         options+=(--map-by :OVERSUBSCRIBE --bind-to none)
-    elif [ "$((here * ${OMP_NUM_THREADS%%,*}))" -gt "$cores" ]; then
+    elif [ "$((here * threads))" -gt "$cores" ]; then
         options+=(--bind-to none)
-    elif [ "${OMP_NUM_THREADS%%,*}" -gt 1 ]; then
-        options+=(--map-by "slot:PE=${OMP_NUM_THREADS%%,*}")
+    elif [ "$threads" -gt 1 ]; then
+        options+=(--map-by "slot:PE=$threads")
     fi
     if [ "${HPCTRAIN_MPI_FOUND:-}" = wheel ]; then
         export OMPI_MCA_osc=^ucx # complains on machines without InfiniBand

@@ -32,9 +32,10 @@ def batches(shape, steps=STEPS):
     return [torch.randint(shape.vocabulary, (BATCH, LENGTH + 1), generator=generator) for _ in range(steps)]
 
 
-def microbatches(grid, batch, step, count, algorithm="agarwal"):
-    """This rank's part of a global batch, cut by hand."""
-    mine = split(len(batch), grid.data.size, grid.data.rank)
+def microbatches(grid, batch, step, count, algorithm="agarwal", idle=0):
+    """This rank's part of a global batch, cut by hand; none for the last `idle` ranks of the data axis."""
+    working = grid.data.size - idle
+    mine = split(len(batch), working, grid.data.rank) if grid.data.rank < working else slice(0, 0)
     made = []
     for m in range(count):
         part = subsplit(mine, count, m)

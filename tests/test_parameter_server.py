@@ -5,35 +5,17 @@ import time
 
 import pytest
 import torch
-from test_equivalence import LENGTH, UNEVEN, batches, fitting, serial
+from test_equivalence import UNEVEN, batches, fitting, microbatches, serial
 
 from hpctrain import Grid, Key
-from hpctrain.layers import Tokens
 from hpctrain.models.export import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.replicas import AsyncParameterServer, ParameterServer
-from hpctrain.shard import Shard, split, subsplit
+from hpctrain.shard import Shard
 from hpctrain.train import step, trainer
-from hpctrain.train.batches import Microbatch
 from hpctrain.train.optimizer import adamw
 
 pytestmark = pytest.mark.mpi
-
-
-def part(grid, workers, count):
-    """This worker's part of `count` rows; none for a server."""
-    return split(count, workers, grid.data.rank) if grid.data.rank < workers else slice(0, 0)
-
-
-def microbatches(grid, workers, batch, number, count=1):
-    mine = part(grid, workers, len(batch))
-    made = []
-    for cut in (subsplit(mine, count, m) for m in range(count)):
-        tokens = Tokens.of(grid, cut.stop - cut.start, LENGTH, cut.start, number)
-        rows = batch[tokens.first : tokens.first + tokens.sequences]
-        targets = batch[tokens.inner.start : tokens.inner.stop, 1:].reshape(-1)
-        made.append(Microbatch(tokens, rows[:, :-1].reshape(-1), targets, 1 / (len(batch) * LENGTH)))
-    return made
 
 
 def gpt2(grid, make, shape, clip, count=1):
@@ -56,8 +38,7 @@ def test_synchronous_servers_equal_a_serial_program(world, servers, bucket_bytes
     grid, shape = Grid(data=world.size), fitting(UNEVEN, 1)
     grid.wire.synchronous = synchronous
     model, training = gpt2(grid, lambda *given: ParameterServer(*given, servers, bucket_bytes), shape, clip)
-    workers = world.size - servers
-    results = [training.step(microbatches(grid, workers, batch, n)) for n, batch in enumerate(batches(shape))]
+    results = [training.step(microbatches(grid, x, n, 1, idle=servers)) for n, x in enumerate(batches(shape))]
     weights, losses, norms = serial(shape, clip)
     assert [loss for loss, _ in results] == pytest.approx(losses, rel=1e-12)
     assert [norm for _, norm in results] == pytest.approx(norms, rel=1e-11)
@@ -80,7 +61,7 @@ def test_servers_on_other_axes(world, count, clip, tied):
     for data, pipeline, tensor in GRIDS.get(world.size, []):
         grid, shape = Grid(data, pipeline, tensor), fitting(dataclasses.replace(UNEVEN, tied=tied), pipeline)
         model, training = gpt2(grid, lambda *given: ParameterServer(*given, 1, 2000), shape, clip, count)
-        results = [training.step(microbatches(grid, data - 1, x, n, count)) for n, x in enumerate(batches(shape))]
+        results = [training.step(microbatches(grid, x, n, count, idle=1)) for n, x in enumerate(batches(shape))]
         weights, losses, norms = serial(shape, clip)
         assert [loss for loss, _ in results] == pytest.approx(losses, rel=1e-12)
         assert [norm for _, norm in results] == pytest.approx(norms, rel=1e-11)
@@ -93,7 +74,7 @@ def test_servers_on_other_axes(world, count, clip, tied):
 def test_a_worker_sends_and_receives_the_model_once(world):
     grid, shape = Grid(data=world.size), dataclasses.replace(UNEVEN, layers=1)
     model, training = gpt2(grid, ParameterServer, shape, 1.0)
-    batch = microbatches(grid, world.size - 1, batches(shape)[0], 0)
+    batch = microbatches(grid, batches(shape)[0], 0, 1, idle=1)
     grid.wire.traffic.clear()
     training.step(batch)
     size, table = sum(p.nbytes for p in model.parameters()), grid.wire.traffic.table()

@@ -38,6 +38,7 @@ class Summed:
         if self._sum is None:
             return all_reduce(self.mine, self.axis)
         wire, entry = self.axis.wire, self._entry
+        # `time_call` takes a microsecond, a third of the time that MPI takes for a small sum
         if wire.watch is None and wire.check is None and not wire.traffic.timing:
             start = perf_counter()
             self._sum()
