@@ -11,7 +11,7 @@ for argument in "$@"; do
     case $previous in -n | -np | --np | -c) ranks=$argument && break ;; esac
     previous=$argument
 done
-cores=$(nproc)
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # GNU's takes these for numbers of cores
 nodes=${SLURM_JOB_NUM_NODES:-1}
 here=$(((ranks + nodes - 1) / nodes))
 threads=$((cores / here))
@@ -27,6 +27,8 @@ fi
 
 options=()
 if mpirun --version 2>/dev/null | grep -q "Open MPI"; then
+    # what a killed mpirun left: with its process id, which will be ours, mpirun says that its listener thread did not start
+    rm -rf "${TMPDIR:-/tmp}/ompi.$$"
     if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
     # by itself mpirun binds a rank to one core, whatever its threads; a list of them is for nested loops
     threads=${OMP_NUM_THREADS%%,*}

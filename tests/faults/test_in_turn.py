@@ -103,6 +103,7 @@ def told(tmp_path_factory):
     job = begin_job(home, *command(home, write_text(home), SCRIPT, 2))
     output = job.wait(220).output
     parts = output.split("=== status ")
+    assert len(parts) > 1, output
     ends = [part.split("\n", 1)[0].split(" ", 1) for part in parts[1:]]
     return home / "runs", {name: int(status) for status, name in ends}, dict(zip((name for _, name in ends), parts))
 

@@ -31,15 +31,30 @@ def succeeds(job, limit=90):
 
 
 @pytest.mark.skipif(os.cpu_count() < 2, reason="takes two cores")
-@pytest.mark.parametrize("ranks", [1, os.cpu_count()])
-def test_a_rank_may_use_as_many_cores_as_it_has_threads(start, python, ranks, monkeypatch):
+@pytest.mark.parametrize(("ranks", "given"), [(1, None), (os.cpu_count(), None), (os.cpu_count(), "1")])
+def test_a_rank_may_use_as_many_cores_as_it_has_threads(start, python, ranks, given, monkeypatch):
     for name in os.environ:
         if name == "OMP_NUM_THREADS" or name.startswith("PRTE_MCA"):
             monkeypatch.delenv(name)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
     said = "import os; print('cores', len(os.sched_getaffinity(0)), 'threads', os.environ['OMP_NUM_THREADS'])"
     ended = succeeds(start(ranks, python, "-c", said))
     each = os.cpu_count() // ranks
     assert ended.output.count(f"cores {each} threads {each}") == ranks
+
+
+def test_what_a_killed_mpirun_left_stops_none_that_gets_its_process_id(tmp_path):
+    """A later mpirun of that id would end with "The PMIx server's listener thread failed to start"."""
+    script = """
+        left=$TMPDIR/ompi.$$
+        mkdir "$left"
+        touch "$left/pmix.$(uname -n).tool.$$"
+        exec jobs/mpirun.sh -n 2 echo started
+    """
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.stdout == "started\n" * 2, ended.stdout + ended.stderr
 
 
 def test_the_run_folder(train, tmp_path):
