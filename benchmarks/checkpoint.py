@@ -1,6 +1,6 @@
 """How fast checkpoints are written and read, beside torch.distributed.checkpoint and dd with fsync on the same disk.
 
-    $MPIRUN -n 2 python -m mpi4py benchmarks/checkpoint.py                  256 MiB a rank on /tmp; 3 minutes
+    $MPIRUN -n 2 python -m mpi4py benchmarks/checkpoint.py                  256 MiB a rank on /tmp; a minute
     $MPIRUN -n 1 python -m mpi4py benchmarks/checkpoint.py --mib 512 --folder /scratch
 
 Every rank holds its rows of matrices of 4 MiB. In turn, round by round: ours blocking and in the background, torch's

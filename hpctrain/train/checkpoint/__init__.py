@@ -1,8 +1,8 @@
 """Checkpoints that never lie: checksummed, committed by a rename, readable on any grid. No pickle.
 
-    RUN/checkpoints/step-20/rank-00000.h5 …     the shards that each rank wrote, every chunk with its checksum;
+    RUN/checkpoints/step-20/rank-00000.h5 …     the shards that each rank wrote, in plain HDF5 datasets;
                                                 rank-00000-1.h5 … where they are more than 64 MiB
-    RUN/checkpoints/step-20/manifest.json       which slice is where, SHA-256 of each file, grid, step, settings
+    RUN/checkpoints/step-20/manifest.json       which slice is where, checksums of all bytes, grid, step, settings
     RUN/checkpoints/step-20/manifest.sha256     of the manifest; `sha256sum -c` reads it
     RUN/checkpoints/latest                      a link to the newest
 

@@ -26,7 +26,7 @@ class Checkpointer:
 
         write      each rank: files of its shards, their SHA-256, fsync
         publish    rank 0: manifest, rename, `latest`
-        verify     each rank, where older ones are to go: its file once more, through HDF5's checksums
+        verify     each rank, where older ones are to go: its files once more, by their checksums
         prune      rank 0: all but the newest `keep`
 
     Args:
@@ -263,7 +263,7 @@ class _Save:
     def _verify(self):
         path = folder.place(self.owner.root, self.step)
         for file in self._files:
-            shards.check_contents(path / file.name, file, self._described)
+            shards.check_contents(path / file.name, file)
 
     def _prune(self):
         if self.owner.world.rank == 0:

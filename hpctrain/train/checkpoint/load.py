@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.shard import Shard
 from hpctrain.state import Described, Entry, State
-from hpctrain.train.checkpoint.manifest import DTYPES, Manifest
+from hpctrain.train.checkpoint.manifest import DTYPES, Manifest, Piece
 from hpctrain.train.checkpoint.shards import Reader
 
 
@@ -32,14 +32,14 @@ def load(folder: Path, manifest: Manifest, state: State) -> int:
                 continue
             filled = 0
             dtype = DTYPES[manifest.tensors[entry.name][0]]
-            for name, bounds in where[entry.name]:
-                if (common := overlap(entry.shard.slices, bounds)) is None:
+            for name, piece in where[entry.name]:
+                if (common := overlap(entry.shard.slices, piece.bounds)) is None:
                     continue
                 if name not in readers:
                     readers[name] = stack.enter_context(Reader(folder / name))
                 there, here = common
                 part = entry.tensor.view(entry.shard.shape)[here]
-                readers[name].read(entry.name, bounds, dtype, there, part)
+                readers[name].read(piece, dtype, there, part)
                 filled += part.numel()
                 read += part.numel() * dtype.itemsize
             assert filled == math.prod(entry.shard.shape), f"{entry.name}: {filled} of {entry.shard}"
@@ -52,12 +52,12 @@ def described(manifest: Manifest) -> dict[str, Described]:
     return tensors | {name: Described((), DTYPES[dtype]) for name, (dtype, _) in manifest.scalars.items()}
 
 
-def pieces_by_tensor(manifest: Manifest) -> dict[str, list[tuple[str, tuple]]]:
-    """For each tensor, (file name, bounds) of its pieces."""
+def pieces_by_tensor(manifest: Manifest) -> dict[str, list[tuple[str, Piece]]]:
+    """For each tensor, (file name, piece) of its pieces."""
     where: dict[str, list] = {name: [] for name in manifest.tensors}
     for file in manifest.files:
         for name, pieces in file.pieces.items():
-            where[name] += [(file.name, bounds) for bounds in pieces]
+            where[name] += [(file.name, piece) for piece in pieces]
     return where
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-FORMAT, VERSION = "hpctrain checkpoint", 2
+FORMAT, VERSION = "hpctrain checkpoint", 3
 NAME, SUM = "manifest.json", "manifest.sha256"
 LARGEST = 1 << 30  # bytes of a manifest; more is refused unread
+BLOCK = 4 << 20  # bytes of numbers with a CRC-32 each: sums of 10 TB are 30 MB of manifest
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -31,16 +32,33 @@ class Corrupt(ValueError):
 
 
 @dataclass
+class Piece:
+    """A rectangle of a tensor, (start, stop) a dim: its numbers are bytes `start` to `stop` of its file, by rows and
+    little-endian, and each BLOCK of them has a CRC-32."""
+
+    bounds: tuple[tuple[int, int], ...]
+    start: int
+    stop: int
+    crc32: list[int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.bounds)
+
+
+@dataclass
 class File:
-    """One file: name, size, SHA-256, the CRC-32 of all but its chunks of numbers, where these lie, a (start, stop) in
-    bytes each, and the rectangles that it holds of each tensor, a (start, stop) a dim."""
+    """One file: name, size, SHA-256, the pieces that it holds of each tensor, and the CRC-32 of all other bytes."""
 
     name: str
     bytes: int
     sha256: str
     crc32: int
-    chunks: list[tuple[int, int]]
-    pieces: dict[str, list[tuple[tuple[int, int], ...]]]
+    pieces: dict[str, list[Piece]]
+
+    def numbers(self) -> list[tuple[int, int]]:
+        """Where the pieces lie: (start, stop) in bytes, in order."""
+        return sorted((piece.start, piece.stop) for pieces in self.pieces.values() for piece in pieces)
 
 
 @dataclass
@@ -122,26 +140,34 @@ def _check_file(file: File, tensors) -> None:
     if not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
         raise Corrupt(f"{file.name} has no SHA-256")
     _natural(file.crc32, file.name)
-    place = 0
-    for start, stop in file.chunks:
-        _natural(start, file.name), _natural(stop, file.name)
-        if not place <= start < stop <= file.bytes:
-            raise Corrupt(f"the chunks of {file.name} are not in order, or outside it")
-        place = stop
-    total = 0
-    for name, parts in file.pieces.items():
+    for name, pieces in file.pieces.items():
         dtype, shape = tensors[name]
-        file.pieces[name] = [tuple((start, stop) for start, stop in part) for part in parts]
-        for part in file.pieces[name]:
-            if len(part) != len(shape):
-                raise Corrupt(f"{name} has {len(shape)} dims, a piece of it in {file.name} has {len(part)}")
-            for (start, stop), size in zip(part, shape):
-                _natural(start, name), _natural(stop, name)
-                if not start < stop <= size:
-                    raise Corrupt(f"{file.name} holds {start}:{stop} of a dim of {name} that has {size}")
-            total += math.prod(stop - start for start, stop in part) * DTYPES[dtype].itemsize
-    if total > file.bytes:
-        raise Corrupt(f"{file.name} has {file.bytes} bytes and is to hold {total}")
+        file.pieces[name] = [Piece(**piece) for piece in pieces]
+        for piece in file.pieces[name]:
+            _check_piece(piece, f"{name} in {file.name}", shape, DTYPES[dtype].itemsize)
+    place = 0
+    for start, stop in [*file.numbers(), (file.bytes, file.bytes)]:
+        if start < place:
+            raise Corrupt(f"two pieces in {file.name} overlap, or one lies outside it")
+        place = stop
+
+
+def _check_piece(piece: Piece, what: str, shape, itemsize: int) -> None:
+    piece.bounds = tuple((start, stop) for start, stop in piece.bounds)
+    if len(piece.bounds) != len(shape):
+        raise Corrupt(f"{what}: a piece has {len(piece.bounds)} dims of {len(shape)}")
+    for (start, stop), size in zip(piece.bounds, shape):
+        _natural(start, what), _natural(stop, what)
+        if not start < stop <= size:
+            raise Corrupt(f"{what}: a piece is {start}:{stop} of a dim of size {size}")
+    _natural(piece.start, what), _natural(piece.stop, what)
+    size = math.prod(piece.shape) * itemsize
+    if piece.stop - piece.start != size:
+        raise Corrupt(f"{what}: {piece.stop - piece.start} bytes are to hold {size}")
+    if len(piece.crc32) != -(-size // BLOCK):
+        raise Corrupt(f"{what}: {len(piece.crc32)} checksums of {size} bytes")
+    for checksum in piece.crc32:
+        _natural(checksum, what)
 
 
 def _check_cover(manifest: Manifest) -> None:
@@ -149,7 +175,7 @@ def _check_cover(manifest: Manifest) -> None:
     parts: dict[str, list] = {name: [] for name in manifest.tensors}
     for file in manifest.files:
         for name, pieces in file.pieces.items():
-            parts[name] += pieces
+            parts[name] += [piece.bounds for piece in pieces]
     for name, pieces in parts.items():
         _, shape = manifest.tensors[name]
         held = sum(math.prod(stop - start for start, stop in piece) for piece in pieces)

@@ -1,4 +1,8 @@
-"""One file of shards: an HDF5 dataset for each rectangle, in chunks with a checksum each."""
+"""One file of shards: an HDF5 dataset for each rectangle, whose numbers lie in one place.
+
+Reading goes past HDF5, to the place that the manifest tells: what a damaged file could make of the HDF5 library never
+matters, and numbers go straight to where they are needed.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ import torch
 
 from hpctrain.state import Entry
 from hpctrain.train.checkpoint import checks
-from hpctrain.train.checkpoint.manifest import DTYPES, Corrupt, File, file_name
+from hpctrain.train.checkpoint.manifest import BLOCK, Corrupt, File, Piece, file_name
 
-CHUNK = 256 * 1024  # bytes: a chunk stays in the processor's cache between its copy, its checksum and its write
 LIBVER = ("v110", "v110")  # metadata have checksums as well
 FILE_BYTES = 64 << 20  # about the size at which a rank begins another file, so that it can be hashed beside the first
 BESIDE = 4  # threads
+ROWS = 16 * BLOCK  # about the bytes read at a time where just some columns are needed
 
 
 def write(folder: Path, rank: int, entries: Iterable[Entry]) -> list[File]:
@@ -37,8 +41,9 @@ def write(folder: Path, rank: int, entries: Iterable[Entry]) -> list[File]:
 
 
 def _described(path, pieces, sha256, size):
-    chunks = checks.chunks(path, [dataset_name(name, bounds) for name, parts in pieces.items() for bounds in parts])
-    return File(path.name, size, sha256, checks.crc32(path, size, chunks), chunks, pieces)
+    file = File(path.name, size, sha256, 0, pieces)
+    file.crc32 = checks.rest(path, size, file.numbers())
+    return file
 
 
 def _groups(entries):
@@ -53,8 +58,8 @@ def _groups(entries):
     yield group
 
 
-def _write(path: Path, entries: list[Entry]) -> dict[str, list]:
-    pieces: dict[str, list] = {}
+def _write(path: Path, entries: list[Entry]) -> dict[str, list[Piece]]:
+    pieces: dict[str, list[Piece]] = {}
     with path.open("xb+", buffering=0) as raw:
         disk = _Disk(raw)
         with h5py.File(disk, "w", libver=LIBVER) as file:
@@ -63,11 +68,11 @@ def _write(path: Path, entries: list[Entry]) -> dict[str, list]:
                 shape = entry.shard.shape
                 values = bits(entry.tensor).reshape(shape)
                 dataset = file.create_dataset(
-                    dataset_name(entry.name, bounds), shape, values.dtype, chunks=chunks(shape, values.itemsize),
-                    fletcher32=True, track_times=False, fill_time="never",
-                )  # fmt: skip
+                    dataset_name(entry.name, bounds), shape, values.dtype, track_times=False, fill_time="never"
+                )
                 dataset.write_direct(values)
-                pieces.setdefault(entry.name, []).append(bounds)
+                start, sums = dataset.id.get_offset(), checks.sums(_bytes(values))
+                pieces.setdefault(entry.name, []).append(Piece(bounds, start, start + values.nbytes, sums))
         if disk.error:
             raise disk.error
     return pieces
@@ -125,31 +130,16 @@ class _Disk:
         """Nothing is kept back."""
 
 
-def check_contents(path: Path, told: File, tensors: dict) -> None:
-    """Read all that the manifest says is there through HDF5's own checksums. Raises Corrupt."""
-    with Reader(path) as reader:
-        for name, pieces in told.pieces.items():
-            for bounds in pieces:
-                shape = [stop - start for start, stop in bounds]
-                room = torch.empty(shape, dtype=DTYPES[tensors[name][0]])
-                reader.read(name, bounds, room.dtype, tuple(map(slice, shape)), room)
-
-
 class Reader:
-    """An open file of shards. Nothing but plain datasets of the expected shape and type is read.
-
-    Raises:
-        Corrupt: naming the file, when it cannot be opened or does not hold what it should.
-    """
+    """An open file of shards. Raises Corrupt, naming the file, when it is none or does not hold what it should."""
 
     def __init__(self, path: Path):
         self.path = path
         checks.size(path)
         try:
-            # a cache that holds the chunks of one row of them, as each is decoded whole
-            self.file = h5py.File(path, "r", rdcc_nbytes=16 << 20)
+            self.file = path.open("rb", buffering=0)
         except OSError as error:
-            raise Corrupt(f"{path} cannot be opened as HDF5, it may be truncated or corrupt: {error}") from error
+            raise Corrupt(f"{path} cannot be opened: {error.strerror}") from error
 
     def __enter__(self):
         return self
@@ -157,54 +147,65 @@ class Reader:
     def __exit__(self, *_):
         self.file.close()
 
-    def read(self, name: str, bounds, dtype: torch.dtype, part: tuple[slice, ...], out: torch.Tensor) -> None:
-        """Fill `out` with `part` of the rectangle `bounds` of a tensor, counted from the rectangle's corner."""
-        shape, wanted = tuple(stop - start for start, stop in bounds), storage(dtype)
-        where = dataset_name(name, bounds)
+    def read(self, piece: Piece, dtype: torch.dtype, part: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Fill `out` with `part` of a piece, counted from its corner."""
+        out, (rows, *columns) = out.detach(), part
+        row = math.prod(piece.shape[1:]) * dtype.itemsize
+        whole = out.shape[1:] == piece.shape[1:]
+        if whole and out.is_cpu and out.is_contiguous() and out.dtype == dtype:
+            self._fill(piece, rows.start * row, _bytes(bits(out)))
+            return
+        step = max(1, ROWS // row)
+        for first in range(rows.start, rows.stop, step):
+            room = torch.empty(min(step, rows.stop - first), *piece.shape[1:], dtype=dtype)
+            self._fill(piece, first * row, _bytes(bits(room)))
+            out[first - rows.start :][: len(room)] = room[:, *columns]
+
+    def check(self, piece: Piece) -> None:
+        """Read all of a piece, for its checksums alone."""
+        for number in range(len(piece.crc32)):
+            self._block(piece, number)
+
+    def _fill(self, piece: Piece, start: int, room: memoryview) -> None:
+        """Bytes of a piece from `start` on; blocks that are needed in part are read whole, since checked whole."""
+        stop = start + len(room)
+        for number in range(start // BLOCK, -(-stop // BLOCK)):
+            low, high = number * BLOCK, min((number + 1) * BLOCK, piece.stop - piece.start)
+            if start <= low and high <= stop:
+                self._block(piece, number, room[low - start : high - start])
+            else:
+                first, last = max(low, start), min(high, stop)
+                room[first - start : last - start] = self._block(piece, number)[first - low : last - low]
+
+    def _block(self, piece: Piece, number: int, room: memoryview | None = None) -> memoryview:
+        """One block of a piece, in `room` or in new memory."""
+        place = piece.start + number * BLOCK
+        room = room if room is not None else memoryview(bytearray(min(BLOCK, piece.stop - place)))
         try:
-            # a link to another file, or a dataset whose data lie in one, could show anything
-            link = self.file.get(where, getlink=True)
-            dataset = self.file[where] if isinstance(link, h5py.HardLink) else None
-            plain = isinstance(dataset, h5py.Dataset) and not dataset.is_virtual and not dataset.external
-            if not plain or dataset.shape != shape or dataset.dtype != wanted or not dataset.fletcher32:
-                raise Corrupt(f"{self.path} does not hold {where} of shape {shape} as {dtype} with checksums")
-            count = math.prod(-(-size // chunk) for size, chunk in zip(shape, dataset.chunks))
-            if dataset.id.get_num_chunks() != count:  # HDF5 would give zeros
-                raise Corrupt(f"{self.path} lacks parts of {where}")
-            room = out.detach()
-            if not (room.is_cpu and room.is_contiguous() and room.dtype == dtype):
-                room = torch.empty(out.shape, dtype=dtype)
-            dataset.read_direct(bits(room), part)
-        except (OSError, KeyError, RuntimeError) as error:
-            raise Corrupt(f"{self.path} is corrupt at {where}: {error}") from error
-        if room.data_ptr() != out.data_ptr():
-            out.copy_(room)
+            found = checks.read(self.path, self.file.fileno(), place, room)
+        except OSError as error:
+            raise Corrupt(f"{self.path} cannot be read: {error.strerror}") from error
+        if found != piece.crc32[number]:
+            raise Corrupt(f"{self.path} is corrupt: bytes {place} to {place + len(room)} do not have their checksum")
+        return room
+
+
+def check_contents(path: Path, told: File) -> None:
+    """Read all that the manifest says is there. Raises Corrupt."""
+    with Reader(path) as reader:
+        for pieces in told.pieces.values():
+            for piece in pieces:
+                reader.check(piece)
+
+
+def _bytes(values: np.ndarray) -> memoryview:
+    """Memory of a contiguous array."""
+    return memoryview(values.reshape(-1).view(np.uint8))
 
 
 def dataset_name(name: str, bounds) -> str:
     """Parameter and slice, such as model/wte.weight[0:128,0:64]."""
     return f"{name}[{','.join(f'{start}:{stop}' for start, stop in bounds)}]"
-
-
-def chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Rows of all dims, as many as CHUNK bytes hold.
-
-    >>> chunks((1000, 256), 4), chunks((3, 1 << 20), 4), chunks((5,), 8)
-    ((256, 256), (1, 65536), (5,))
-    """
-    room = CHUNK // itemsize
-    out = []
-    for size in reversed(shape):
-        held = max(1, min(size, room))
-        out.insert(0, held)
-        room //= held
-    return tuple(out)
-
-
-def storage(dtype: torch.dtype) -> np.dtype:
-    """What a file holds for a torch dtype: the same bits, little-endian."""
-    other = {torch.bfloat16: "<u2", torch.bool: "|u1"}
-    return np.dtype(other.get(dtype) or torch.empty((), dtype=dtype).numpy().dtype.newbyteorder("<"))
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
