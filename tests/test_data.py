@@ -166,6 +166,29 @@ def test_a_killed_packing_leaves_nothing_that_looks_complete(tmp_path):
         ShardedTokens(tmp_path / "data.h5")
 
 
+def test_packings_at_once(texts, tmp_path, monkeypatch):
+    """Jobs that start together find no data and all pack them: each ends well, and what is there is whole."""
+    from hpctrain.data import pack as function
+
+    module, output, others = sys.modules[function.__module__], tmp_path / "data.h5", []
+    publish = module._publish
+
+    def meanwhile(part, final):
+        if final == output and not others:
+            others.append(None)
+            others[0] = pack([str(texts)], output)
+        publish(part, final)
+
+    monkeypatch.setattr(module, "_publish", meanwhile)
+    counts = pack([str(texts)], output)
+    assert counts == others[0]
+    before = sorted(tmp_path.iterdir())
+    assert ShardedTokens(output).read(0, counts["tokens"]).tolist() == expected_tokens(texts)
+    with pytest.raises(FileExistsError, match="data.h5 exists"):
+        pack([str(texts)], output, replace=False)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     ("sources", "message"),
     [

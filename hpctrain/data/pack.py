@@ -24,6 +24,7 @@ def pack(
     tokenizer=None,
     shard_tokens: int = SHARD_TOKENS,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    replace: bool = True,
 ) -> dict[str, int]:
     """Write the text of `sources` as token shards, with their index at `output`.
 
@@ -34,12 +35,14 @@ def pack(
         tokenizer: of `data.tokenizers`; bytes by default.
         shard_tokens: tokens of a shard at most.
         progress: called with the bytes read so far and in all.
+        replace: whether to take the place of a packing that is there when this one is complete.
 
     Returns:
         {"files", "documents", "tokens", "shards"}.
 
     Raises:
         ValueError: for a missing source, one without text, or one that is not UTF-8.
+        FileExistsError: where another packing was complete first and is not to be replaced. This one is removed.
     """
     tokenizer = tokenizer or ByteTokenizer()
     output = Path(output)
@@ -59,6 +62,8 @@ def pack(
             writer.append(np.array([tokenizer.end_of_document]))
             done += file.stat().st_size
             progress(done, total)
+        if not replace and output.exists():
+            raise FileExistsError(f"{output} exists")
         counts = writer.commit()
     for shard in older:
         shard.unlink(missing_ok=True)
@@ -108,7 +113,7 @@ class _Writer:
     def commit(self) -> dict[str, int]:
         if self.file:
             self._close()
-        part = self.output.with_suffix(".h5.part")
+        part = self.output.with_name(f"{self.output.stem}-{self.packing}-index.h5.part")  # another may be packing too
         with h5py.File(part, "w", libver=format.LIBVER) as index:
             index.attrs.update(
                 format=format.FORMAT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -246,5 +247,6 @@ def packed(config: Config) -> str:
         path = str(Path(config.run.out) / "data" / f"{name}.h5")
     if not Path(path).exists():
         print(f"packing {', '.join(text)} into {path}", flush=True)
-        pack(text, path, tokenizer)
+        with contextlib.suppress(FileExistsError):  # jobs that start together all pack: the first to end counts
+            pack(text, path, tokenizer, replace=False)
     return path

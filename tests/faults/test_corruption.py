@@ -1,11 +1,16 @@
 """Damaged checkpoints: refused by name, the older one used instead, and never a wrong number."""
 
+import contextlib
+import errno
 import json
 import logging
 import os
 import pickle
 import random
+import resource
+import shutil
 import sys
+import tracemalloc
 
 import h5py
 import numpy as np
@@ -142,27 +147,40 @@ LIES = {
     "no checksum": lambda v: _first(v).update(sha256=""),
     "no CRC-32": lambda v: _first(v).update(crc32=-1),
     "a number that is none": lambda v: v["scalars"].update(step=["float32", "1"]),
+    "a number too large": lambda v: v["scalars"].update(step=["float32", 10**30]),
+    "a fraction for a whole number": lambda v: v["scalars"].update(step=["int64", 1.5]),
+    "another step": lambda v: v.update(step=7),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_manifest_that_lies(root, caplog, lie, monkeypatch):
+def test_a_manifest_that_lies(root, caplog, lie):
     """With a checksum that fits: refused before anything is allocated or read by it."""
     caplog.set_level(logging.WARNING, "hpctrain")
     rewrite(root / "step-2", LIES[lie])
-    monkeypatch.setattr(torch, "empty", small_only(torch.empty))
-    with pytest.raises(manifest.Corrupt, match="manifest.json"):
-        folder.verify(root / "step-2")
-    assert resumed(root) == (1, True)
+    with little_memory():
+        with pytest.raises(manifest.Corrupt, match="manifest.json"):
+            folder.verify(root / "step-2")
+        assert resumed(root) == (1, True)
     assert "step-2" in caplog.text
 
 
-def small_only(make):
-    def checked(shape, *args, **kwargs):
-        assert np.prod(shape, dtype=float) < 1e6
-        return make(shape, *args, **kwargs)
+def test_a_long_file_takes_no_memory(root):
+    """256 MiB of nothing after the numbers, and a manifest that knows of them."""
+    path = root / "step-2/rank-00000.h5"
+    os.truncate(path, 256 << 20)
+    rewrite(root / "step-2", lambda v: _first(v).update(bytes=256 << 20))
+    with little_memory():
+        assert resumed(root) == (1, True)
 
-    return checked
+
+@contextlib.contextmanager
+def little_memory():
+    """What is allocated here stays below 8 MB at any moment."""
+    tracemalloc.start()
+    yield
+    assert tracemalloc.get_traced_memory()[1] < 8e6
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("by", [-12, -1, 1, 12])
@@ -221,10 +239,37 @@ def test_a_pickle_is_never_opened(root, monkeypatch):
 
 
 def test_no_valid_checkpoint_is_an_error(root):
+    """Each time that it is tried: a requeued job must not begin anew by itself."""
     for step in (1, 2):
         os.truncate(root / f"step-{step}/rank-00000.h5", 10)
-    with pytest.raises(ValueError, match="none of the checkpoints in .* can be used"):
-        resumed(root)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="none of the checkpoints in .* can be used"):
+            resumed(root)
+
+
+@pytest.mark.parametrize("more", range(4))
+def test_what_cannot_be_read_is_not_called_corrupt(root, more):
+    """A process with few files left to open says so, or does with them, and leaves the checkpoints alone."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, before[1]))
+    try:
+        assert resumed(root) == (2, True)
+    except OSError as error:
+        assert error.errno == errno.EMFILE  # noqa: PT017
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert resumed(root) == (2, True)
+
+
+def test_names_that_no_checkpoint_has(root):
+    """A folder that looks like one, and a checkpoint under another step's name."""
+    (root / "step-007").mkdir()
+    shutil.copytree(root / "step-1", root / "step-9")
+    with pytest.raises(manifest.Corrupt, match="is of step 1"):
+        folder.verify(root / "step-9")
+    assert resumed(root) == (2, True)
 
 
 def test_another_model_is_refused_and_nothing_is_set_aside(root):

@@ -1,6 +1,7 @@
 """Saves that are cut short or fail, at every point: a whole checkpoint is left, and what is left over is cleaned."""
 
 import errno
+import logging
 import os
 import resource
 import signal
@@ -8,8 +9,11 @@ import sys
 
 import h5py
 import pytest
+import torch
 from checkpoint_checks import Alone, Numbers
 
+from hpctrain.shard import Shard
+from hpctrain.state import Entry
 from hpctrain.train.checkpoint import Checkpointer, folder, shards
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree"}
@@ -196,3 +200,46 @@ def test_several_files_a_rank(tmp_path, monkeypatch):
     numbers = Numbers(9)
     Checkpointer(tmp_path, Alone()).resume(numbers)
     assert numbers == Numbers(1)
+
+
+def test_no_link_to_a_complete_checkpoint(tmp_path, monkeypatch, caplog):
+    """It is a checkpoint all the same; a save that is done must not be reported as failed."""
+    caplog.set_level(logging.WARNING, "hpctrain")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder, "point", full)
+    saver = Checkpointer(tmp_path, Alone(), background=False)
+    assert saver.save(1, Numbers(1), {}) is None
+    assert saver.saved == 1
+    assert "does not point to step-1: [Errno 28]" in caplog.text
+    assert Checkpointer(tmp_path, Alone()).resume(Numbers(9)).step == 1
+
+
+def test_an_empty_shard(tmp_path):
+    """Of a dim that is smaller than its axis; other ranks hold the rest."""
+
+    class Some(Numbers):
+        def to_save(self):
+            none = Entry("0/float32.0", Shard((7, 5), (slice(7, 7), slice(0, 5))), torch.empty(0, 5))
+            return [none, *super().to_save()]
+
+    assert Checkpointer(tmp_path, Alone(), background=False).save(1, Some(), {}) is None
+    numbers = Numbers(9)
+    Checkpointer(tmp_path, Alone()).resume(numbers)
+    assert numbers == Numbers()
+
+
+def test_another_type_in_the_next_save(tmp_path):
+    """The memory that is kept from save to save is not that of the type before."""
+    saver = Checkpointer(tmp_path, Alone())
+    for step, dtype in enumerate((torch.bfloat16, torch.float32), 1):
+        numbers = Numbers()
+        numbers.tensors = {"x": torch.full((3,), 1.001, dtype=dtype)}
+        assert saver.save(step, numbers, {}) is None
+        assert saver.finish() is None
+    found = Numbers()
+    found.tensors = {"x": torch.zeros(3)}
+    saver.resume(found)
+    assert found == numbers

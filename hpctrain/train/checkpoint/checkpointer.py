@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,8 @@ class Checkpointer:
     """
 
     def __init__(self, root: Path, world, keep: int = 2, background: bool = True):
+        if sys.byteorder != "little":
+            raise ValueError("checkpoints hold little-endian numbers, this machine's are big-endian")
         self.root, self.world, self.keep, self.background = root, world, keep, background
         self._stalled, self.saved = 0.0, None
         self._under_way: _Save | None = None
@@ -67,7 +70,7 @@ class Checkpointer:
             with comm.together(self.world):
                 if self.world.rank == 0:
                     folder.start(self.root, step)
-            entries = self._snapshot(state.to_save()) if self.background else _on_host(state.to_save())
+                entries = self._snapshot(state.to_save()) if self.background else _on_host(state.to_save())
             self._under_way = _Save(self, step, entries, about)
             self._under_way.begin()
             return error if self.background else error or self.finish()
@@ -106,15 +109,22 @@ class Checkpointer:
         `suits` raises ValueError for a checkpoint that this job cannot go on from.
 
         Raises:
-            ValueError: on every rank, when no checkpoint is valid, or the newest valid one does not suit.
+            ValueError: on every rank, when there are checkpoints of which none is valid, or the newest valid one does
+                not suit.
+            OSError: on every rank, when one cannot read a file, which says nothing of what the file holds.
         """
+        found = None
         with comm.together(self.world):
             if self.world.rank == 0:
                 folder.clean(self.root)
-        found = self.world.bcast(folder.steps(self.root) if self.world.rank == 0 else None)
-        for step in found:
+                found = folder.steps(self.root), folder.bad(self.root)
+        steps, bad = self.world.bcast(found)
+        for step in steps:
             path = folder.place(self.root, step)
-            told, problem = self._together(self._checked, path)
+            told, problem = self._together(lambda path=path: manifest.read(path) if self.world.rank == 0 else None)
+            if not problem:
+                told = self.world.bcast(told)
+                _, problem = self._together(self._check_files, path, told)
             if not problem:
                 with comm.together(self.world):
                     suits(told)
@@ -124,18 +134,16 @@ class Checkpointer:
                 self.saved = step
                 return told
             self._set_aside(step, problem)
-        if found:
+        if steps or bad:
             raise ValueError(
                 f"none of the checkpoints in {self.root} can be used; start without --resume to begin anew"
             )
         return None
 
-    def _checked(self, path: Path) -> Manifest:
-        """The manifest; the files are shared out among the ranks to be checked, but for what is checked when read."""
-        told = manifest.read(path)
+    def _check_files(self, path: Path, told: Manifest) -> None:
+        """The files, shared out among the ranks, but for what is checked when it is read."""
         for file in told.files[self.world.rank :: self.world.size]:
             checks.check(path / file.name, file)
-        return told
 
     def _together(self, action: Callable, *arguments):
         """What the action gives, and what is wrong with the checkpoint, if anything: the same on all ranks."""
@@ -159,7 +167,7 @@ class Checkpointer:
         for number, entry in enumerate(entries):
             key = f"{number} {entry.name}"
             room = self._room.get(key)
-            if room is None or room.shape != entry.tensor.shape:
+            if room is None or (room.shape, room.dtype) != (entry.tensor.shape, entry.tensor.dtype):
                 room = self._room[key] = torch.empty_like(entry.tensor, device="cpu")
             copies.append(Entry(entry.name, entry.shard, room.copy_(entry.tensor)))
         return copies
@@ -218,10 +226,9 @@ class _Save:
             self._phase = self._publish
         elif self._phase == self._publish:
             owner.saved = self.step
+            size, self.over = world.bcast(self._result)
             if world.rank == 0:
-                log.info("saved %s (%.1f MB)", folder.place(owner.root, self.step), self._result / 1e6)
-            older = world.bcast(len(folder.steps(owner.root)) if world.rank == 0 else None) > owner.keep
-            self.over = not older
+                log.info("saved %s (%.1f MB)", folder.place(owner.root, self.step), size / 1e6)
             self._phase = self._verify
         elif self._phase == self._verify:
             self._phase = self._prune
@@ -242,7 +249,7 @@ class _Save:
         path = folder.unfinished(self.owner.root, self.step)
         tensors = [entry for entry in self.entries if entry.shard.global_shape]
         self._described = {e.name: (_name(e.tensor.dtype), e.shard.global_shape) for e in tensors}
-        self._files = shards.write(path, self.owner.world.rank, tensors)
+        self._files = shards.write(path, self.owner.world.rank, [entry for entry in tensors if entry.tensor.numel()])
         return self._files
 
     def _numbers(self):
@@ -258,7 +265,7 @@ class _Save:
         made = Manifest(self.step, tensors, scalars, [f for files, _ in self._gathered for f in files], self.about)
         manifest.parse(made.text())  # what could not be read is not published
         folder.publish(self.owner.root, made)
-        return made.bytes
+        return made.bytes, len(folder.steps(self.owner.root)) <= self.owner.keep
 
     def _verify(self):
         path = folder.place(self.owner.root, self.step)

@@ -55,10 +55,11 @@ def read(path: Path, file: int, place: int, room: memoryview, crc: int = 0) -> i
 
 def rest(path: Path, size: int, numbers: list[tuple[int, int]]) -> int:
     """CRC-32 of all bytes of a file of this size but those of its numbers."""
-    crc, place = 0, 0
+    crc, place, room = 0, 0, memoryview(bytearray(CACHED))
     with path.open("rb", buffering=0) as file:
         for start, stop in [*numbers, (size, size)]:
-            crc = read(path, file.fileno(), place, memoryview(bytearray(start - place)), crc)
+            for part in range(place, start, CACHED):
+                crc = read(path, file.fileno(), part, room[: start - part], crc)
             place = stop
     return crc
 
@@ -66,22 +67,15 @@ def rest(path: Path, size: int, numbers: list[tuple[int, int]]) -> int:
 def check(path: Path, told: File) -> None:
     """Raise Corrupt unless the file has the size that the manifest says and, but for its numbers, the bytes."""
     _check_size(path, told)
-    if _of(rest, path, told.bytes, told.numbers()) != told.crc32:
+    if rest(path, told.bytes, told.numbers()) != told.crc32:
         raise Corrupt(f"{path} does not have the checksum in the manifest: it is corrupt or was changed")
 
 
 def check_digest(path: Path, told: File) -> None:
     """Raise Corrupt unless the file has the size and the SHA-256 that the manifest says."""
     _check_size(path, told)
-    if _of(digest, path) != told.sha256:
+    if digest(path) != told.sha256:
         raise Corrupt(f"{path} does not have the SHA-256 in the manifest: it is corrupt or was changed")
-
-
-def _of(checksum, path, *arguments):
-    try:
-        return checksum(path, *arguments)
-    except OSError as error:
-        raise Corrupt(f"{path} cannot be read: {error}") from error
 
 
 def _check_size(path: Path, told: File) -> None:
@@ -91,10 +85,7 @@ def _check_size(path: Path, told: File) -> None:
 
 
 def size(path: Path) -> int:
-    """Of a plain file."""
-    try:
-        if not path.is_file() or path.is_symlink():
-            raise Corrupt(f"{path} is missing")
-        return path.stat().st_size
-    except OSError as error:
-        raise Corrupt(f"{path} cannot be read: {error.strerror}") from error
+    """Of a plain file. What else keeps a file from being read, such as permissions, does not make it corrupt."""
+    if not path.is_file() or path.is_symlink():
+        raise Corrupt(f"{path} is missing")
+    return path.stat().st_size

@@ -32,7 +32,7 @@ def ls(root: Path, steps: list[int], options) -> int:
         path = folder.place(root, step)
         try:
             told = manifest.read(path)
-        except Corrupt as error:
+        except (Corrupt, OSError) as error:
             print(f"step {step:8d}  bad: {error}")
             wrong = 1
             continue
@@ -49,7 +49,7 @@ def verify(root: Path, steps: list[int], options) -> int:
         try:
             told = folder.verify(folder.place(root, step))
             print(f"step {step}: {len(told.files)} files, {told.bytes:,} bytes: as written")
-        except Corrupt as error:
+        except (Corrupt, OSError) as error:
             print(f"step {step}: BAD: {error}")
             wrong = 1
     return wrong

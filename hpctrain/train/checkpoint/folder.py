@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -13,9 +14,11 @@ from hpctrain.train.checkpoint.manifest import Corrupt, Manifest
 
 LATEST = "latest"
 
+log = logging.getLogger("hpctrain")
+
 
 def place(root: Path, step: int) -> Path:
-    return root / f"step-{step}"
+    return root / manifest.folder_name(step)
 
 
 def unfinished(root: Path, step: int) -> Path:
@@ -26,11 +29,11 @@ def steps(root: Path) -> list[int]:
     """Steps of which there is a complete checkpoint, valid or not, the newest first."""
     if not root.is_dir():
         return []
-    found = (re.fullmatch(r"step-(\d+)", path.name) for path in root.iterdir())
+    found = (re.fullmatch(r"step-(0|[1-9]\d*)", path.name) for path in root.iterdir())
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
-def start(root: Path, step: int) -> Path:
+def start(root: Path, step: int) -> None:
     """Make the folder in which the checkpoint of a step is written.
 
     Raises:
@@ -41,7 +44,6 @@ def start(root: Path, step: int) -> Path:
     path = unfinished(root, step)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
-    return path
 
 
 def publish(root: Path, made: Manifest) -> Path:
@@ -52,8 +54,11 @@ def publish(root: Path, made: Manifest) -> Path:
     if final.exists():
         raise FileExistsError(f"{final} exists already")
     path.rename(final)
-    sync(root)
-    point(root, made.step)
+    try:
+        sync(root)
+        point(root, made.step)
+    except OSError as error:  # the checkpoint is complete, and found without a link to it
+        log.warning("WARNING: %s does not point to %s: %s", root / LATEST, final.name, error)
     return final
 
 
@@ -66,14 +71,17 @@ def point(root: Path, step: int) -> None:
     sync(root)
 
 
-def prune(root: Path, keep: int) -> list[int]:
-    """Delete all but the newest `keep` checkpoints; the caller has verified the newest. Returns their steps."""
-    gone = steps(root)[keep:]
-    for step in gone:
+def prune(root: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints; the caller has verified the newest."""
+    for step in steps(root)[keep:]:
         # under a name that nobody reads, as it is taken apart file by file
         path = place(root, step).rename(unfinished(root, step))
         shutil.rmtree(path)
-    return gone
+
+
+def bad(root: Path) -> list[str]:
+    """Names of the checkpoints that were set aside."""
+    return sorted(path.name for path in root.glob("step-*.bad*")) if root.is_dir() else []
 
 
 def clean(root: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -16,33 +15,36 @@ from hpctrain.train.checkpoint.shards import Reader
 
 
 def load(folder: Path, manifest: Manifest, state: State) -> int:
-    """Fill what the state needs. Returns how many bytes this rank read.
+    """Fill what the state needs. Returns how many bytes this rank read: whole blocks.
 
     Raises:
         Corrupt: naming the file that does not hold what the manifest says.
+        OSError: when a file cannot be read, whatever it holds.
         ValueError: when the state needs tensors that are not there, or in another shape or type.
     """
-    read = 0
-    with contextlib.ExitStack() as stack:
-        readers: dict[str, Reader] = {}
-        where = pieces_by_tensor(manifest)
-        for entry in state.to_load(described(manifest)):
-            if entry.name in manifest.scalars:
-                entry.tensor.fill_(manifest.scalars[entry.name][1])
+    wanted: dict[str, list] = {file.name: [] for file in manifest.files}
+    where = pieces_by_tensor(manifest)
+    for entry in state.to_load(described(manifest)):
+        if entry.name in manifest.scalars:
+            entry.tensor.fill_(manifest.scalars[entry.name][1])
+            continue
+        filled = 0
+        dtype = DTYPES[manifest.tensors[entry.name][0]]
+        for name, piece in where[entry.name]:
+            if (common := overlap(entry.shard.slices, piece.bounds)) is None:
                 continue
-            filled = 0
-            dtype = DTYPES[manifest.tensors[entry.name][0]]
-            for name, piece in where[entry.name]:
-                if (common := overlap(entry.shard.slices, piece.bounds)) is None:
-                    continue
-                if name not in readers:
-                    readers[name] = stack.enter_context(Reader(folder / name))
-                there, here = common
-                part = entry.tensor.view(entry.shard.shape)[here]
-                readers[name].read(piece, dtype, there, part)
-                filled += part.numel()
-                read += part.numel() * dtype.itemsize
-            assert filled == math.prod(entry.shard.shape), f"{entry.name}: {filled} of {entry.shard}"
+            there, here = common
+            part = entry.tensor.view(entry.shard.shape)[here]
+            wanted[name].append((piece, dtype, there, part))
+            filled += part.numel()
+        assert filled == math.prod(entry.shard.shape), f"{entry.name}: {filled} of {entry.shard}"
+    read = 0
+    for name, parts in wanted.items():  # a file at a time: a job may open a thousand files, a checkpoint have more
+        if parts:
+            with Reader(folder / name) as reader:
+                for piece, dtype, there, part in sorted(parts, key=lambda found: found[0].start):
+                    reader.read(piece, dtype, there, part)
+                read += reader.bytes
     return read
 
 

@@ -16,7 +16,7 @@ import torch
 FORMAT, VERSION = "hpctrain checkpoint", 3
 NAME, SUM = "manifest.json", "manifest.sha256"
 LARGEST = 1 << 30  # bytes of a manifest; more is refused unread
-BLOCK = 4 << 20  # bytes of numbers with a CRC-32 each: sums of 10 TB are 30 MB of manifest
+BLOCK = 1 << 20  # bytes of numbers with a CRC-32 each: sums of 1 TB are 12 MB of manifest
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -86,23 +86,30 @@ def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        Corrupt: when it is missing, does not have the SHA-256 beside it, or does not make sense.
+        Corrupt: when it is missing, does not have the SHA-256 beside it, does not make sense, or is of another step.
     """
     path = folder / NAME
-    try:
-        if path.stat().st_size > LARGEST:
-            raise Corrupt(f"{path} has {path.stat().st_size} bytes, more than any manifest")
-        content, told = path.read_bytes(), (folder / SUM).read_bytes()
-    except OSError as error:
-        raise Corrupt(f"{error.filename} cannot be read: {error.strerror}") from error
+    for part in (path, folder / SUM):
+        if not part.is_file():
+            raise Corrupt(f"{part} is missing")
+    if path.stat().st_size > LARGEST:
+        raise Corrupt(f"{path} has {path.stat().st_size} bytes, more than any manifest")
+    content, told = path.read_bytes(), (folder / SUM).read_bytes()
     if told != checksum(content).encode():
         raise Corrupt(f"{path} does not have the checksum in {folder / SUM}: one of them was changed")
     try:
-        return parse(content.decode())
+        made = parse(content.decode())
     except Corrupt as error:
         raise Corrupt(f"{path}: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Corrupt(f"{path} is not a manifest: {error}") from error
+    if folder.name != folder_name(made.step):
+        raise Corrupt(f"{path} is of step {made.step}")
+    return made
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step}"
 
 
 def checksum(content: bytes) -> str:
@@ -181,10 +188,20 @@ def _check_cover(manifest: Manifest) -> None:
         held = sum(math.prod(stop - start for start, stop in piece) for piece in pieces)
         if held != math.prod(shape):
             raise Corrupt(f"the files hold {held} of the {math.prod(shape)} elements of {name}")
-        bounds = np.array(pieces, dtype=np.int64).reshape(len(pieces), len(shape), 2)
-        meet = (bounds[:, None, :, 0] < bounds[None, :, :, 1]).all(-1)
-        if (meet & meet.T).sum() > len(pieces):
+        if _any_meet(np.array(pieces, dtype=np.int64).reshape(len(pieces), len(shape), 2)):
             raise Corrupt(f"two pieces of {name} overlap")
+
+
+def _any_meet(bounds: np.ndarray) -> bool:
+    """Whether two of the rectangles (number, dim, start and stop) share an element. Their memory is all it takes: they
+    are ordered along the dim that has most starts, and each is held against those that begin before it ends."""
+    along = max(range(bounds.shape[1]), key=lambda dim: len(np.unique(bounds[:, dim, 0])))
+    bounds = bounds[bounds[:, along, 0].argsort()]
+    after = bounds[:, along, 0].searchsorted(bounds[:, along, 1])
+    return any(
+        ((one[:, 0] < others[..., 1]) & (others[..., 0] < one[:, 1])).all(1).any()
+        for one, others in ((bounds[n], bounds[n + 1 : after[n]]) for n in range(len(bounds)))
+    )
 
 
 def _tensor(name: str, dtype: str, shape) -> tuple[str, tuple[int, ...]]:
@@ -200,6 +217,12 @@ def _scalar(name: str, dtype: str, value) -> tuple[str, float | int | bool]:
     _check_name(name, dtype)
     if not isinstance(value, (bool, int, float)):
         raise Corrupt(f"{name} must be a number, is {value!r}")
+    try:
+        held = torch.tensor(value, dtype=DTYPES[dtype]).item()
+    except (RuntimeError, OverflowError) as error:
+        raise Corrupt(f"{name} is {value!r}, which {dtype} cannot hold: {error}") from error
+    if held != value and not (math.isnan(value) and math.isnan(held)):
+        raise Corrupt(f"{name} is {value!r}, of which {dtype} holds {held!r}")
     return dtype, value
 
 

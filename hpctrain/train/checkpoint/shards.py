@@ -20,10 +20,10 @@ from hpctrain.state import Entry
 from hpctrain.train.checkpoint import checks
 from hpctrain.train.checkpoint.manifest import BLOCK, Corrupt, File, Piece, file_name
 
-LIBVER = ("v110", "v110")  # metadata have checksums as well
+LIBVER = ("v110", "v110")  # whose metadata have checksums, for who reads the files by HDF5
 FILE_BYTES = 64 << 20  # about the size at which a rank begins another file, so that it can be hashed beside the first
 BESIDE = 4  # threads
-ROWS = 16 * BLOCK  # about the bytes read at a time where just some columns are needed
+ROWS = 16 * BLOCK  # bytes read at a time where just some columns are needed
 
 
 def write(folder: Path, rank: int, entries: Iterable[Entry]) -> list[File]:
@@ -131,15 +131,17 @@ class _Disk:
 
 
 class Reader:
-    """An open file of shards. Raises Corrupt, naming the file, when it is none or does not hold what it should."""
+    """An open file of shards, of which bytes at places that a manifest tells are read.
+
+    All methods raise Corrupt, naming the file, where it does not hold what it should.
+
+    Attributes: `bytes`, how many were read.
+    """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.bytes = path, 0
         checks.size(path)
-        try:
-            self.file = path.open("rb", buffering=0)
-        except OSError as error:
-            raise Corrupt(f"{path} cannot be opened: {error.strerror}") from error
+        self.file = path.open("rb", buffering=0)
 
     def __enter__(self):
         return self
@@ -149,17 +151,24 @@ class Reader:
 
     def read(self, piece: Piece, dtype: torch.dtype, part: tuple[slice, ...], out: torch.Tensor) -> None:
         """Fill `out` with `part` of a piece, counted from its corner."""
-        out, (rows, *columns) = out.detach(), part
-        row = math.prod(piece.shape[1:]) * dtype.itemsize
-        whole = out.shape[1:] == piece.shape[1:]
+        self._read(piece, 0, piece.shape, dtype, part, out.detach())
+
+    def _read(self, piece, place, shape, dtype, part, out):
+        """The same of what begins at byte `place` of the piece and has this shape."""
+        rows, *columns = part
+        row = math.prod(shape[1:]) * dtype.itemsize
+        whole = out.shape[1:] == shape[1:]
         if whole and out.is_cpu and out.is_contiguous() and out.dtype == dtype:
-            self._fill(piece, rows.start * row, _bytes(bits(out)))
-            return
-        step = max(1, ROWS // row)
-        for first in range(rows.start, rows.stop, step):
-            room = torch.empty(min(step, rows.stop - first), *piece.shape[1:], dtype=dtype)
-            self._fill(piece, first * row, _bytes(bits(room)))
-            out[first - rows.start :][: len(room)] = room[:, *columns]
+            self._fill(piece, place + rows.start * row, _bytes(bits(out)))
+        elif columns and row > BLOCK:
+            for number in range(rows.start, rows.stop):
+                self._read(piece, place + number * row, shape[1:], dtype, columns, out[number - rows.start])
+        else:
+            step = ROWS // row
+            for first in range(rows.start, rows.stop, step):
+                room = torch.empty(min(step, rows.stop - first), *shape[1:], dtype=dtype)
+                self._fill(piece, place + first * row, _bytes(bits(room)))
+                out[first - rows.start :][: len(room)] = room[:, *columns]
 
     def check(self, piece: Piece) -> None:
         """Read all of a piece, for its checksums alone."""
@@ -181,11 +190,8 @@ class Reader:
         """One block of a piece, in `room` or in new memory."""
         place = piece.start + number * BLOCK
         room = room if room is not None else memoryview(bytearray(min(BLOCK, piece.stop - place)))
-        try:
-            found = checks.read(self.path, self.file.fileno(), place, room)
-        except OSError as error:
-            raise Corrupt(f"{self.path} cannot be read: {error.strerror}") from error
-        if found != piece.crc32[number]:
+        self.bytes += len(room)
+        if checks.read(self.path, self.file.fileno(), place, room) != piece.crc32[number]:
             raise Corrupt(f"{self.path} is corrupt: bytes {place} to {place + len(room)} do not have their checksum")
         return room
 
