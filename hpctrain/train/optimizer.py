@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
@@ -39,7 +40,14 @@ def make_optimizer(
         "rmsprop": (torch.optim.RMSprop, {"momentum": momentum, "foreach": True}),
         "sgd": (torch.optim.SGD, {"momentum": momentum, "nesterov": momentum > 0, "fused": True}),
     }[name]
-    return kind([g for g in groups if g["params"]], **settings)
+    return _eager(kind)([g for g in groups if g["params"]], **settings)
+
+
+def _eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The same optimizer without the wrappers that keep torch's compiler away from it: to do so they import the whole
+    compiler, 800 modules and two seconds, on every rank of every job."""
+    bare = {name: inspect.unwrap(getattr(kind, name)) for name in ("step", "add_param_group", "zero_grad")}
+    return type(kind.__name__, (kind,), {**bare, "step": torch.no_grad()(bare["step"])})
 
 
 def adamw(parameters, weight_decay: float) -> torch.optim.Optimizer:

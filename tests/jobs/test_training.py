@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 
@@ -220,3 +221,23 @@ def test_the_other_scripts_start(script, said):
     ended = subprocess.run(["bash", f"jobs/{script}.sbatch", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert said in ended.stdout
+
+
+def test_no_optimizer_imports_the_compiler():
+    """A job that compiles nothing must not read 800 modules from a shared disk on every rank."""
+    program = """
+import sys, torch
+from hpctrain.algorithms import OPTIMIZERS
+from hpctrain.shard import Shard
+from hpctrain.train.optimizer import make_optimizer
+for name in OPTIMIZERS:
+    p = torch.nn.Parameter(torch.ones(3))
+    p.shard = Shard((3,), (slice(0, 3),))
+    optimizer = make_optimizer([p], 0.1, name)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert p.grad is None and bool((p < 1).all()), name
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
