@@ -2,8 +2,8 @@
 # Start ranks as jobs/mpirun.sh does, from a batch job that may run out of time:   exec jobs/supervise.sh -n 8 COMMAND
 #
 # Slurm's warning (#SBATCH --signal=B:USR1@...) reaches only the batch shell. It is passed on to the ranks, which save and
-# end with status 85; the job then puts itself back into the queue, to go on where it stopped. Without Slurm it ends with
-# status 85, and the same command with --resume continues.
+# end with status 85; the job then puts itself back into the queue, to go on where it stopped. Without Slurm, and where
+# the job is being ended (SIGTERM, SIGINT), it ends with status 85, and the same command with --resume continues.
 set -uo pipefail
 
 requeue=85 # hpctrain.train.signals
@@ -11,9 +11,10 @@ requeue=85 # hpctrain.train.signals
 # In the background, as a shell that waits for a program in the foreground handles no signals.
 "$(dirname "$0")/mpirun.sh" "$@" &
 ranks=$!
+ending=
 for signal in USR1 TERM INT; do
     # shellcheck disable=SC2064 # this signal, this process
-    trap "kill -$signal $ranks" "$signal"
+    trap "[ $signal = USR1 ] || ending=$signal; kill -$signal $ranks" "$signal"
 done
 while true; do
     wait "$ranks"
@@ -23,10 +24,13 @@ while true; do
 done
 
 if [ "$status" = "$requeue" ]; then
-    if [ -n "${SLURM_JOB_ID:-}" ]; then
-        echo "supervise.sh: saved; requeueing job $SLURM_JOB_ID"
-        scontrol requeue "$SLURM_JOB_ID" && sleep 60 # Slurm ends this job
-    else
+    job=${SLURM_JOB_ID:-}
+    # of an array this may be the number of the whole
+    if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+    if [ -n "$job" ] && [ -z "$ending" ]; then
+        echo "supervise.sh: saved; requeueing job $job"
+        scontrol requeue "$job" && sleep 60 # Slurm ends this job
+    else # a cancelled job (SIGTERM) is not to come back
         echo "supervise.sh: saved; the same command with --resume goes on from there"
     fi
 fi

@@ -198,18 +198,37 @@ def test_an_unknown_site_is_refused():
     assert "known are frontier generic" in ended.stderr
 
 
-def test_the_warning_reaches_the_ranks(tmp_path):
-    """supervise.sh passes USR1 on, twice here, and ends with the status that the ranks end with."""
-    ranks = tmp_path / "ranks.sh"
-    ranks.write_text('trap "echo warned" USR1\necho up\nfor i in 1 2 3 4 5 6; do sleep 0.2; done\nexit 85\n')
-    launcher = {**os.environ, "HPCTRAIN_LAUNCHER": "env", "SLURM_JOB_ID": ""}
+TASK = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+RESUME = "saved; the same command with --resume goes on from there"
+
+
+@pytest.mark.parametrize(
+    ("slurm", "number", "said"),
+    [
+        ({"SLURM_JOB_ID": ""}, signal.SIGUSR1, RESUME),
+        (TASK, signal.SIGUSR1, "saved; requeueing job 7_3\nasked to requeue 7_3\n"),  # not 7, which is the whole array
+        (TASK, signal.SIGTERM, RESUME),  # cancelled
+    ],
+)
+def test_the_warning_reaches_the_ranks(tmp_path, slurm, number, said):
+    """supervise.sh passes signals on, twice here, and ends with the status that the ranks end with."""
+    ranks, scontrol = tmp_path / "ranks.sh", tmp_path / "scontrol"
+    ranks.write_text(
+        'trap "echo warned; ((++times))" USR1 TERM\necho up\nuntil [ "$times" = 2 ]; do sleep 0.05; done\nexit 85\n'
+    )
+    scontrol.write_text('#!/bin/sh\necho "asked to $*"\nexit 1\n')  # the real one ends the job
+    scontrol.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**os.environ, "HPCTRAIN_LAUNCHER": "env", "PATH": path, **slurm}
     command = ["jobs/supervise.sh", "bash", str(ranks)]
-    job = subprocess.Popen(command, cwd=ROOT, env=launcher, stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     assert job.stdout.readline() == "up\n"
     for _ in range(2):
-        job.send_signal(signal.SIGUSR1)
+        job.send_signal(number)
         assert job.stdout.readline() == "warned\n"
-    assert "saved; the same command with --resume goes on from there" in job.stdout.read()
+    told = job.stdout.read()
+    assert said in told
+    assert ("requeue" in told) == ("requeue" in said)
     assert job.wait(10) == 85
 
 
