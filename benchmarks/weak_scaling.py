@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpctrain.scale.points import points
 from hpctrain.scale.report import write
-from hpctrain.scale.runner import measure
+from hpctrain.scale.runner import asked, measure
 from hpctrain.scale.summary import summarise
 
 CONFIG = Path(__file__).parents[1] / "jobs/scale.toml"
@@ -36,13 +36,13 @@ def main():
     parser.add_argument("--output", type=Path, default=Path("runs/weak_scaling"))
     options = parser.parse_args()
     studies = {axis: points(CONFIG, AXES[axis][1], options.ranks, "weak", axis) for axis in options.axes}
+    asks = {axis: asked(made, "weak", axis, options.steps, 1) for axis, made in studies.items()}
     for rounds in range(1, options.repeat + 1):
         for axis, made in studies.items():
-            about = {"mode": "weak", "vary": axis}
-            measure(CONFIG, made, options.output / axis, rounds, options.steps, 1, about, say=lambda text: None)
+            measure(CONFIG, made, options.output / axis, rounds, options.steps, 1, asks[axis], say=lambda text: None)
     for axis in studies:
-        write(options.output / axis)
-        first, *rest = summarise(options.output / axis).rows
+        write(options.output / axis, asks[axis])
+        first, *rest = summarise(options.output / axis, asks[axis]).rows
         for row in rest:
             paired = [
                 speed / row.ranks / (alone / first.ranks)

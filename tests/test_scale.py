@@ -129,6 +129,32 @@ def test_efficiency_is_of_medians(study):
     assert four.oversubscribed
 
 
+def test_a_report_is_of_one_study(tmp_path):
+    """Of those in a folder the one that was asked for; without asking, that of the newest measurement."""
+    results = Results(tmp_path)
+    data, pipeline = ({"mode": "weak", "vary": v, "study": [[1, "k1"], [2, f"{v}2"]]} for v in ("data", "pipeline"))
+    data["study"].append([4, "data4"])
+    for ranks, name in data["study"]:
+        results.add(measurement(ranks, 1.0, **{**data, "key": name}))
+    results.add(measurement(2, 2.0, **{**pipeline, "key": "pipeline2"}))  # one rank is the same for both
+    for asked, vary, efficient in [(data, "data", [1, 1, 1]), (pipeline, "pipeline", [1, 0.5])]:
+        study = summarise(tmp_path, asked)
+        assert (study.vary, [row.efficient for row in study.rows]) == (vary, efficient)
+    assert summarise(tmp_path) == study
+    missing = {**pipeline, "study": [[1, "other"], [2, "pipeline2"]]}
+    assert (
+        "The point of 1 rank(s), which efficiency should be over, is not" in report.write(tmp_path, missing).read_text()
+    )
+
+
+def test_measurements_without_a_study_are_told_apart_by_their_kind(tmp_path):
+    for ranks, vary, steps in [(1, "data", 3), (2, "data", 3), (4, "data", 3), (1, "data", 5), (2, "data", 5)]:
+        Results(tmp_path).add(measurement(ranks, 1.0, vary=vary, steps=steps, key=f"{ranks} {steps}"))
+    study = summarise(tmp_path)
+    assert [row.ranks for row in study.rows] == [1, 2]
+    assert study.about["steps"] == 5
+
+
 def test_the_report_read_back(study):
     text = report.write(study).read_text()
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr(?: class=crowded)?>(<td>.*?)</tr>", text)]

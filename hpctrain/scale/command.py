@@ -60,12 +60,13 @@ def run(options) -> None:
     check_allocation(max(point.ranks for point in chosen))
     say = functools.partial(print, flush=True)
     measure(options.config, chosen, folder, options.repeat, options.steps, options.threads, about, say)
-    print(f"report: {write(folder)}")
+    print(f"report: {write(folder, about)}")
 
 
 def study(options):
     """The points that the options ask for, and what is noted with each measurement."""
     from hpctrain.scale.points import points
+    from hpctrain.scale.runner import asked
 
     if not options.config or not options.ranks or not options.mode:
         raise ValueError("a study needs CONFIG.toml, --ranks such as 1,2,4, and --weak or --strong")
@@ -85,7 +86,7 @@ def study(options):
     made = points(options.config, options.overrides, ranks, options.mode, options.vary, machine)
     if options.only is not None and options.only not in ranks:
         raise ValueError(f"--only must be one of --ranks {options.ranks}, got {options.only}")
-    return made, {"mode": options.mode, "vary": options.vary}
+    return made, asked(made, options.mode, options.vary, options.steps, options.threads)
 
 
 def check_allocation(ranks: int) -> None:

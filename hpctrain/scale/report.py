@@ -27,9 +27,10 @@ tr.crowded td { color: #888 } details { margin: .5rem 0 } pre { font-size: 12px;
 """
 
 
-def write(folder: Path) -> Path:
-    """Write report.html, report.md and the PNGs of the study in `folder`; returns the HTML file."""
-    study = summarise(folder)
+def write(folder: Path, asked: dict | None = None) -> Path:
+    """Write report.html, report.md and the PNGs of the study in `folder`, of `runner.asked` or the newest; returns the
+    HTML file."""
+    study = summarise(folder, asked)
     return _write(folder, [study], title(study))
 
 
@@ -88,6 +89,8 @@ def notes(study: Study) -> list[str]:
         "matrix product by itself. MFU is of the rate at which the same ranks multiply matrices of 1024², measured in "
         "the job.",
     ]
+    if first != study.first:
+        said.append(f"The point of {study.first} rank(s), which efficiency should be over, is not measured yet.")
     if any(row.oversubscribed for row in study.rows):
         said.append("Points with more ranks than cores share them in time: they show that it works, not how it scales.")
     return said

@@ -23,13 +23,18 @@ def key(point: Point, steps: int, threads: int) -> str:
     return hashlib.blake2b(f"{point.toml}{steps} {threads}".encode(), digest_size=8).hexdigest()
 
 
+def asked(points: list[Point], mode: str, vary: str, steps: int, threads: int) -> dict:
+    """The study that these points make: noted with its measurements, as a folder may hold those of several."""
+    return {"mode": mode, "vary": vary, "study": [[point.ranks, key(point, steps, threads)] for point in points]}
+
+
 def measure(
     path, points: list[Point], folder: Path, repeats: int, steps: int, threads: int, about: dict, say=print
 ) -> None:
     """Every point `repeats` times, round after round, so that all see the same hours of a shared machine.
 
     Args:
-        about: noted with every measurement.
+        about: noted with every measurement, as `asked` makes it.
 
     Raises:
         ValueError: when a point fails; those finished before are kept.

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from hpctrain.scale.results import Results
 
+KIND = ("mode", "vary", "steps", "threads")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -39,17 +41,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Study:
-    """Rows by rising ranks, and what they were measured in."""
+    """Rows by rising ranks, and what they were measured in. `first` is the smallest number of ranks asked for, which
+    may not have been measured yet."""
 
     name: str
     mode: str
     vary: str
     rows: list[Row]
+    first: int
     about: dict
 
 
-def summarise(folder: Path) -> Study:
-    """
+def summarise(folder: Path, asked: dict | None = None) -> Study:
+    """The study that was `asked` for, as `runner.asked` names it; without it that of the newest measurement.
+
     Raises:
         ValueError: when nothing was measured in `folder`.
     """
@@ -58,10 +63,13 @@ def summarise(folder: Path) -> Study:
         raise ValueError(
             f"{folder} holds no measurements ({folder / 'results.jsonl'}); run `hpctrain scale` into it first"
         )
-    latest = results[-1]
-    # a study that was begun again with other settings has other keys; the newest of each number of ranks counts
-    newest = {result["ranks"]: result["key"] for result in results}
-    found = {ranks: [r for r in results if r["key"] == key] for ranks, key in sorted(newest.items())}
+    asked = asked or results[-1]
+    # measured before studies were noted: the newest of each number of ranks, of the same kind
+    kind = [(r["ranks"], r["key"]) for r in results if all(r[k] == asked.get(k) for k in KIND)]
+    wanted = dict(asked.get("study", kind))
+    latest = [r for r in results if r["key"] in wanted.values()][-1]
+    found = {ranks: [r for r in results if r["key"] == key] for ranks, key in sorted(wanted.items())}
+    found = {ranks: repeats for ranks, repeats in found.items() if repeats}
     first, rows = None, []
     for ranks, repeats in found.items():
         speeds = [r["flops"] / r["step_seconds"] for r in repeats]
@@ -85,7 +93,7 @@ def summarise(folder: Path) -> Study:
             )
         )
     about = {key: latest[key] for key in ("commit", "mpi", "modules", "hosts", "threads", "steps")}
-    return Study(folder.name, latest["mode"], latest["vary"], rows, about)
+    return Study(folder.name, asked["mode"], asked["vary"], rows, min(wanted), about)
 
 
 def _median(values) -> float:
