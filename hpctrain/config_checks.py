@@ -56,6 +56,10 @@ def check(config: Config) -> None:
         raise ValueError(f"run.name must be a plain folder name, got {run.name!r}")
     if model.width % model.heads:
         raise ValueError(f"model.width must be a multiple of model.heads = {model.heads}, got {model.width}")
+    if run.name == "data":
+        raise ValueError(
+            'run.name must not be "data", as packed text is kept in the folder data of run.out; choose another'
+        )
     if not 0 <= model.dropout < 1:
         raise ValueError(f"model.dropout must be at least 0 and below 1, got {model.dropout}")
     if not 0 < config.data.validation < 1:

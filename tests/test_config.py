@@ -103,6 +103,10 @@ def test_values(override, attribute, value):
         ("run.name=a/b", "run.name must be a plain folder name, got 'a/b'"),
         (
             "grid.pipeline=5",
+        (
+            "run.name=data",
+            'run.name must not be "data", as packed text is kept in the folder data of run.out; choose another',
+        ),
             "grid.pipeline = 5 with pipeline.schedule = 1f1b has 5 stages, which need at least as many layers, got "
             "model.layers = 4; use fewer stages or more layers",
         ),
