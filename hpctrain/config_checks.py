@@ -42,6 +42,8 @@ def check(config: Config) -> None:
     _one_of("precision.master", config.precision.master, ("fp32", "compute"))
     _one_of("precision.reduce", config.precision.reduce, ("fp32", "compute"))
     _one_of("precision.wire", config.precision.wire, ("fp32", "bf16"))
+    if not 0 < config.precision.loss_scale < math.inf:
+        raise ValueError(f"precision.loss_scale must be above 0 and finite, got {config.precision.loss_scale}")
     _one_of("precision.matmul", config.precision.matmul, ("highest", "high", "medium"))
     _one_of("comm.all_reduce", config.comm.all_reduce, ALL_REDUCE)
     check_optimizer(config.train.optimizer)
@@ -54,12 +56,12 @@ def check(config: Config) -> None:
     check_algorithm(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])
     if not run.name or "/" in run.name or run.name in (".", ".."):
         raise ValueError(f"run.name must be a plain folder name, got {run.name!r}")
-    if model.width % model.heads:
-        raise ValueError(f"model.width must be a multiple of model.heads = {model.heads}, got {model.width}")
     if run.name == "data":
         raise ValueError(
             'run.name must not be "data", as packed text is kept in the folder data of run.out; choose another'
         )
+    if model.width % model.heads:
+        raise ValueError(f"model.width must be a multiple of model.heads = {model.heads}, got {model.width}")
     if not 0 <= model.dropout < 1:
         raise ValueError(f"model.dropout must be at least 0 and below 1, got {model.dropout}")
     if not 0 < config.data.validation < 1:

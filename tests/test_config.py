@@ -96,17 +96,19 @@ def test_values(override, attribute, value):
             'comm.all_reduce must be "shared" or "mpi" or "naive" or "ring" or "parallel" or "halving" or '
             '"hierarchical" or "auto", got \'tree\'',
         ),
+        ("precision.loss_scale=0", "precision.loss_scale must be above 0 and finite, got 0.0"),
+        ("precision.loss_scale=inf", "precision.loss_scale must be above 0 and finite, got inf"),
         ("run.device=tpu", 'run.device must be "auto" or "cpu" or "cuda", got \'tpu\''),
         ("model.heads=5", "model.width must be a multiple of model.heads = 5, got 128"),
         ("model.dropout=1.0", "model.dropout must be at least 0 and below 1, got 1.0"),
         ("data.validation=0.0", "data.validation must lie between 0 and 1, got 0.0"),
         ("run.name=a/b", "run.name must be a plain folder name, got 'a/b'"),
         (
-            "grid.pipeline=5",
-        (
             "run.name=data",
             'run.name must not be "data", as packed text is kept in the folder data of run.out; choose another',
         ),
+        (
+            "grid.pipeline=5",
             "grid.pipeline = 5 with pipeline.schedule = 1f1b has 5 stages, which need at least as many layers, got "
             "model.layers = 4; use fewer stages or more layers",
         ),

@@ -39,7 +39,8 @@ def _row(job: registry.Submitted) -> tuple[str, ...]:
         state = "COMPLETED" if run and (run / "model/config.json").exists() else "ENDED"
     figures = ("", "", "")
     if record:
-        figures = str(record["step"]), f"{record['loss']:.4f}", f"{record['tokens_per_second']:,.0f}"
+        loss = "skipped" if record["loss"] is None else f"{record['loss']:.4f}"
+        figures = str(record["step"]), loss, f"{record['tokens_per_second']:,.0f}"
     return (job.job, state, run.name if run else Path(job.script).stem, *figures)
 
 

@@ -37,7 +37,7 @@ from hpctrain.train.generate import generate
 from hpctrain.train.loop import Loop
 from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.precision import dtypes
-from hpctrain.train.run_folder import RunFolder
+from hpctrain.train.run_folder import RunFolder, last_losses
 from hpctrain.train.signals import Interrupts
 from hpctrain.train.trainer import Trainer
 
@@ -157,8 +157,7 @@ class Job:
             export_gpt2(self.model, self.grid, config.folder / "model", self.tokens.end_of_document)
             sample = self._sample()
         if lead:
-            last = {key: value for record in self.folder.history for key, value in record.items() if value is not None}
-            print(f"final training loss {last['loss']:.4f}, validation loss {last['val_loss']:.4f} (nats a token)")
+            print(last_losses(self.folder.history))
             if sample:
                 print(f"sample:\n{sample}")
             print(f"results: {self.folder.path}/", flush=True)

@@ -104,6 +104,20 @@ def kept_records(lines: list[str], step: int) -> list[dict]:
     return [records[key] for key in sorted(records)]
 
 
+def last_losses(history: list[dict]) -> str:
+    """In words; a run that stopped early and is resumed with fewer steps than it had taken was never validated.
+
+    >>> last_losses([{"loss": 2.0, "val_loss": 3.0}, {"loss": None}])
+    'final training loss 2.0000, validation loss 3.0000 (nats a token)'
+    >>> last_losses([{"loss": 2.0}]), last_losses([])
+    ('final training loss 2.0000 (nats a token)', 'no losses')
+    """
+    last = {key: value for record in history for key, value in record.items() if value is not None}
+    names = {"loss": "final training loss", "val_loss": "validation loss"}
+    said = ", ".join(f"{name} {last[key]:.4f}" for key, name in names.items() if key in last)
+    return f"{said} (nats a token)" if said else "no losses"
+
+
 def plot_losses(history: list[dict], path: Path) -> Path:
     """Training and validation loss over the steps, as a PNG."""
     from matplotlib.figure import Figure
