@@ -1,10 +1,16 @@
 """`hpctrain submit` and `hpctrain jobs` beside a Slurm that does not answer as hoped; tests/jobs has a real one."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from hpctrain.slurm import jobs, registry
+from hpctrain.cli import main
+from hpctrain.slurm import follow, jobs, registry
+
+ROOT = Path(__file__).parents[1]
+FORGOTTEN = "!slurm_load_jobs error: Invalid job id specified\n"
+BUSY = "!slurm_load_jobs error: Socket timed out on send/recv operation\n"
 
 
 @pytest.fixture
@@ -33,6 +39,39 @@ exit ${{failed:-0}}
 def test_a_skipped_step_has_no_loss(tmp_path, scontrol):
     record = {"step": 3, "loss": None, "tokens_per_second": 1000}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    scontrol("!slurm_load_jobs error: Invalid job id specified\n")
-    row = jobs._row(registry.Submitted("7", "train.sbatch", "", str(tmp_path)))
+    scontrol(FORGOTTEN)
+    row = jobs._row(registry.Submitted("7", "train.sbatch", str(tmp_path)))
     assert row == ("7", "ENDED", tmp_path.name, "3", "skipped", "1,000")
+
+
+def test_a_busy_controller_is_not_the_end_of_a_job(tmp_path, scontrol, monkeypatch, capsys):
+    """Nor is a space the end of a log's path."""
+    monkeypatch.setattr(follow, "SECONDS", 0)
+    log = tmp_path / "the log.out"
+    log.write_text("step 1\n")
+    facts = f"JobId=7 JobName=a\n   JobState=%s Reason=None\n   ExitCode=%s\n   StdOut={log}\n   Power=\n\nJobId=8\n"
+    scontrol(BUSY, facts % ("RUNNING", "0:0"), BUSY, facts % ("FAILED", "3:0"))
+    assert follow.follow("7") == 3
+    told = capsys.readouterr()
+    assert told.out == "step 1\n"
+    assert [line.removeprefix("job 7: ").split()[0] for line in told.err.splitlines()] == [
+        "no",
+        "RUNNING",
+        "no",
+        "FAILED",
+    ]
+    scontrol(FORGOTTEN)
+    assert follow.follow("7") == 1
+
+
+def test_a_job_is_noted_whatever_scontrol_says(tmp_path, scontrol, monkeypatch, capsys):
+    """Submitted to go on; there is no scontrol."""
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/given\necho 7\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    train = str(ROOT / "jobs/train.sbatch")
+    assert main(["submit", train, "grid.data=1", "--resume"]) == 0
+    assert capsys.readouterr().out == "job 7\n"
+    assert (tmp_path / "given").read_text().split()[1:] == ["--ntasks=4", train, "grid.data=1", "--resume"]
+    assert [job.job for job in registry.read()] == ["7"]

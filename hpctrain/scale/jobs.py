@@ -31,8 +31,7 @@ def submit(options, points: list[Point], folder: Path) -> None:
         if before:
             sbatch.append(f"--dependency=afterany:{before}")
         job = client.submit([*sbatch, str(script), *arguments, f"--only={point.ranks}"], environment)
-        log = (client.show(job) or {}).get("StdOut", "")
-        registry.add([registry.Submitted(job, str(script), log, None)])
         print(f"job {job}: {point.ranks} ranks ({point.describe()})", flush=True)
+        registry.add([registry.Submitted(job, str(script), None)])
         before = job
     print(f"report, written anew after each: {folder}/report.html")

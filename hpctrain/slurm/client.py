@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 
@@ -36,12 +37,18 @@ def submit(arguments: list[str], environment: dict[str, str]) -> str:
 
 
 def show(job: str) -> dict[str, str] | None:
-    """What `scontrol` knows of a job or array task, such as JobState and StdOut; None once Slurm has forgotten it."""
-    done = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True)
-    if done.returncode:
+    """What `scontrol` knows of a job or array task, such as JobState and StdOut; {} once Slurm has forgotten it, and
+    None where there is no answer: without scontrol, or from a busy controller."""
+    try:
+        done = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True)
+    except FileNotFoundError:
         return None
-    # the first line: an array's number also names its tasks, the last of them first
-    return dict(word.split("=", 1) for word in done.stdout.splitlines()[0].split() if "=" in word)
+    if done.returncode:
+        return {} if "Invalid job id" in done.stderr else None
+    # the first paragraph: an array's number also names its tasks, the last of them first
+    record = done.stdout.split("\n\n")[0]
+    facts = dict(word.split("=", 1) for word in record.split() if "=" in word)
+    return facts | dict(re.findall("^ *(StdOut)=(.*)", record, re.MULTILINE))  # a path may have spaces
 
 
 def state(facts: dict[str, str]) -> str:

@@ -21,23 +21,26 @@ def follow(job: str) -> int:
         while True:
             latest = client.show(job)
             facts = latest or facts
-            position = _print_from(Path(facts["StdOut"]), position)
-            state = client.state(facts)
+            position = _print_from(facts.get("StdOut"), position)
+            if latest is None:
+                state = "no answer from Slurm, asking again"
+            else:
+                state = client.state(facts) if facts else "unknown to Slurm"
             if state != said:
                 print(f"job {job}: {state}", file=sys.stderr, flush=True)
                 said = state
-            if latest is None or facts["JobState"] in client.ENDED and facts.get("Requeue") != "2":
-                _print_from(Path(facts["StdOut"]), position)  # what was written meanwhile
-                return client.exit_status(facts)
+            if latest == {} or facts.get("JobState") in client.ENDED and facts.get("Requeue") != "2":
+                _print_from(facts.get("StdOut"), position)  # what was written meanwhile
+                return client.exit_status(facts) if facts else 1
             time.sleep(SECONDS)
     except KeyboardInterrupt:
         print(f"\njob {job} goes on; `scancel {job}` ends it, `hpctrain jobs` tells of it", file=sys.stderr)
         return 0
 
 
-def _print_from(log: Path, position: int) -> int:
-    if log.exists():
-        with log.open("rb") as file:
+def _print_from(log: str | None, position: int) -> int:
+    if log and Path(log).exists():
+        with open(log, "rb") as file:
             file.seek(position)
             sys.stdout.write(file.read().decode(errors="replace"))
             sys.stdout.flush()

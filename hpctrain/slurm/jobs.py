@@ -35,6 +35,8 @@ def _row(job: registry.Submitted) -> tuple[str, ...]:
     record = last_record(run / "metrics.jsonl") if run else None
     if facts:
         state = client.state(facts)
+    elif facts is None:
+        state = "UNKNOWN"  # no answer
     else:  # forgotten by Slurm
         state = "COMPLETED" if run and (run / "model/config.json").exists() else "ENDED"
     figures = ("", "", "")

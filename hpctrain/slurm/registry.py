@@ -11,11 +11,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job: its number, with the task's where it is one of an array; its script; the log; the run folder, if any."""
+    """A job: its number, with the task's where it is one of an array; its script; the run folder, if any."""
 
     job: str
     script: str
-    log: str
     run: str | None
 
 
@@ -36,7 +35,8 @@ def read() -> list[Submitted]:
     file = path()
     if not file.exists():
         return []
-    return [Submitted(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    jobs = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [Submitted(job["job"], job["script"], job["run"]) for job in jobs]
 
 
 def tasks(array: str) -> list[int]:

@@ -18,6 +18,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--nodes", type=int, metavar="N")
     command.add_argument("--time", metavar="T", help="limit, as sbatch reads it: 30, 2:00:00, 1-0")
     command.add_argument("--array", metavar="0-3", help="several tasks; a task's number takes the place of %%a")
+    command.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint of the run")
     command.add_argument(
         "--follow", action="store_true", help="show the log until the job ends; its status is the command's"
     )
@@ -35,30 +36,31 @@ def run(options) -> int:
         raise ValueError(f"{options.script} does not exist; the jobs are in {script.parent}")
     if options.array and options.follow:
         raise ValueError("--follow shows one log, but --array has one a task; see `hpctrain jobs`")
-    runs = run_folders(script, options.arguments, options.array)
+    given = options.arguments + ["--resume"] * options.resume
+    runs = run_folders(script, given, options.array)
     ranks = {ranks for ranks, _ in runs if ranks is not None}
     if len(ranks) > 1:
         raise ValueError(f"the tasks of an array must have grids of one size, got {sorted(ranks)} ranks")
     environment = site.settings(script.parent)
-    arguments = sbatch_arguments(script, options, next(iter(ranks), None))
+    arguments = [*sbatch_options(options, next(iter(ranks), None)), str(script), *given]
     if options.dry_run:
         sbatch = {key: value for key, value in environment.items() if key.startswith("SBATCH_")}
         print(shlex.join(["env", *(f"{key}={value}" for key, value in sbatch.items()), "sbatch", *arguments]))
         return 0
-    client.require(f"to run here:  bash {shlex.join([options.script, *options.arguments])}")
+    client.require(f"to run here:  bash {shlex.join([options.script, *given])}")
     job = client.submit(arguments, environment)
     numbers = [f"{job}_{task}" for task in registry.tasks(options.array)] if options.array else [job]
-    log = (client.show(job) or {}).get("StdOut", "")
-    registry.add([registry.Submitted(n, str(script), log, folder) for n, (_, folder) in zip(numbers, runs)])
-    print(f"job {job}" + (f", {len(numbers)} tasks" if options.array else f", log {log}"), flush=True)
+    print(f"job {job}" + f", {len(numbers)} tasks" * bool(options.array), flush=True)
+    registry.add([registry.Submitted(n, str(script), folder) for n, (_, folder) in zip(numbers, runs)])
+    if not options.array and (log := (client.show(job) or {}).get("StdOut")):
+        print(f"log {log}", flush=True)
     return follow(job) if options.follow else 0
 
 
-def sbatch_arguments(script: Path, options, ranks: int | None) -> list[str]:
-    """What sbatch is given: the options that differ from those in the script, the script, and its arguments."""
+def sbatch_options(options, ranks: int | None) -> list[str]:
+    """Those that differ from the ones in the script."""
     chosen = {"ntasks": ranks, "nodes": options.nodes, "time": options.time, "array": options.array}
-    given = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
-    return [*given, str(script), *options.arguments]
+    return [f"--{name}={value}" for name, value in chosen.items() if value is not None]
 
 
 def run_folders(script: Path, arguments: list[str], array: str | None = None) -> list[tuple[int | None, str | None]]:
@@ -77,7 +79,7 @@ def run_folders(script: Path, arguments: list[str], array: str | None = None) ->
 
     root, folders = script.parent.parent, []  # scripts run in the checkout
     for task in tasks:
-        words = [word if task is None else word.replace("%a", str(task)) for word in arguments]
+        words = [word if task is None else word.replace("%a", str(task)) for word in arguments if word != "--resume"]
         given = bool(words) and words[0].endswith(".toml")
         config = load_config(root / (words[0] if given else said[1]), words[given:])
         folders.append((config.ranks, str(root / config.folder)))

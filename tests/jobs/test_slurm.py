@@ -29,7 +29,7 @@ def test_submit_over_two_nodes(shell, small, tmp_path):
     """Followed to its end; listed by `hpctrain jobs`; refused before it is queued where the job would refuse it."""
     hpctrain = shutil.which("hpctrain")
     output = shell(hpctrain, "submit", TRAIN, "--nodes", "2", *small, "--time", "5", "--follow")
-    job = re.match(r"job (\d+), log (.*)", output)
+    job = re.match(r"job (\d+)\nlog (.*)", output)
     assert "grid of 2 ranks" in output
     assert f"job {job[1]}: COMPLETED" in output
     assert final(output) == final(Path(job[2]).read_text())
