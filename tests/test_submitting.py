@@ -65,13 +65,21 @@ def test_a_busy_controller_is_not_the_end_of_a_job(tmp_path, scontrol, monkeypat
 
 
 def test_a_job_is_noted_whatever_scontrol_says(tmp_path, scontrol, monkeypatch, capsys):
-    """Submitted to go on; there is no scontrol."""
+    """Submitted to go on, with a configuration of this folder; there is no scontrol."""
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/given\necho 7\n')
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     train = str(ROOT / "jobs/train.sbatch")
-    assert main(["submit", train, "grid.data=1", "--resume"]) == 0
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").write_text("[grid]\ndata = 3\n")
+    assert main(["submit", train, "my.toml", "grid.pipeline=2", "--resume"]) == 0
     assert capsys.readouterr().out == "job 7\n"
-    assert (tmp_path / "given").read_text().split()[1:] == ["--ntasks=4", train, "grid.data=1", "--resume"]
+    assert (tmp_path / "given").read_text().split()[1:] == [
+        "--ntasks=6",
+        train,
+        "my.toml",
+        "grid.pipeline=2",
+        "--resume",
+    ]
     assert [job.job for job in registry.read()] == ["7"]

@@ -81,6 +81,7 @@ def run_folders(script: Path, arguments: list[str], array: str | None = None) ->
     for task in tasks:
         words = [word if task is None else word.replace("%a", str(task)) for word in arguments if word != "--resume"]
         given = bool(words) and words[0].endswith(".toml")
-        config = load_config(root / (words[0] if given else said[1]), words[given:])
+        path = words[0] if given and Path(words[0]).is_file() else root / (words[0] if given else said[1])
+        config = load_config(path, words[given:])
         folders.append((config.ranks, str(root / config.folder)))
     return folders

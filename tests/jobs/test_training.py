@@ -115,9 +115,28 @@ def test_the_main_job_s_script(tmp_path):
     assert len(metrics(tmp_path / "runs/gpt2")) == 2
 
 
-def test_the_script_fails_as_the_job_does(tmp_path):
-    command = ["bash", "jobs/train.sbatch", "run.stesp=2", f"run.out={tmp_path}/runs"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+@pytest.fixture
+def command_is(tmp_path):
+    """command_is(text) is the environment of a job of which Slurm says that its Command is so."""
+    script = tmp_path / "bin/scontrol"
+    script.parent.mkdir()
+
+    def environment(text):
+        script.write_text(f"#!/bin/sh\necho 'JobId=1\n   Command={text}\n   WorkDir=/\n'\n")
+        script.chmod(0o755)
+        return {**os.environ, "SLURM_JOB_ID": "1", "PATH": f"{script.parent}:{os.environ['PATH']}"}
+
+    return environment
+
+
+def test_the_script_fails_as_the_job_does(tmp_path, command_is):
+    """Started by a user's own batch script, with a configuration that lies beside it."""
+    (tmp_path / "mine.sbatch").write_text("")
+    (tmp_path / "my.toml").write_text("[run]\nstesp = 2\n")
+    command = ["bash", ROOT / "jobs/train.sbatch", "my.toml"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=command_is(f"{tmp_path}/mine.sbatch"), capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 2
     assert "unknown key run.stesp; did you mean run.steps?" in ended.stderr
 
@@ -236,10 +255,16 @@ def test_the_warning_reaches_the_ranks(tmp_path, slurm, number, said):
     ("script", "said"),
     [("matmul", "usage: matmul.py"), ("weak_scaling", "usage: hpctrain scale"), ("strong_scaling", "--strong")],
 )
-def test_the_other_scripts_start(script, said):
-    ended = subprocess.run(["bash", f"jobs/{script}.sbatch", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert said in ended.stdout
+def test_the_other_scripts_start(script, said, tmp_path, command_is):
+    """From the copy that Slurm makes, in a checkout with a space in its path."""
+    copy = tmp_path / "slurm_script"
+    copy.write_bytes((ROOT / f"jobs/{script}.sbatch").read_bytes())
+    (tmp_path / "a checkout").symlink_to(ROOT)
+    for place, status in [(tmp_path / "a checkout/jobs", 0), (tmp_path / "nowhere", 2)]:
+        environment = command_is(f"{place}/{script}.sbatch --help a=b")
+        ended = subprocess.run(["bash", copy, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert ended.returncode == status, ended.stderr
+        assert said in ended.stdout or "there is no env.sh beside" in ended.stderr
 
 
 def test_no_optimizer_imports_the_compiler():
