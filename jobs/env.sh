@@ -75,7 +75,7 @@ hpctrain_site() {
             return 1
         fi
         # shellcheck disable=SC2086 # a list of names
-        module load $HPCTRAIN_MODULES
+        module load $HPCTRAIN_MODULES || return
         # where Cray's modules name the libraries to link; ours are found at run time
         if [ -n "${CRAY_LD_LIBRARY_PATH:-}" ]; then
             export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}

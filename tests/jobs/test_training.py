@@ -168,10 +168,11 @@ def test_the_environment_is_quick_and_clean():
     [
         ({"HPCTRAIN_MPI": "mpich"}, "HPCTRAIN_MPI must be auto, wheel or site, got mpich"),
         ({"HPCTRAIN_MPI": "site"}, "there is no mpirun on the PATH; load an MPI module"),
+        ({"HPCTRAIN_MODULES": "gcc", "BASH_FUNC_module%%": "() { echo no $2 >&2; false; }"}, "no gcc"),
     ],
 )
 def test_a_bad_environment_is_refused(setting, message):
-    if setting["HPCTRAIN_MPI"] == "site" and os.environ.get("HPCTRAIN_MPI_FOUND") == "site":
+    if setting.get("HPCTRAIN_MPI") == "site" and os.environ.get("HPCTRAIN_MPI_FOUND") == "site":
         pytest.skip("this machine has an MPI of its own")
     environment = {**os.environ, **setting}
     ended = subprocess.run(
