@@ -49,7 +49,9 @@ def test_a_study_as_jobs(shell, small, ended, tmp_path):
     hpctrain = shutil.which("hpctrain")
     output = shell(hpctrain, *study, "--submit", "-o", "study")
     first, second = re.findall(r"job (\d+): [12] ranks", output)
-    assert f"Dependency=afterany:{first}" in shell("scontrol", "show", "job", second)
+    facts = shell("scontrol", "show", "job", second)
+    assert f"Dependency=afterany:{first}" in facts
+    assert "NumCPUs=2 " in facts  # one a rank, on as many nodes as that takes
     assert ended(first) == ended(second) == ("COMPLETED", 0)
     results = [json.loads(line) for line in (tmp_path / "study/results.jsonl").read_text().splitlines()]
     assert [(result["ranks"], result["slurm_job"]) for result in results] == [(1, first), (2, second)]
