@@ -12,7 +12,8 @@ for argument in "$@"; do
     previous=$argument
 done
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # GNU's takes these for numbers of cores
-nodes=${SLURM_JOB_NUM_NODES:-1}
+hosts=${PBS_NODEFILE:-${LSB_DJOB_HOSTFILE:-}} # a line a slot
+nodes=${SLURM_JOB_NUM_NODES:-$(if [ -f "$hosts" ]; then sort -u "$hosts" | wc -l; else echo 1; fi)}
 here=$(((ranks + nodes - 1) / nodes))
 threads=$((cores / here))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}

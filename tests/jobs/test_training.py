@@ -45,6 +45,21 @@ def test_a_rank_may_use_as_many_cores_as_it_has_threads(start, python, ranks, gi
     assert ended.output.count(f"cores {each} threads {each}") == ranks
 
 
+@pytest.mark.skipif(os.cpu_count() < 2, reason="takes two cores")
+@pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])
+def test_ranks_on_two_nodes_share_no_cores(tmp_path, monkeypatch, variable):
+    """Without Slurm the batch system's file tells how many nodes there are: a line a slot."""
+    (tmp_path / "hosts").write_text("n1\nn1\nn2\nn2\n")
+    for name in ("SLURM_JOB_NUM_NODES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "hosts"))
+    monkeypatch.setenv("HPCTRAIN_LAUNCHER", "python -c print(__import__('os').environ['OMP_NUM_THREADS'])")
+    told = subprocess.run(
+        ["jobs/mpirun.sh", "-n", "2", "x"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    assert int(told) == len(os.sched_getaffinity(0))
+
+
 def test_what_a_killed_mpirun_left_stops_none_that_gets_its_process_id(tmp_path):
     """A later mpirun of that id would end with "The PMIx server's listener thread failed to start"."""
     script = """
