@@ -102,7 +102,7 @@ def test_studies_and_products_as_jobs(sbatch, ended, small, tmp_path):
         )
         for kind in kinds
     ]
-    least = ("--on=2", "--sizes=64", "--rounds=1", "--dtypes=float32")
+    least = ("--on=2", "--sizes=256", "--rounds=1", "--dtypes=float32")
     products = sbatch("--ntasks=2", "--output=matmul.out", str(ROOT / "jobs/matmul.sbatch"), *least)
     for kind, study in zip(kinds, studies):
         assert ended(study) == ("COMPLETED", 0)
