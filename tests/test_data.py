@@ -1,6 +1,7 @@
 """Packing and reading tokens: what goes in comes out, and nothing broken is ever read."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -130,6 +131,26 @@ def test_a_shard_of_another_packing_is_refused(texts, tmp_path):
     mine.write_bytes(other.read_bytes())
     with pytest.raises(ValueError, match="belongs to another packing"):
         ShardedTokens(tmp_path / "one" / "data.h5").read(0, 1)
+
+
+@pytest.mark.skipif(not AVAILABLE or h5py.get_config().mpi, reason="reads through HDF5")
+def test_shards_may_be_many(texts, tmp_path):
+    """One open file each; too many are not called corruption."""
+    pack([str(texts)], tmp_path / "data.h5", shard_tokens=1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_now = len(os.listdir("/proc/self/fd"))
+    data = ShardedTokens(tmp_path / "data.h5")
+    for spare, message in [(data.tokens + 8, None), (8, "cannot be read: .*[Tt]oo many open files")]:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + spare, limits[1]))
+            if message:
+                with pytest.raises(ValueError, match=message):
+                    ShardedTokens(tmp_path / "data.h5").read(0, data.tokens)
+            else:
+                data.read(0, data.tokens)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            data.close()
 
 
 def test_packing_again_replaces_the_old(texts, tmp_path):

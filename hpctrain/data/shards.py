@@ -29,8 +29,8 @@ class ShardedTokens:
     (each chunk's checksum is checked when it is first read), or "mpio" or, with an older HDF5, "sec2" (at every read).
 
     Raises:
-        ValueError: when the index or a shard is missing, truncated, from another packing or fails its checksum; the
-            message names the file.
+        ValueError: when the index or a shard is missing, unreadable, truncated, from another packing or fails its
+            checksum; the message names the file.
     """
 
     def __init__(self, path: str | os.PathLike, comm=None):
@@ -106,6 +106,7 @@ class ShardedTokens:
         chunks = self._chunks.get(number)
         if chunks is None:
             chunks = self._chunks[number] = Chunks(self._paths[number], self._shard(number)["tokens"])
+            self._files.pop(number).close()  # chunks have a file of their own; a process may open about 1000
         return chunks
 
     def _shard(self, number: int) -> h5py.File:
@@ -129,7 +130,8 @@ class ShardedTokens:
             # Chunks are read whole for their checksum; a cache of a few MiB keeps those of sequential reads.
             return h5py.File(path, "r", rdcc_nbytes=4 << 20, **self._open)
         except OSError as error:
-            raise ValueError(f"{path} cannot be opened as HDF5, it may be truncated or corrupt: {error}") from error
+            said = "cannot be read" if error.errno else "cannot be opened as HDF5, it may be truncated or corrupt"
+            raise ValueError(f"{path} {said}: {error}") from error
 
     def _check_size(self, path: Path, expected: int) -> None:
         if not path.is_file():
@@ -150,4 +152,6 @@ class _reading:
 
     def __exit__(self, kind, error, _):
         if isinstance(error, (OSError, KeyError, RuntimeError)):
-            raise ValueError(f"{self.path} is corrupt: {error}") from error
+            # the system's errors, such as too many open files, have a number
+            said = "cannot be read" if getattr(error, "errno", None) else "is corrupt"
+            raise ValueError(f"{self.path} {said}: {error}") from error
