@@ -62,7 +62,10 @@ def test_a_study_as_jobs(shell, small, ended, tmp_path):
 def test_jobs_that_end_early(sbatch, ended, shell, small, tmp_path):
     """A warned job saves, is requeued, and ends with the losses of one that was left alone; one over its time limit and
     a cancelled one say so; the tasks of an array have their own seeds."""
-    limited, cancelled = (sbatch("--nodelist=n3", "--wrap=sleep 300") for _ in range(2))
+    limited = sbatch("--nodelist=n3", "--wrap=sleep 300")
+    (tmp_path / "saves.sh").write_text("trap 'exit 85' TERM; echo up; sleep 300 & wait")
+    supervised = f"HPCTRAIN_LAUNCHER=env exec {ROOT}/jobs/supervise.sh bash saves.sh"
+    cancelled = sbatch("--nodelist=n3", "--output=cancelled.out", f"--wrap={supervised}")
     common = ["--ntasks=2", TRAIN, *small, "run.steps=400"]
     warned = sbatch("--output=warned.out", *common, "run.name=warned")
     alone = sbatch("--output=alone.out", *common, "run.name=alone")
@@ -70,6 +73,7 @@ def test_jobs_that_end_early(sbatch, ended, shell, small, tmp_path):
     until(lambda: "step " in read(tmp_path / "warned.out"))
     shell("scancel", "--batch", "--signal=USR1", warned)
     shell("scontrol", "update", f"JobId={limited}", "EndTime=now+1seconds")
+    until(lambda: "up" in read(tmp_path / "cancelled.out"))
     shell("scancel", cancelled)
     assert ended(alone) == ("COMPLETED", 0)
     assert ended(warned) == ("COMPLETED", 0)
@@ -88,6 +92,7 @@ def test_jobs_that_end_early(sbatch, ended, shell, small, tmp_path):
     until(lambda: all("final training loss" in read(tmp_path / f"array-{task}.out") for task in (0, 1)))
     assert final(read(tmp_path / "array-0.out")) != final(read(tmp_path / "array-1.out"))
     assert ended(cancelled)[0] == "CANCELLED"
+    assert "saved; the same command with --resume goes on" in read(tmp_path / "cancelled.out")
     assert ended(limited)[0] == "TIMEOUT"
 
 
