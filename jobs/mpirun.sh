@@ -13,7 +13,7 @@ for argument in "$@"; do
 done
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # GNU's takes these for numbers of cores
 hosts=${PBS_NODEFILE:-${LSB_DJOB_HOSTFILE:-}} # a line a slot
-nodes=${SLURM_JOB_NUM_NODES:-$(if [ -f "$hosts" ]; then sort -u "$hosts" | wc -l; else echo 1; fi)}
+nodes=${SLURM_JOB_NUM_NODES:-$(if [ -s "$hosts" ]; then sort -u "$hosts" | wc -l; else echo 1; fi)}
 here=$(((ranks + nodes - 1) / nodes))
 threads=$((cores / here))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
