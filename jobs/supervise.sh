@@ -14,7 +14,7 @@ ranks=$!
 ending=
 for signal in USR1 TERM INT; do
     # shellcheck disable=SC2064 # this signal, this process
-    trap "[ $signal = USR1 ] || ending=$signal; kill -$signal $ranks" "$signal"
+    trap "[ $signal = USR1 ] || ending=$signal; kill -$signal $ranks 2>/dev/null" "$signal"
 done
 while true; do
     wait "$ranks"
@@ -22,6 +22,10 @@ while true; do
     # a signal ends the wait, but not the ranks
     if [ "$status" -le 128 ] || ! kill -0 "$ranks" 2>/dev/null; then break; fi
 done
+# where it reached both, the ranks may have ended with a status that nobody has asked for yet; otherwise this is 127
+wait "$ranks" 2>/dev/null
+last=$?
+if [ "$last" != 127 ]; then status=$last; fi
 
 if [ "$status" = "$requeue" ]; then
     job=${SLURM_JOB_ID:-}

@@ -267,6 +267,22 @@ def test_the_warning_reaches_the_ranks(tmp_path, slurm, number, said):
     assert job.wait(10) == 85
 
 
+@pytest.mark.parametrize(("ending", "status"), [("exit 85", 85), ("builtin kill -KILL $$", 137)])
+def test_the_status_of_ranks_that_end_with_the_signal(tmp_path, ending, status):
+    """Slurm cancels ranks and the batch shell at once: they may be gone before the shell looks."""
+    ranks, slow = tmp_path / "ranks.sh", tmp_path / "slow.sh"
+    ranks.write_text(f"trap '{ending}' TERM\necho $$\nwhile true; do sleep 0.05; done\n")
+    slow.write_text("kill() { sleep 0.3; builtin kill $*; }\n")
+    environment = {**os.environ, "HPCTRAIN_LAUNCHER": "env", "SLURM_JOB_ID": "", "BASH_ENV": str(slow)}
+    command = ["jobs/supervise.sh", "bash", str(ranks)]
+    job = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    pid = int(job.stdout.readline())
+    job.terminate()
+    time.sleep(0.1)
+    os.kill(pid, signal.SIGTERM)
+    assert job.wait(10) == status
+
+
 @pytest.mark.parametrize(
     ("script", "said"),
     [("matmul", "usage: matmul.py"), ("weak_scaling", "usage: hpctrain scale"), ("strong_scaling", "--strong")],
