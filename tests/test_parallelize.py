@@ -79,6 +79,24 @@ def test_convolutional_network(world):
         held_once(model, grid)
 
 
+def test_ranks_without_channels_go_through_backward(world):
+    """Where the input needs no gradient too: all ranks take part in the collectives of the layers before."""
+
+    def run(model):
+        return model(numbers(2, 1, 6, 6))
+
+    for frozen in ((), ("weight",), ("bias",), ("weight", "bias")):
+
+        def make(frozen=frozen):
+            model = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Tanh(), nn.Conv2d(1, 2, 2), nn.Conv2d(2, 1, 2))
+            for name in frozen:
+                getattr(model[0], name).requires_grad_(False)
+            return model
+
+        for grid in tensor_grids(world):
+            compare(make, grid, [], run)
+
+
 def test_residual_and_reshape_code_of_the_user(world):
     """What the forward does between modules is not restricted in any way."""
 

@@ -73,8 +73,11 @@ class SplitConv(SplitLinear):
     def multiply(self, x, bias):
         if len(self.weight):
             return self._conv_forward(x, self.weight, bias)
-        # torch refuses to make no channels: make one, which gives the shape and the place in the graph, and drop it
-        one = self._conv_forward(x.sum(self.feature_dim, keepdim=True), x.new_zeros(1, 1, *self.kernel_size), None)
+        # torch refuses to make no channels: make one, which gives the shape and the place in the graph, and drop it.
+        # Its kernel, sums of nothing, depends on the parameters: backward must pass here on all ranks, or on none.
+        zero = sum(parameter.sum() for parameter in self._parameters.values() if parameter is not None)
+        kernel = zero.to(x.dtype).expand(1, 1, *self.kernel_size)
+        one = self._conv_forward(x.sum(self.feature_dim, keepdim=True), kernel, None)
         return one.narrow(self.feature_dim, 0, 0)
 
 
