@@ -135,6 +135,21 @@ def test_self_attention(world, mask):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("shape", [(5, 5), (6, 5, 5)])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_learned_masks(world, shape, need_weights):
+    """A position bias, of all heads or by head, and numbers for padding: their gradients are of all heads."""
+
+    def run(model, x, bias, padding):
+        return model(x, x, x, attn_mask=bias, key_padding_mask=padding, need_weights=need_weights)
+
+    for grid in tensor_grids(world):
+        compare(
+            lambda: nn.MultiheadAttention(12, 3, batch_first=True), grid,
+            [numbers(2, 5, 12), numbers(*shape, seed=8), numbers(2, 5, seed=9)], run,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("how", [{"need_weights": False}, {"average_attn_weights": False}])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_attention_weights(world, how, dropout):
@@ -161,6 +176,11 @@ def test_encoder_layer(world, how):
     for grid in tensor_grids(world):
         model = compare(lambda: nn.TransformerEncoderLayer(12, 3, 17, **how), grid, [numbers(5, 2, 12)])
         held_once(model, grid)
+
+
+def test_learned_mask_of_an_encoder_layer(world):
+    for grid in tensor_grids(world):
+        compare(lambda: nn.TransformerEncoderLayer(12, 3, 17), grid, [numbers(5, 2, 12), numbers(6, 5, 5, seed=8)])
 
 
 def test_encoder_in_evaluation(world):

@@ -19,7 +19,7 @@ PADDING = torch.tensor([[1] * 11, [1] * 8 + [0] * 3])
 def gpt2(**changes):
     sizes = {"n_layer": 2, "n_embd": 12, "n_head": 3, "n_positions": 16, "vocab_size": 19}
     special = {"bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **special, **changes))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **special, **changes}))
 
 
 def llama(**changes):
@@ -53,6 +53,20 @@ def test_loss_and_gradients(world, case):
     inputs = [IDS, numbers(2, 5, 12)] if "cross" in case else [IDS]
     for grid in tensor_grids(world):
         held_once(compare(lambda: MODELS[case]().train(), grid, inputs, run), grid)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_learned_masks(world, make, heads):
+    """A position bias, of all heads or by head: its gradient is of all heads."""
+    how = {"n_head": heads} if make is gpt2 else {"num_attention_heads": heads, "num_key_value_heads": 1}
+
+    def run(model, mask):
+        return model(IDS, attention_mask=mask).logits
+
+    for grid in tensor_grids(world):
+        for masks in {1, heads}:
+            compare(lambda: make(**how).train(), grid, [numbers(2, masks, 11, 11, seed=8)], run)
 
 
 def test_attention_is_divided(world):

@@ -89,7 +89,7 @@ class SplitMultiheadAttention:
         )
         mask = self._mask(attn_mask, key_padding_mask, len(q), q.dtype)
         dropout = self.dropout if self.training else 0.0
-        if dropout or need_weights:
+        if dropout or need_weights or not q.shape[1]:  # of no heads, torch's kernel leaves the mask out of the graph
             mixed, weights = attention(
                 q, k, v, mask, scale=self.head_dim**-0.5, causal=False, dropout=dropout, heads=self.num_heads,
                 part=self.part,
@@ -112,6 +112,7 @@ class SplitMultiheadAttention:
 
     def _mask(self, attn_mask, key_padding_mask, batch, dtype):
         """Both masks as numbers to add, for this rank's heads: (batch, heads or 1, length, length); or None."""
+        attn_mask, key_padding_mask = (enter_learned(mask, self.axis) for mask in (attn_mask, key_padding_mask))
         if attn_mask is not None:
             attn_mask = _to_add(attn_mask, dtype)
             if attn_mask.dim() == 3:  # (batch × heads, length, length)
@@ -120,6 +121,11 @@ class SplitMultiheadAttention:
             key_padding_mask = _to_add(key_padding_mask, dtype).view(batch, 1, 1, -1)
             attn_mask = key_padding_mask if attn_mask is None else attn_mask + key_padding_mask
         return attn_mask
+
+
+def enter_learned(mask, axis):
+    """Each rank's heads give a part of the gradient of a mask that is learned, as a position bias is."""
+    return enter(mask, axis) if mask is not None and mask.requires_grad else mask
 
 
 def _to_add(mask, dtype):

@@ -11,7 +11,7 @@ import copy
 import torch.nn.functional as F
 
 from hpctrain.comm import functional
-from hpctrain.convert.attention import attention
+from hpctrain.convert.attention import attention, enter_learned
 from hpctrain.convert.boundary import enter, gather
 from hpctrain.convert.products import SplitConv1D, SplitLinear, split_conv1d, split_linear, split_matrix
 from hpctrain.shard import split, split_sizes, subsplit
@@ -31,14 +31,18 @@ class SplitAttention(Entered):
     """
 
     def forward(self, hidden_states, *args, attention_mask=None, encoder_hidden_states=None, **kwargs):
+        mask = attention_mask = enter_learned(attention_mask, self.axis)
+        held = self.counts[self.axis.rank]
         if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == self.heads > 1:
-            attention_mask = attention_mask[:, self.part]
+            attention_mask = attention_mask[:, self.part if held else slice(1)]  # GPT-2 goes on with a head of zeros
         if encoder_hidden_states is not None:
             kwargs["encoder_hidden_states"] = enter(encoder_hidden_states, self.axis)
         out, weights = super().forward(hidden_states, *args, attention_mask=attention_mask, **kwargs)
+        if not held and mask is not None and mask.requires_grad:
+            out = out + mask[:0].sum()  # 0: torch's kernel leaves the mask of no heads out of the graph
         if weights is None or not self._forward_hooks:  # through hooks, Hugging Face collects `output_attentions`
             return out, None
-        return out, gather(weights[:, : self.counts[self.axis.rank]], self.axis, self.counts, 1)
+        return out, gather(weights[:, :held], self.axis, self.counts, 1)
 
 
 class FusedHeads(SplitConv1D):
