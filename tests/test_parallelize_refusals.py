@@ -24,6 +24,24 @@ class Table(nn.Module):
         self.register_buffer("positions", torch.zeros(4))
 
 
+class LoRA(nn.Linear):
+    """Has a forward of its own."""
+
+
+def encoder(**changed):
+    """An encoder layer with some of its layers exchanged."""
+    layer = nn.TransformerEncoderLayer(4, 2, 6)
+    for name, module in changed.items():
+        layer.set_submodule(name.replace("__", "."), module)
+    return layer
+
+
+def patched():
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda x: x
+    return nn.Sequential(layer)
+
+
 def network():
     return nn.Sequential(
         nn.Linear(4, 4), nn.LSTM(4, 4), nn.Sequential(nn.ReLU(), Scaled()), Table(), nn.Bilinear(2, 2, 2), nn.Flatten()
@@ -81,6 +99,22 @@ def test_every_offender_is_named(world):
         (lambda: nn.Sequential(nn.ConvTranspose2d(2, 2, 2)), r"0 \(ConvTranspose2d\)", {}),
         (lambda: nn.Sequential(nn.LazyLinear(2)), r"0 \(LazyLinear\)", {}),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), "ParametrizedLinear", {}),
+        (
+            lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2))),
+            r"0 \(Linear\): its weight is comp",
+            {},
+        ),
+        (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(2, 2, 2))), r"0 \(Conv2d\): .*the weight_norm, sp", {}),
+        (lambda: encoder(linear1=nn.utils.weight_norm(nn.Linear(4, 6))), r"linear1 \(Linear\): its weight is c", {}),
+        (lambda: encoder(linear1=LoRA(4, 6)), r"divide linear1 \(LoRA\)\.", {}),
+        (lambda: encoder(linear2=LoRA(6, 4)), r"divide linear2 \(LoRA\)\.", {}),
+        (lambda: encoder(self_attn__out_proj=LoRA(4, 4)), r"self_attn \(Mu.*\): out_proj: its type is LoRA, not", {}),
+        (
+            lambda: encoder(self_attn__out_proj=nn.utils.weight_norm(nn.Linear(4, 4))),
+            r"self_attn \(Mu.*\): out_proj: its weight is computed",
+            {},
+        ),
+        (patched, r"0 \(Linear\): its forward was replaced\.", {}),
         (network, r"replicate: no module has the path or type 'LSMT'", {"replicate": ["LSMT"]}),
         (network, r"replicate must be a list of paths or types, got 'LSTM'; write \['LSTM'\]", {"replicate": "LSTM"}),
     ],

@@ -80,6 +80,55 @@ def test_attention_is_divided(world):
         assert attention.o_proj.weight.shape == (16, features)
 
 
+def adapted(make, *paths, **parts):
+    """With a layer beside another, as LoRA has, in some places, and other parts in some."""
+
+    def build():
+        model = make().train()
+        for path in paths:
+            model.set_submodule(path, Adapted(model.get_submodule(path)))
+        for path, part in parts.items():
+            model.set_submodule(path.replace("__", "."), part)
+        return model
+
+    return build
+
+
+class Adapted(torch.nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        weight = base.weight if isinstance(base, torch.nn.Linear) else base.weight.t()
+        self.base, self.beside = base, torch.nn.Linear(*weight.t().shape)
+
+    def forward(self, x):
+        return self.base(x) + self.beside(x)
+
+
+EXCHANGED = {
+    "gpt2": adapted(gpt2, "transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_fc"),
+    "gpt2's activation": adapted(gpt2, transformer__h__0__mlp__act=torch.nn.Softmax(-1)),
+    "llama": adapted(llama, "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"),
+    "llama's activation": adapted(llama, model__layers__0__mlp__act_fn=torch.nn.Softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("case", EXCHANGED)
+def test_parts_exchanged(world, case):
+    """Nothing is taken over that does more than what Hugging Face put there."""
+    for grid in tensor_grids(world):
+        compare(EXCHANGED[case], grid, [IDS], lambda model, ids: model(ids).logits)
+
+
+def test_a_layer_with_a_forward_of_its_own_is_not_taken_for_its_base(world):
+    class LoRA(torch.nn.Linear):
+        pass
+
+    model = seeded(llama)
+    model.model.layers[0].self_attn.q_proj = LoRA(12, 24, bias=False)
+    with pytest.raises(ValueError, match=r"divide model\.layers\.0\.self_attn\.q_proj \(LoRA\)\."):
+        ht.parallelize(model, tensor_grids(world)[-1])
+
+
 @pytest.mark.parametrize("case", ["gpt2", "llama"])
 def test_three_steps_of_adamw(world, case):
     grid = tensor_grids(world)[-1]

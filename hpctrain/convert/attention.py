@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.convert.boundary import enter, gather, leave
+from hpctrain.convert.plain import altered, is_plain, is_pointwise
 from hpctrain.convert.products import SplitLinear, split_linear, split_matrix
 
 
@@ -138,6 +139,9 @@ def split_multihead_attention(plan, module) -> None:
     for option, is_on in (("add_bias_kv", module.bias_k is not None), ("add_zero_attn", module.add_zero_attn)):
         if is_on:
             raise ValueError(f"{option} is not supported")
+    out, kinds = module.out_proj, (torch.nn.Linear, torch.nn.modules.linear.NonDynamicallyQuantizableLinear)
+    if why := altered(out) or ("" if type(out) in kinds else f"its type is {type(out).__name__}, not torch's own"):
+        raise ValueError(f"out_proj: {why}")
     heads = plan.parts(module.num_heads)
     parts = [slice(part.start * module.head_dim, part.stop * module.head_dim) for part in heads]
     part = parts[plan.axis.rank]
@@ -153,7 +157,13 @@ def split_multihead_attention(plan, module) -> None:
 
 
 def split_feed_forward(plan, module) -> None:
-    """linear1, activation, dropout, linear2 of nn.TransformerEncoderLayer and nn.TransformerDecoderLayer."""
+    """linear1, activation, dropout, linear2 of nn.TransformerEncoderLayer and nn.TransformerDecoderLayer.
+
+    Left to the layers themselves where one of them was exchanged.
+    """
+    linears = all(is_plain(child, torch.nn.Linear) for child in (module.linear1, module.linear2))
+    if not (linears and is_plain(module.dropout, torch.nn.Dropout) and is_pointwise(module.activation)):
+        return
     features = module.linear1.out_features
     split_linear(plan, module.linear1, by_output=True, leaves=False)
     split_linear(plan, module.linear2, by_output=False, enters=False)

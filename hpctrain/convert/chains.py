@@ -5,13 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from hpctrain.convert.attention import drop
+from hpctrain.convert.plain import POINTWISE, is_plain
 from hpctrain.convert.products import SplitLinear, split_linear
 
-# They treat every feature by itself.
-_POINTWISE = (
-    nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,
-    nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanh,
-)  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -44,7 +40,7 @@ def split_chain(plan, module) -> None:
     """Find pairs of linear layers whose hidden features are at least as many as those that go in and out."""
     divided, first, between = {}, None, []
     for position, child in enumerate(module):
-        if type(child) is nn.Linear and child not in plan.claimed and not plan.is_shared(child.weight):
+        if is_plain(child, nn.Linear) and child not in plan.claimed and not plan.is_shared(child.weight):
             if first is not None and module[first].out_features >= max(module[first].in_features, child.out_features):
                 split_linear(plan, module[first], by_output=True)
                 split_linear(plan, child, by_output=False)
@@ -55,7 +51,7 @@ def split_chain(plan, module) -> None:
             else:
                 first = position
             between = []
-        elif type(child) in _POINTWISE:
+        elif type(child) in POINTWISE:
             between.append(position)
         else:
             first = None

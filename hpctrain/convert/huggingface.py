@@ -2,6 +2,8 @@
 
 Hugging Face writes -1 for the number of heads, so that its code works on however many the projections give it.
 Caches then hold this rank's heads, and `generate` works.
+
+Where a layer of a unit was exchanged, as for LoRA, the unit is left to its layers, each of which is divided by itself.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import copy
 
 import torch.nn.functional as F
+from torch import nn
 
 from hpctrain.comm import functional
 from hpctrain.convert.attention import attention, enter_learned
 from hpctrain.convert.boundary import enter, gather
+from hpctrain.convert.plain import is_plain, is_pointwise
 from hpctrain.convert.products import SplitConv1D, SplitLinear, split_conv1d, split_linear, split_matrix
 from hpctrain.shard import split, split_sizes, subsplit
 
@@ -80,13 +84,16 @@ class SharedHead(SplitLinear):
 
 
 def split_gpt2_attention(plan, module) -> None:
+    fused = {module.c_attn: 3}
+    if module.is_cross_attention:
+        fused = {module.c_attn: 2, module.q_attn: 1}
+    plain = all(is_plain(projection, "Conv1D") for projection in (*fused, module.c_proj))
+    if not (plain and is_plain(module.attn_dropout, nn.Dropout)):
+        return
     heads, width = plan.parts(module.num_heads), module.head_dim
     parts = [slice(part.start * width, part.stop * width) for part in heads]
     part = parts[plan.axis.rank]
     held = part.stop - part.start
-    fused = {module.c_attn: 3}
-    if module.is_cross_attention:
-        fused = {module.c_attn: 2, module.q_attn: 1}
     for projection, times in fused.items():
         split_matrix(
             plan, projection, FusedHeads, 1, 0, by_output=True, parts=parts, fused=times, enters=False, leaves=False
@@ -98,11 +105,15 @@ def split_gpt2_attention(plan, module) -> None:
 
 
 def split_gpt2_mlp(plan, module) -> None:
+    if not (is_plain(module.c_fc, "Conv1D") and is_plain(module.c_proj, "Conv1D") and is_pointwise(module.act)):
+        return
     split_conv1d(plan, module.c_fc, by_output=True, leaves=False)
     split_conv1d(plan, module.c_proj, by_output=False, enters=False)
 
 
 def split_llama_attention(plan, module) -> None:
+    if not all(is_plain(child, nn.Linear) for child in (module.q_proj, module.k_proj, module.v_proj, module.o_proj)):
+        return
     width, groups = module.head_dim, module.num_key_value_groups
     heads = module.q_proj.out_features // width
     queries, keys = zip(*(_grouped_heads(heads, heads // groups, plan.axis.size, r) for r in range(plan.axis.size)))
@@ -121,6 +132,9 @@ def split_llama_attention(plan, module) -> None:
 
 
 def split_llama_mlp(plan, module) -> None:
+    linears = module.gate_proj, module.up_proj, module.down_proj
+    if not (all(is_plain(linear, nn.Linear) for linear in linears) and is_pointwise(module.act_fn)):
+        return
     for up in (module.gate_proj, module.up_proj):
         split_linear(plan, up, by_output=True, enters=False, leaves=False)
     split_linear(plan, module.down_proj, by_output=False, enters=False)

@@ -11,6 +11,7 @@ from torch import nn
 from hpctrain import comm
 from hpctrain.convert import attention, chains, huggingface, norms, products, tables
 from hpctrain.convert.initial import check_buffers, give_buffers
+from hpctrain.convert.plain import altered
 from hpctrain.convert.plan import Plan
 from hpctrain.layers.parameter import drawn_key
 
@@ -95,7 +96,7 @@ def _decide(model, plan, replicated):
             check_buffers(module)
             if module in replicated:
                 plan.whole(module)
-            elif (unit := _found(_UNITS, module)) and not any(child in replicated for child in module.modules()):
+            elif (unit := _found(_UNITS, module)) and not altered(module) and replicated.isdisjoint(module.modules()):
                 unit(plan, module)
             if isinstance(module, nn.TransformerEncoderLayer):
                 plan.change(module, activation_relu_or_gelu=0)  # keeps torch from its fused kernel, for whole weights
@@ -104,6 +105,8 @@ def _decide(model, plan, replicated):
             owner = _found(_OWNERS, module)
             if owner is None:
                 raise ValueError("")
+            if what := altered(module):
+                raise ValueError(what)
             owner(plan, module)
         except ValueError as error:
             refused.append(

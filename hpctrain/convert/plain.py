@@ -1,0 +1,41 @@
+"""Which modules do just what their type says, so that ours may stand in for their forward."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# They treat every feature by itself.
+POINTWISE = (
+    nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,
+    nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanh,
+)  # fmt: skip
+
+
+def altered(module: nn.Module) -> str:
+    """What was done to a module beside its type; "" where nothing was."""
+    for name, held in vars(module).items():
+        if isinstance(held, torch.Tensor) and any(other.startswith(f"{name}_") for other in module._parameters):
+            return f"its {name} is computed from other parameters; remove the weight_norm, spectral_norm or pruning"
+    return "its forward was replaced" if "forward" in vars(module) else ""
+
+
+def is_plain(module: nn.Module, kind: type | str) -> bool:
+    """Whether it is exactly of a type, given by name where it is Hugging Face's, and nothing was done to it."""
+    found = type(module)
+    if isinstance(kind, str):
+        same = found.__name__ == kind and found.__module__.startswith("transformers.")
+    else:
+        same = found is kind
+    return same and not altered(module)
+
+
+def is_pointwise(activation) -> bool:
+    """Whether an activation treats every feature by itself. Dropout does, but draws for the features it is given."""
+    kind = type(activation)
+    if activation in (F.relu, F.gelu, F.silu, torch.relu, torch.tanh, torch.sigmoid):
+        return True
+    if kind.__module__ == "transformers.activations":
+        return not list(activation.parameters())
+    return kind in POINTWISE and kind is not nn.Dropout
