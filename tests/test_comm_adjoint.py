@@ -54,6 +54,18 @@ def test_adjoint(line, case):
     assert left == pytest.approx(right, rel=1e-12, abs=1e-12)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_second_derivative(line, case):
+    """That of sum (Fx)³, times v, is F*(6 Fx Fv)."""
+    x, op = CASES[case](line)
+    v = rows(len(x), line, seed=2)
+    x.requires_grad_()
+    (first,) = torch.autograd.grad((op(x) ** 3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first * v).sum(), x)
+    (expected,) = torch.autograd.grad((3 * op(x) ** 2 * op(v)).sum(), x)
+    torch.testing.assert_close(second, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_send_and_recv_are_adjoint(line):
     """Rank 0 sends x to the last rank, whose y comes back as the gradient."""

@@ -178,6 +178,21 @@ def test_encoder_layer(world, how):
         held_once(model, grid)
 
 
+def test_gradient_penalty(world):
+    """Backward through backward."""
+
+    def make():
+        return nn.Sequential(
+            nn.Conv1d(3, 2, 2), nn.Tanh(), nn.Linear(5, 3), nn.LayerNorm(3), nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 4)
+        )
+
+    def run(model, x):
+        return torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+
+    for grid in tensor_grids(world):
+        compare(make, grid, [numbers(2, 3, 6)], run)
+
+
 class Adapted(nn.Module):
     """A layer with another beside it, as LoRA puts into the place of one."""
 

@@ -19,12 +19,16 @@ class _Op(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, forward, adjoint, *arguments):
-        ctx.adjoint, ctx.arguments = adjoint, arguments
+        ctx.forward_op, ctx.adjoint, ctx.arguments = forward, adjoint, arguments
         return forward(x.detach(), *arguments)
 
     @staticmethod
     def backward(ctx, grad):
-        return (ctx.adjoint(grad, *ctx.arguments), None, None, *[None] * len(ctx.arguments))
+        if torch.is_grad_enabled():  # create_graph: the adjoint's adjoint is the operation itself
+            grad_x = _Op.apply(grad, ctx.adjoint, ctx.forward_op, *ctx.arguments)
+        else:
+            grad_x = ctx.adjoint(grad, *ctx.arguments)
+        return (grad_x, None, None, *[None] * len(ctx.arguments))
 
 
 def all_reduce(x: torch.Tensor, axis) -> torch.Tensor:
