@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from layer_checks import DOUBLE, KEY, Layout, check, gradients_over, tensor_grids, weights_of, whole
 
 from hpctrain import Grid
-from hpctrain.layers import Attention, Dropout, Embedding, Linear, Tokens
+from hpctrain.layers import Attention, Dropout, Embedding, Linear, RMSNorm, Tokens
 
 pytestmark = pytest.mark.mpi
 
@@ -34,6 +34,20 @@ def test_linear(world, n_in, n_out, unit, sequences, length):
         with torch.no_grad():
             down.bias.copy_(whole((n_out,), "bias", False)[down.bias.shard.slices])
         check(layout, down, serial, x, layout.inner, layout.residual)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda grid: Linear(grid, 8, 8, to="inner", **DOUBLE), lambda g: RMSNorm(g, 8, **DOUBLE)]
+)
+def test_a_second_derivative_is_refused(world, make):
+    """Rather than being that of the local part."""
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 4, 2)
+        x = layout.residual(whole((8, 8), "x", False)).clone().requires_grad_()
+        y = make(grid)(x, layout.tokens)
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.sum().backward()
 
 
 @pytest.mark.parametrize("vocabulary", [32, 13, 2])

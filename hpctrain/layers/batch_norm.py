@@ -102,6 +102,7 @@ class _Normalise(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         x, weight, mean, scale = ctx.saved_tensors
         normal = _normal(x, mean, scale)

@@ -70,6 +70,7 @@ class _Product(torch.autograd.Function):
         return target.multiply(source.gather(x), product.gather(weight, backward=False).t(), bias)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         (x, _), weight = ctx.saved_tensors, ctx.weight
         source, product = ctx.source, ctx.product

@@ -137,6 +137,7 @@ class _Convolution(torch.autograd.Function):
         return y if bias is None else y.add_(bias[:, None, None])
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         layer, halo = ctx.layer, ctx.halo

@@ -57,6 +57,7 @@ class _Lookup(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         (_, local), weight = ctx.saved_tensors, ctx.weight
         z = ctx.z

@@ -80,6 +80,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss if plane.rank == 0 else torch.zeros_like(loss)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         if ctx.softmax is None:
             raise RuntimeError("CrossEntropy cannot run backward a second time: the first one used up its softmax")

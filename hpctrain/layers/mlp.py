@@ -60,6 +60,7 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate.clone(memory_format=torch.contiguous_format), inplace=True).mul_(up)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         gate, up = _columns(*ctx.saved_tensors)
         gate = gate.contiguous()

@@ -80,6 +80,7 @@ class _LayerNormOverY(torch.autograd.Function):
         return normal * weight if bias is None else torch.addcmul(bias, normal, weight)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         normal, scale, weight = ctx.saved_tensors
         along = grad * normal
@@ -99,6 +100,7 @@ class _RMSNorm(torch.autograd.Function):
         return (x * scale[:, None]).mul_(weight)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         # y = x s w with s = (mean(x²) + eps)^-½, so that dx = s g w - x s³ mean(x g w)
         x, scale, weight = ctx.saved_tensors

@@ -41,6 +41,7 @@ class _Product(torch.autograd.Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         (x, _), weight = ctx.saved_tensors, ctx.weight
         matmul, sizes, rows = ctx.product.matmul, ctx.product.sizes, ctx.rows

@@ -152,5 +152,6 @@ class _Product(torch.autograd.Function):
         return mm._forward(a, b, sizes)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         return *ctx.mm._backward(ctx.needs_input_grad[:2], *ctx.saved_tensors, grad, ctx.sizes), None, None
