@@ -50,6 +50,17 @@ def test_embedding(world, rows, width, padding):
         compare(lambda: nn.Embedding(rows, width, padding_idx=padding), grid, [ids])
 
 
+@pytest.mark.parametrize("wrong", [-1, 6])
+@pytest.mark.parametrize("width", [2, 9])
+def test_embedding_refuses_an_index_outside(world, width, wrong):
+    """On all ranks, whoever holds the row or the features."""
+    for grid in tensor_grids(world):
+        torch.manual_seed(0)
+        model = ht.parallelize(nn.Embedding(6, width), grid)
+        with pytest.raises(IndexError, match=f"of 6 rows got the index {wrong}; indices must be from 0 to 5"):
+            model(torch.tensor([0, wrong, 3]))
+
+
 def test_shared_weights_stay_shared(world):
     class Tied(nn.Module):
         def __init__(self):

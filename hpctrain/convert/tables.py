@@ -19,6 +19,7 @@ class SplitEmbedding:
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         weight, axis = self.weight, self.axis
+        _check(ids, self.num_embeddings)
         if not self.by_row:
             found = F.embedding(ids, weight, self.padding_idx)
             return gather(found, axis, self.counts, ids.dim())
@@ -31,6 +32,16 @@ class SplitEmbedding:
         if self.padding_idx is not None and first <= self.padding_idx < last:
             found[ids == self.padding_idx] = weight[self.padding_idx - first].detach()
         return leave(found, axis)
+
+
+def _check(ids, rows):
+    """Each rank looks at all ids: a wrong one lies in nobody's rows. On a GPU, looking would wait for the ids."""
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    low, high = (int(bound) for bound in ids.aminmax())
+    if low < 0 or high >= rows:
+        wrong = low if low < 0 else high
+        raise IndexError(f"nn.Embedding of {rows} rows got the index {wrong}; indices must be from 0 to {rows - 1}")
 
 
 def split_embedding(plan, module) -> None:
