@@ -90,6 +90,15 @@ def test_convolutional_network(world):
         held_once(model, grid)
 
 
+def test_activations_in_place(world):
+    def make():
+        return nn.Sequential(nn.Conv2d(1, 3, 2), nn.ReLU(inplace=True), nn.Linear(3, 4), nn.Sequential(nn.ReLU(True)))
+
+    grids = tensor_grids(world)
+    for grid in [*grids, ht.Grid(data=world.size)]:
+        compare(make, grid, [numbers(2, 1, 4, 4)])
+
+
 def test_ranks_without_channels_go_through_backward(world):
     """Where the input needs no gradient too: all ranks take part in the collectives of the layers before."""
 

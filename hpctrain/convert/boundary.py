@@ -3,7 +3,8 @@
 Outside a unit every rank of the tensor axis holds each activation whole, and computes the one loss from it; so each
 holds the same whole gradient of it too. Inside, ranks hold different parts, the loss is a sum over ranks and
 `comm.functional` applies. The operations here lie on the border, each with its adjoint. There, the inner product of
-a whole tensor is counted once, on any one rank, and that of a divided one is the sum over ranks.
+a whole tensor is counted once, on any one rank, and that of a divided one is the sum over ranks. On one rank, x itself
+is both: a view of it could not be changed in place.
 
 Source: f and g of Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
@@ -18,22 +19,22 @@ from hpctrain.comm.functional import _Op
 
 def enter(x: torch.Tensor, axis) -> torch.Tensor:
     """A whole tensor for every rank to work on its part with. Adjoint: the sum of what the ranks made of it."""
-    return _Op.apply(x, _same, _sum, axis)
+    return x if axis.size == 1 else _Op.apply(x, _same, _sum, axis)
 
 
 def leave(x: torch.Tensor, axis) -> torch.Tensor:
     """The whole tensor, from summands on every rank. Adjoint: the gradient itself."""
-    return _Op.apply(x, _sum, _same, axis)
+    return x if axis.size == 1 else _Op.apply(x, _sum, _same, axis)
 
 
 def take(x: torch.Tensor, axis, counts: tuple[int, ...], dim: int) -> torch.Tensor:
     """This rank's part of a whole tensor along `dim`; rank r takes counts[r]. Adjoint: `gather`."""
-    return _Op.apply(x, _part, _whole, axis, counts, dim)
+    return x if axis.size == 1 else _Op.apply(x, _part, _whole, axis, counts, dim)
 
 
 def gather(x: torch.Tensor, axis, counts: tuple[int, ...], dim: int) -> torch.Tensor:
     """The whole tensor, from every rank's part along `dim`. Adjoint: `take`."""
-    return _Op.apply(x, _whole, _part, axis, counts, dim)
+    return x if axis.size == 1 else _Op.apply(x, _whole, _part, axis, counts, dim)
 
 
 def _same(x, axis):
@@ -49,8 +50,6 @@ def _part(x, axis, counts, dim):
 
 
 def _whole(x, axis, counts, dim):
-    if axis.size == 1:
-        return x.view_as(x)
     shapes = [(*x.shape[:dim], count, *x.shape[dim:][1:]) for count in counts]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = comm.all_gather(x.reshape(-1), axis, sizes)
