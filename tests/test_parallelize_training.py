@@ -100,6 +100,36 @@ def test_three_steps(world, optimizer, way):
         assert all(torch.equal(copies[0], other) for other in copies)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_batch_norm_in_autocast(world, dtype):
+    """Statistics of all replicas, in float32, as torch takes them; the result in the dtype of what came in."""
+    grid = ht.Grid(**GRIDS[world.size][-1])
+    torch.manual_seed(0)
+    serial = nn.Sequential(nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4))
+    model = ht.parallelize(copy.deepcopy(serial), grid)
+    images = numbers(BATCH, 1, 3, 3).float()
+    mine = split(BATCH, grid.data.size, grid.data.rank)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        expected, got = serial(images), model(images[mine])
+    assert got.dtype == expected.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(got, expected[mine], rtol=4 * eps, atol=4 * eps)
+    for name, buffer in serial.named_buffers():
+        torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=1e-5, atol=1e-5)
+    got.float().square().sum().backward()
+    assert model[1].weight.grad.isfinite().all()
+
+
+def test_batch_norm_of_one_number_a_channel(world):
+    """Refused on all ranks, as by torch: the variance would be NaN."""
+    grid = ht.Grid(data=world.size)
+    torch.manual_seed(0)
+    model = ht.parallelize(nn.BatchNorm1d(3), grid)
+    with pytest.raises(ValueError, match="more than (one number a|1 value per) channel"):
+        model(torch.ones(int(world.rank == 0), 3))
+    assert torch.equal(model.running_var, torch.ones(3))
+
+
 def test_accumulation(world):
     """Several batches of a step are summed, with one sum over replicas."""
     grid = ht.Grid(**GRIDS[world.size][-1])

@@ -47,21 +47,30 @@ class GatheredBatchNorm(Gathered):
         )
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-        count = comm.all_reduce(x.new_tensor([x.numel() // x.shape[1]]), self.data)
-        mean = functional.all_reduce(x.sum(dims), self.data) / count
-        deviation = x - mean.view(shape)
+        # in float64 and in host memory: exact, and no GPU is waited for
+        count = int(comm.all_reduce(torch.tensor([x.numel() // x.shape[1]], dtype=torch.float64), self.data))
+        if count < 2:
+            raise ValueError(
+                f"{type(self).__name__.removeprefix('Split')} needs more than one number a channel in training, got"
+                f" {count} in the batches of all replicas; give them more samples, or call eval()"
+            )
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = functional.all_reduce(wide.sum(dims), self.data) / count
+        deviation = wide - mean.view(shape)
         variance = functional.all_reduce(deviation.square().sum(dims), self.data) / count
         self._remember(mean.detach(), variance.detach() * count / (count - 1))
         y = deviation * (variance + self.eps).rsqrt().view(shape)
-        return y if weight is None else torch.addcmul(bias.view(shape), y, weight.view(shape))
+        if weight is not None:
+            y = torch.addcmul(bias.to(y.dtype).view(shape), y, weight.to(y.dtype).view(shape))
+        return y.to(x.dtype)
 
     def _remember(self, mean, variance):
         if self.running_mean is None:
             return
         self.num_batches_tracked.add_(1)
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean, share)
-        self.running_var.lerp_(variance, share)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
 
 def split_norm(plan, module) -> None:
