@@ -52,6 +52,21 @@ def test_all_rows_ignored(world):
         assert not gradient.any()
 
 
+def test_words_that_are_masked_out(world):
+    """With logits of -inf, all that a rank holds: no weight, no gradient."""
+    logits, targets = whole((ROWS, 8), "logits", False), torch.arange(ROWS) % 2 + 4
+    logits[:, :4] = -math.inf
+    logits[::3, 6:] = -math.inf
+    logits.requires_grad_()
+    expected = F.cross_entropy(logits, targets, reduction="sum")
+    expected.backward()
+    for grid in tensor_grids(world):
+        layout = Layout(grid, SEQUENCES, LENGTH)
+        loss, gradient = shares(layout, CrossEntropy(grid, 8), logits, targets, 1.0)
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        torch.testing.assert_close(gradient, layout.inner(logits.grad), rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("wrong", [13, -1, 10**9])
 def test_a_target_outside_the_vocabulary_is_not_trained_on_in_silence(world, wrong):
     targets = torch.arange(ROWS) % 13

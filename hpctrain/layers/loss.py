@@ -64,7 +64,11 @@ class _CrossEntropy(torch.autograd.Function):
         partial = logits.new_zeros(2, rows)
         softmax = logits.softmax(1)
         if held:
-            partial[0] = logits.amax(1) - softmax.amax(1).log_()
+            highest = logits.amax(1)
+            partial[0] = highest - softmax.amax(1).log_()
+            masked = (highest == -math.inf).nonzero().squeeze(1)  # these have no weight here; torch's softmax is NaN
+            partial[0, masked] = -math.inf
+            softmax[masked] = 0
         else:
             partial[0] = -math.inf
         partial[1, found] = logits[place] * sharp
