@@ -185,9 +185,11 @@ def test_refusals(world):
     grid = Grid(pipeline=world.size)
     last = world.size - 1
 
+    def made(edge):
+        return list_schedule(StageGraph(2, [edge]), {(0, 0): 0, (0, 1): last}, 1)
+
     def network(edge, functions, **options):
-        made = list_schedule(StageGraph(2, [edge]), {(0, 0): 0, (0, 1): last}, 1)
-        return Network(grid, made, functions, **options)
+        return Network(grid, made(edge), functions, **options)
 
     ready, module = Edge(0, 1, (4, 2)), nn.Linear(2, 2)
     with pytest.raises(ValueError, match="one function for each of 2 stages, got 1"):
@@ -204,6 +206,20 @@ def test_refusals(world):
     else:
         with pytest.raises(ValueError, match=f"weight of stage 0 is of plain torch, and {world.size} tensor ranks"):
             Network(Grid(tensor=world.size), schedule("1f1b", 1, 1), [lambda: module])
+    with pytest.raises(ValueError, match="has a Dropout of torch, whose masks depend on the grid; set p=0"):
+        network(ready, [lambda: nn.Dropout(0.1), nn.Identity])
+    if world.size > 1:
+        alone = schedule("1f1b", 1, 1)
+        with pytest.raises(ValueError, match=f"has a BatchNorm1d .* would be those of one of {world.size} replicas"):
+            Network(Grid(data=world.size), alone, [lambda: nn.BatchNorm1d(2)])
+    one = network(ready, [lambda: nn.Linear(2, 2), nn.MSELoss])
+    trainer = Trainer(one, grid, torch.optim.SGD([{"params": list(one.parameters())}], 0.1), made(ready))
+    pair = torch.ones(4, 2), torch.ones(4, 2)
+    for number in (0, 2):
+        with pytest.raises(ValueError, match=f"is made for 1 microbatches on each replica, got {number}"):
+            trainer.step([pair] * number)
+        with pytest.raises(ValueError, match=f"is made for 1 microbatches on each replica, got {number}"):
+            trainer.evaluate([[pair] * number])
     if grid.rank == 0:
         batch = torch.ones(3, 2), None
         with pytest.raises(ValueError, match=r"stage 0 gave \(3, 5\) of torch.float32 for .* where \(3, 2\)"):

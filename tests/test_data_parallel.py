@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from hpctrain import Grid, Key, comm
 from hpctrain.algorithms import ALL_REDUCE
@@ -228,3 +229,24 @@ def test_gradients_are_written_in_place(world):
         layer.weight.register_hook(lambda grad, layer=layer: where.__setitem__(layer, grad.data_ptr()))
     step(layers, grid, replicas)
     assert where == {layer: layer.weight.place.view.data_ptr() for layer in layers}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_gradient_that_comes_twice(world, reentrant):
+    """As by nested backwards of a module that is used again: its sum may be under way, so that is refused."""
+    grid = Grid(data=world.size)
+    grid.data.one_node = False
+    weight = torch.nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
+    weight.shard = Shard((3,), (slice(0, 3),))
+    replicas = DataParallel([weight], grid)
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    replicas.overlap()
+    for _ in range(2):
+        x = torch.utils.checkpoint.checkpoint(lambda x: x * weight, x, use_reentrant=reentrant)
+    if reentrant:
+        with pytest.raises(RuntimeError, match=r"of shape \(3,\) came twice .* use use_reentrant=False"):
+            x.sum().backward()
+    else:
+        x.sum().backward()
+    replicas.finish()
+    assert reentrant or weight.grad.tolist() == [world.size] * 3

@@ -60,9 +60,14 @@ def test_another_model_is_refused(world, tmp_path):
         load_gpt2(model, tmp_path)
     save_theirs(UNEVEN, tmp_path)
     told = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**told, "activation_function": "relu"}))
-    with pytest.raises(ValueError, match="activation_function = relu, not gelu_new"):
-        load_gpt2(model, tmp_path)
+    for key, value, ours in (
+        ("activation_function", "relu", "gelu_new"),
+        ("scale_attn_weights", False, True),
+        ("scale_attn_by_inverse_layer_idx", True, False),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**told, key: value}))
+        with pytest.raises(ValueError, match=f"{key} = {value}, not {ours}$"):
+            load_gpt2(model, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(told))
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])

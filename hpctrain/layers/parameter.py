@@ -26,9 +26,9 @@ class GradientPlace:
     The first product of a step may be written there directly, so that nothing need be copied, unless the gradients are
     kept in another precision than that of the products (`direct` is False).
 
-    A layer may put off the sum over ranks of a gradient until `last`, the last backward of a step. Until then the rank
-    keeps its summand for all of their parts: where z ranks hold a weight, z times the memory of the gradient, kept from
-    step to step.
+    A layer may put off the sum over ranks of a gradient until `last`, the last backward of a step; None once the
+    gradient of that one has come. Until then the rank keeps its summand for all of their parts: where z ranks hold a
+    weight, z times the memory of the gradient, kept from step to step.
     """
 
     __slots__ = ("direct", "free", "last", "view", "_over", "_pending", "_whole")

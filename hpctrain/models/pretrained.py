@@ -41,9 +41,10 @@ def check_config(shape: GPT2Shape, folder: Path) -> None:
         told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"model.init = {folder} holds no readable config.json: {error}") from error
-    wanted = {key: value for key, value in gpt2_config(shape, None).items() if key not in _FREE}
     # what Hugging Face leaves out of the file has the value of the first GPT-2
-    usual = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    scales = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    usual = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, **scales}
+    wanted = {key: value for key, value in gpt2_config(shape, None).items() if key not in _FREE} | scales
     wrong = [f"{k} = {got}, not {v}" for k, v in wanted.items() if (got := told.get(k, usual.get(k))) != v]
     if wrong:
         raise ValueError(f"model.init = {folder} is another model than the section [model] says: {'; '.join(wrong)}")

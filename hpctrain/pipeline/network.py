@@ -50,8 +50,8 @@ class Network(torch.nn.Module):
 
     Raises:
         ValueError: on every rank, for a schedule with token slices or versions of weights, and when stages are missing,
-            an edge has no shape or is not of floating point numbers, two stages share a parameter, or a stage of plain
-            torch meets a tensor axis.
+            an edge has no shape or is not of floating point numbers, two stages share a parameter, a stage of plain
+            torch meets a tensor axis, or one has torch's dropout or, with replicas, batch norm.
     """
 
     def __init__(
@@ -84,7 +84,23 @@ class Network(torch.nn.Module):
                 torch.manual_seed(int((key / stage).words(0, 1)[0]) >> 1)
                 self.stage[str(stage)] = stages[stage]().to(device)
         with comm.together(grid.comm):
+            self._check_modules(grid.data.size)
             self._describe(grid.tensor.size, ranks)
+
+    def _check_modules(self, replicas: int) -> None:
+        """Refuse what would give another network on another grid."""
+        for stage in self.stages:
+            for module in self.stage[str(stage)].modules():
+                if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p:
+                    raise ValueError(
+                        f"stage {stage} has a {type(module).__name__} of torch, whose masks depend on the grid; set "
+                        "p=0, or draw masks in the stage by hpctrain.Key, as hpctrain.layers.Dropout does"
+                    )
+                if replicas > 1 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                    raise ValueError(
+                        f"stage {stage} has a {type(module).__name__} of torch, whose statistics would be those of one "
+                        f"of {replicas} replicas; use hpctrain.layers.BatchNorm2d, another norm, or grid.data=1"
+                    )
 
     def _describe(self, tensor: int, ranks: dict[int, set[int]]) -> None:
         """Give every parameter its shard."""
@@ -105,8 +121,8 @@ class Network(torch.nn.Module):
                 parameter.shard = dataclasses.replace(shard, holders=holders)
 
     def parameters_of(self, stage: int) -> Iterator[torch.nn.Parameter]:
-        """Those of one stage of this rank that are trained."""
-        return (p for p in self.stage[str(stage)].parameters() if p.requires_grad)
+        """Those of one stage of this rank."""
+        return self.stage[str(stage)].parameters()
 
     def room(self, edge: int, microbatch) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Shape, dtype and device of a microbatch's message along an edge, given by its number."""

@@ -35,8 +35,10 @@ def make(options, model, grid, optimizer, precision: Precision = AS_GIVEN) -> Me
         ValueError: on every rank, when it does not work on this grid, or in this precision.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    mixed = len({parameters[0].dtype, precision.compute, precision.reduce, precision.wire} - {None}) > 1
-    mixed = mixed or parameters[0].dtype == torch.float16  # whose loss is scaled
+    found = grid.comm.allgather(parameters[0].dtype if parameters else None)  # a rank may have no weights
+    dtype = next(filter(None, found), None)
+    mixed = len({dtype, precision.compute, precision.reduce, precision.wire} - {None}) > 1
+    mixed = mixed or dtype == torch.float16  # whose loss is scaled
     if mixed and options.method in ("parameter_server", "local_sgd"):
         raise ValueError(
             f"replicas.method={options.method} has weights and gradients in one precision, got {precision}; use "

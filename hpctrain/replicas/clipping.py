@@ -27,8 +27,9 @@ def square(tensors: list[torch.Tensor]) -> torch.Tensor:
 def clip(parameters, norm: float, limit: float) -> None:
     """Scale all gradients so that their norm is at most `limit`, as torch.nn.utils.clip_grad_norm_ does."""
     factor = clipping_factor(norm, limit)
-    if factor < 1:
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients and factor < 1:
+        torch._foreach_mul_(gradients, factor)
 
 
 def clipping_factor(norm: float, limit: float) -> float:

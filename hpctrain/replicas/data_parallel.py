@@ -10,7 +10,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.layers.parameter import GradientPlace
-from hpctrain.replicas.method import Method
+from hpctrain.replicas.method import Method, on_arrival
 
 BUCKET_BYTES = 4 << 20
 HOLDERS_TAG = 32766  # above those of the pipeline's messages
@@ -42,7 +42,7 @@ class DataParallel(Method):
         self._launched = 0
         self._unused: set[torch.nn.Parameter] = set()  # in the last step
         for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            on_arrival(parameter, self._arrived)
 
     def _bucket(self, parameters, plane) -> Bucket:
         return Bucket(parameters, plane, self.grid.data)
@@ -53,6 +53,13 @@ class DataParallel(Method):
         for parameter in self.parameters:
             parameter.grad = None
             parameter.place.clear()
+        self._begin()  # anew, where the last backward failed on its way
+
+    def _begin(self) -> None:
+        for bucket in self.buckets:
+            bucket.work.wait()
+            bucket.work, bucket.missing = comm.done(), len(bucket.parameters)
+        self._launched = 0
 
     def overlap(self, parameters=None) -> None:
         """The next backward completes these gradients, by default all: start each bucket as soon as it is full."""
@@ -71,21 +78,24 @@ class DataParallel(Method):
                 parameter.grad = parameter.place.view.zero_()
         for bucket in self.buckets[self._launched :]:
             bucket.launch()
-        for bucket in self.buckets:
-            bucket.work.wait()
-            bucket.missing = len(bucket.parameters)
-        self._launched = 0
+        self._begin()
         for bucket in self.buckets:
             bucket.sum_over_holders(self.grid.pipeline)
 
     def _arrived(self, parameter) -> None:
-        place = parameter.place.view
+        place, last = parameter.place.view, parameter.place.last
+        if last is None:  # its sum may be under way
+            raise RuntimeError(
+                f"a gradient of shape {tuple(parameter.shape)} came twice in the last backward of a step, as by "
+                "torch.utils.checkpoint(use_reentrant=True) of a module that is used twice; use use_reentrant=False"
+            )
         if parameter.grad is None:
             return  # put off, so that this is not the last backward
         if parameter.grad.data_ptr() != place.data_ptr():
             parameter.grad = place.copy_(parameter.grad)
-        if not parameter.place.last:
+        if not last:
             return
+        parameter.place.last = None
         self._settle(parameter)
         self._bucket_of[parameter].missing -= 1
         # In order, whatever the order of arrival: the other replicas must start the same sums in the same order.
@@ -110,6 +120,7 @@ class PartialBucket:
         sizes = [p.numel() for p in parameters]
         self.flat = self._room(sum(sizes))
         for parameter, part in zip(parameters, self.flat.split(sizes)):
+            parameter.data = parameter.data.contiguous()  # fused optimizers take gradients to lie as their weights do
             parameter.place = GradientPlace(part.view_as(parameter), part.dtype == parameter.dtype)
         self.missing = len(parameters)
         self.work = comm.done()
@@ -164,7 +175,8 @@ def summed_over(parameter, grid):
 
 
 def grouped(parameters, grid, limit):
-    """Groups of parameters with the same dtype, replication and holders, in the order in which they are closed: when
+    """Groups of parameters with the same dtype, replication (ranks that hold the same must cut it at the same elements)
+    and holders, in the order in which they are closed: when
     they reach `limit` bytes.
 
     The bytes are an even share of the whole parameter's over the tensor axis, not those of this rank: its ranks must
@@ -173,7 +185,8 @@ def grouped(parameters, grid, limit):
     open_groups: dict[tuple, list] = {}
     filled: Counter = Counter()
     for parameter in parameters:
-        key = parameter.dtype, summed_over(parameter, grid), parameter.shard.holders
+        replicated = tuple(axis for axis in parameter.shard.replicated if grid.shape[axis] > 1)
+        key = parameter.dtype, replicated, summed_over(parameter, grid), parameter.shard.holders
         open_groups.setdefault(key, []).append(parameter)
         filled[key] += math.prod(parameter.shard.global_shape) * parameter.itemsize // grid.tensor.size
         if filled[key] >= limit:

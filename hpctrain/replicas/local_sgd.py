@@ -48,7 +48,7 @@ class LocalSGD(DataParallel):
 
     def finish(self) -> None:
         super().finish()
-        if self.grid.data.size > 1:
+        if self.grid.data.size > 1 and self.parameters:
             torch._foreach_mul_([p.grad for p in self.parameters], float(self.grid.data.size))
 
     def totals(self, loss: torch.Tensor) -> tuple[float, float]:

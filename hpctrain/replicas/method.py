@@ -12,6 +12,13 @@ from hpctrain.replicas.clipping import clip, local_square
 from hpctrain.state import Described, Entry
 
 
+def on_arrival(parameter: torch.nn.Parameter, hook) -> None:
+    """Call `hook` whenever a gradient has been added to the parameter's, and no longer that of an earlier method."""
+    if (earlier := getattr(parameter, "on_arrival", None)) is not None:
+        earlier.remove()
+    parameter.on_arrival = parameter.register_post_accumulate_grad_hook(hook)
+
+
 class Method:
     """A way to train on the data axis. The trainer calls, in the order of a step:
 

@@ -8,6 +8,7 @@ from hpctrain import comm
 from hpctrain.replicas import state
 from hpctrain.replicas.clipping import clip, square
 from hpctrain.replicas.data_parallel import BUCKET_BYTES, DataParallel, PartialBucket, sum_over_holders
+from hpctrain.replicas.portion import hand_over
 from hpctrain.replicas.state import Piece
 from hpctrain.shard import Shard, split_sizes
 
@@ -40,15 +41,9 @@ class ParameterServer(DataParallel):
         self.servers, self.workers = servers, data.size - servers
         self.serves = data.rank >= self.workers
         super().__init__(parameters, grid, optimizer, bucket_bytes)
+        self.pieces = [piece for bucket in self.buckets for piece in bucket.pieces()] if self.serves else []
         if self.serves:
-            slices = {p: [] for p in self.parameters}
-            for bucket in self.buckets:
-                slices |= bucket.slices()
-            for group in optimizer.param_groups:
-                group["params"] = [piece.held for p in group["params"] for piece in slices[p]]
-            self.pieces = [piece for pieces in slices.values() for piece in pieces]
-        else:
-            self.pieces = []
+            hand_over(optimizer, self.pieces)
         self.slices = [piece.held for piece in self.pieces]
 
     def _bucket(self, parameters, plane):
@@ -108,9 +103,9 @@ class ServedBucket(PartialBucket):
         first = sum(self.counts[:rank])
         return slice(first, first + self.counts[rank])
 
-    def slices(self) -> dict:
-        """This server's pieces of each parameter, held as parameters themselves with a place for their gradients."""
-        pieces, end = {}, 0
+    def pieces(self) -> list[Piece]:
+        """This server's, of the parameters, held as parameters themselves with a place for their gradients."""
+        pieces, end = [], 0
         for parameter in self.parameters:
             start, end = end, end + parameter.numel()
             low, high = max(start, self.place.start), min(end, self.place.stop)
@@ -119,7 +114,7 @@ class ServedBucket(PartialBucket):
                 piece = torch.nn.Parameter(self.own[within])
                 piece.shard = Shard((high - low,), (slice(0, high - low),))
                 piece.grad = self.gradient[within]
-                pieces[parameter] = [Piece(parameter, low - start, high - start, piece)]
+                pieces.append(Piece(parameter, low - start, high - start, piece))
         return pieces
 
 

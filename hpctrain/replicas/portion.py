@@ -70,13 +70,12 @@ class Portion:
             self.weights.copy_(self.master)
 
 
-def hand_over(optimizer: torch.optim.Optimizer, portions: list[Portion]) -> None:
+def hand_over(optimizer: torch.optim.Optimizer, given: list[Piece]) -> None:
     """Replace the parameters in the optimizer's groups, and in its state, by this rank's pieces of them. The groups'
     options stay."""
     pieces: dict[torch.nn.Parameter, list[Piece]] = {}
-    for portion in portions:
-        for piece in portion.pieces:
-            pieces.setdefault(piece.parameter, []).append(piece)
+    for piece in given:
+        pieces.setdefault(piece.parameter, []).append(piece)
     for group in optimizer.param_groups:
         parameters, group["params"] = group["params"], []
         for parameter in parameters:

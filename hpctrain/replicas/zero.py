@@ -62,13 +62,22 @@ class Spread(Method):
     def to_save(self, names):
         pieces = self._pieces() if self.spreads or self.grid.data.rank == 0 else []
         scale = [self.scaling.entry()] if self.scaling and self.grid.rank == 0 else []
-        return state.pieces_to_save(names, pieces, self.optimizer, self.grid, weights=True) + scale
+        trained, frozen = self._divided(names)
+        entries = state.pieces_to_save(trained, pieces, self.optimizer, self.grid, weights=True)
+        return entries + state.parameters_to_save(frozen, self.grid) + scale
 
     def to_load(self, names, saved):
-        entries = state.pieces_to_load(names, self._pieces(), self.optimizer, saved, weights=True)
+        trained, frozen = self._divided(names)
+        entries = state.pieces_to_load(trained, self._pieces(), self.optimizer, saved, weights=True)
+        entries += state.parameters_to_load(frozen, saved)
         if self.scaling and "loss_scale" in saved:
             entries.append(self.scaling.entry())
-        return entries + self._weights_to_load(names)
+        return entries + self._weights_to_load(trained)
+
+    def _divided(self, names):
+        """Names of what is trained, and of what is not, which every replica has whole."""
+        trained = set(self.parameters)
+        return [{p: name for p, name in names.items() if (p in trained) is which} for which in (True, False)]
 
     def _weights_to_load(self, names):
         """What the model computes with: of every rank, and rounded where the masters are in another precision."""
@@ -95,7 +104,7 @@ class Zero1(Spread, DataParallel):
     def __init__(self, parameters, grid, optimizer, bucket_bytes=BUCKET_BYTES, precision=AS_GIVEN):
         self.precision, self.scaling = precision, scaling_of(precision)
         super().__init__(parameters, grid, optimizer, bucket_bytes)
-        hand_over(optimizer, [bucket.portion for bucket in self.buckets])
+        hand_over(optimizer, self._pieces())
 
     def _bucket(self, parameters, plane):
         return Whole(parameters, plane, self.grid.data, self.precision.of(parameters[0].dtype))

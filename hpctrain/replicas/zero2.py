@@ -6,6 +6,7 @@ from collections import Counter
 
 from hpctrain import comm
 from hpctrain.replicas.data_parallel import BUCKET_BYTES, grouped, sum_over_holders, summed_over
+from hpctrain.replicas.method import on_arrival
 from hpctrain.replicas.portion import Portion, hand_over
 from hpctrain.replicas.precision import AS_GIVEN
 from hpctrain.replicas.zero import Spread, scaling_of
@@ -29,12 +30,12 @@ class Zero2(Spread):
             self._bucket(group, summed_over(group[0], grid), precision.of(group[0].dtype))
             for group in self._groups(bucket_bytes)
         ]
-        hand_over(optimizer, [bucket.portion for bucket in self.buckets])
+        hand_over(optimizer, self._pieces())
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._turn = 0  # of the buckets
         self._summing: Range | None = None  # the bucket whose sum is under way
         for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            on_arrival(parameter, self._arrived)
 
     def _groups(self, bucket_bytes):
         return grouped(reversed(self.parameters), self.grid, bucket_bytes)
@@ -44,6 +45,8 @@ class Zero2(Spread):
 
     def clear(self):
         super().clear()
+        self._settle()  # where the last backward failed on its way
+        self._turn = 0
         for bucket in self.buckets:
             bucket.clear()
 

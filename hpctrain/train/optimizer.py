@@ -27,7 +27,7 @@ def make_optimizer(
     check_optimizer(name)
     parameters = list(parameters)
     matrices = [p for p in parameters if len(p.shard.global_shape) > 1]
-    vectors = [p for p in parameters if len(p.shard.global_shape) == 1]
+    vectors = [p for p in parameters if len(p.shard.global_shape) < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     adam = {"betas": (0.9, 0.95)}
     kind, settings = {

@@ -42,6 +42,7 @@ class Trainer:
         self.replicas = replicas or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)
         self.check = check_finite  # called before every update, with loss and norm; raises where it must not be made
         self._named_unused = False
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
         # What parallelize made gives the one loss on every rank of the tensor axis; others give each rank its share.
         self._counts_loss = grid.tensor.rank == 0 or not hasattr(model, "hpctrain_grid")
 
@@ -60,18 +61,29 @@ class Trainer:
                 it is divided by the number of samples or tokens in the batches of all replicas.
 
         Raises:
+            ValueError: when a weight is trained that was frozen when the trainer was made.
             FloatingPointError: on every rank, when either is not finite; nothing is updated.
         """
+        self._check_frozen()
         self.model.train()
         self.replicas.clear()
         losses = []
         for number, batch in enumerate(batches):
-            value = loss(self.model, batch) * self.replicas.loss_scale
+            value = loss(self.model, batch)
+            if self.replicas.loss_scale != 1:  # which float16 could not hold
+                value = value.float() * self.replicas.loss_scale
             if number == len(batches) - 1:
                 self.replicas.overlap()
             value.backward()
             losses.append(value.detach())
         return self._update(losses)
+
+    def _check_frozen(self) -> None:
+        if any(p.requires_grad for p in self._frozen):
+            raise ValueError(
+                "a weight that was frozen when the trainer was made requires its gradient now, which nobody would sum; "
+                "make the trainer, and its optimizer, after freezing and unfreezing"
+            )
 
     def _update(self, losses: list[torch.Tensor]) -> tuple[float, float]:
         """Sum, clip and apply the gradients of this rank's `losses`."""

@@ -81,13 +81,16 @@ class Trainer(step.Trainer):
         """The parameters whose gradients are complete with the last backward of each (replica, stage)."""
         places = self._train.last_backwards
         whole = {stage for _, stage in places}
-        later = {p for stage in self.model.stages if stage not in whole for p in self.model.parameters_of(stage)}
+        later = {p for stage in self.model.stages if stage not in whole for p in self._trained(stage)}
         completed = {}
         for place in reversed(places):
-            mine = [p for p in dict.fromkeys(self.model.parameters_of(place[1])) if p not in later]
+            mine = [p for p in dict.fromkeys(self._trained(place[1])) if p not in later]
             completed[place] = mine
             later.update(mine)  # of two stages that share a parameter, the later one completes it
         return completed
+
+    def _trained(self, stage):
+        return (p for p in self.model.parameters_of(stage) if p.requires_grad)
 
     def step(self, microbatches: list) -> tuple[float, float]:
         """Train on this rank's microbatches; returns the loss before the update and the norm of its gradient.
@@ -96,9 +99,12 @@ class Trainer(step.Trainer):
         one's gradient.
 
         Raises:
+            ValueError: for another number of microbatches than the schedule's.
             FloatingPointError: on every rank, when either is not finite; nothing is updated (but by schedules that
                 update on the way).
         """
+        self._check_number(microbatches)
+        self._check_frozen()
         self.model.train()
         self.replicas.clear()
         if self.schedule.delayed:
@@ -107,6 +113,13 @@ class Trainer(step.Trainer):
         work = self._work(microbatches, self.slices, self.replicas.loss_scale)
         losses = self._train.run(work, self._last_backward)
         return self._update(losses)
+
+    def _check_number(self, microbatches):
+        if len(microbatches) != self.schedule.microbatches:
+            raise ValueError(
+                f"{self.schedule.name} is made for {self.schedule.microbatches} microbatches on each replica, got "
+                f"{len(microbatches)}; some may be empty"
+            )
 
     def _work(self, microbatches, slices=(), scale=1.0):
         if not hasattr(self.model, "work"):
@@ -124,5 +137,6 @@ class Trainer(step.Trainer):
         losses = []
         with torch.no_grad(), self.replicas.whole():
             for microbatches in batches:
+                self._check_number(microbatches)
                 losses += self._evaluate.run(self._work(microbatches))
         return comm.all_reduce(self._share(losses), self.grid.world).item()

@@ -24,7 +24,7 @@ class Versions(Stages):
         self.versions = {0: self._copy()}
 
     def _copy(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
+        return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in self.parameters.items()}
 
     def compute(self, action, x, tokens):
         return functional_call(self.model, self.versions[action.version], (x, tokens, action.stage))
@@ -32,6 +32,8 @@ class Versions(Stages):
     def reduce(self, action):
         self.replicas.clear()
         for name, parameter in self.parameters.items():
+            if not parameter.requires_grad:
+                continue
             for weights in self.versions.values():
                 gradient, weights[name].grad = weights[name].grad, None
                 accumulate(parameter, gradient)
