@@ -55,6 +55,7 @@ class Zero3(Zero2):
                 module.register_forward_hook(layer.output_hook(preceding))
         for p, layer in self._layer_of.items():
             p.layer = layer
+        self.loaded()  # ranks that share the weights wrote all of them, which nobody may do when others have gone on
 
     def _groups(self, bucket_bytes):
         for parameters in reversed(self._parameters_of.values()):
