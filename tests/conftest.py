@@ -7,8 +7,15 @@ would hang, since the other ranks stand in a collective that the failed one neve
 import os
 import sys
 
+import hypothesis
 import pytest
 import torch
+
+# The same examples in every run and on every rank; a soak draws other ones each time (`benchmarks/soak.py`), from a seed
+# that all ranks are given: --hypothesis-seed.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None, max_examples=20)
+hypothesis.settings.register_profile("soak", deadline=None, database=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HPCTRAIN_HYPOTHESIS", "ci"))
 
 RANKS = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
 if int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0):
