@@ -11,8 +11,8 @@ import hypothesis
 import pytest
 import torch
 
-# The same examples in every run and on every rank; a soak draws other ones each time (`benchmarks/soak.py`), from a seed
-# that all ranks are given: --hypothesis-seed.
+# The same examples in every run and on every rank; a soak draws other ones each time, from a seed that all ranks are
+# given: --hypothesis-seed (`benchmarks/soak.py`).
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None, max_examples=20)
 hypothesis.settings.register_profile("soak", deadline=None, database=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HPCTRAIN_HYPOTHESIS", "ci"))
