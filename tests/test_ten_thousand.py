@@ -1,0 +1,21 @@
+"""What 1,000 and 10,000 ranks would cost the busiest of them stays below its limits."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from running import ROOT
+
+PARTS = sorted(path.stem.removeprefix("ten_thousand_") for path in (ROOT / "benchmarks").glob("ten_thousand_*.py"))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_below_the_limits(part):
+    command = [sys.executable, "benchmarks/ten_thousand.py", "--parts", part]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    rows = [json.loads(line) for line in ended.stdout.splitlines()]
+    above = [row for row in rows if row["limit"] is not None and row["value"] > row["limit"]]
+    assert (ended.returncode, above) == (0, []), ended.stderr
+    assert {row["ranks"] for row in rows} == {1_000, 10_000}
+    assert any(row["limit"] is not None for row in rows)
