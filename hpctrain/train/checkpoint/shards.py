@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 import torch
 
+from hpctrain.files import Disk
 from hpctrain.state import Entry
 from hpctrain.train.checkpoint import checks
 from hpctrain.train.checkpoint.manifest import BLOCK, Corrupt, File, Piece, file_name
@@ -61,7 +62,7 @@ def _groups(entries):
 def _write(path: Path, entries: list[Entry]) -> dict[str, list[Piece]]:
     pieces: dict[str, list[Piece]] = {}
     with path.open("xb+", buffering=0) as raw:
-        disk = _Disk(raw)
+        disk = Disk(raw)
         with h5py.File(disk, "w", libver=LIBVER) as file:
             for entry in entries:
                 bounds = tuple((part.start, part.stop) for part in entry.shard.slices)
@@ -83,51 +84,6 @@ def _sync(path: Path) -> int:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size
-
-
-class _Disk:
-    """A file for HDF5, which is never told of an error in writing it: where a file cannot be closed since the disk is
-    full, HDF5 goes on with objects that are gone, and crashes.
-
-    Attributes: `error`, the first one, or None.
-    """
-
-    def __init__(self, raw):
-        self.raw, self.error, self.place, self.end = raw, None, 0, 0
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.end}[whence]
-        return self.place
-
-    def tell(self) -> int:
-        return self.place
-
-    def write(self, data) -> int:
-        data, done = memoryview(data).cast("B"), 0
-        try:
-            while not self.error and done < len(data):
-                done += os.pwrite(self.raw.fileno(), data[done:], self.place + done)
-        except OSError as error:
-            self.error = error
-        self.place += len(data)
-        self.end = max(self.end, self.place)
-        return len(data)
-
-    def read(self, size: int) -> bytes:
-        found = os.pread(self.raw.fileno(), size, self.place)
-        self.place += size
-        return found.ljust(size, b"\0")
-
-    def truncate(self, size: int) -> int:
-        try:
-            self.raw.truncate(size)
-        except OSError as error:
-            self.error = self.error or error
-        self.end = size
-        return size
-
-    def flush(self) -> None:
-        """Nothing is kept back."""
 
 
 class Reader:

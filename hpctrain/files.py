@@ -1,0 +1,99 @@
+"""Files whose errors are heard: whether one is there, that it is on disk, and HDF5 on a disk that may be full."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+
+def status(path: str | os.PathLike) -> os.stat_result | None:
+    """What is at a path, links followed; None where there is nothing.
+
+    Path.exists, is_file and is_dir say no on any error from Python 3.14 on, and a file that is not to be read for the
+    moment would be taken for none.
+
+    Raises:
+        OSError: where it cannot be told.
+    """
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def is_file(path: str | os.PathLike) -> bool:
+    """Whether a regular file is at a path; errors as `status`."""
+    return (found := status(path)) is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_folder(path: str | os.PathLike) -> bool:
+    """Whether a folder is at a path; errors as `status`."""
+    return (found := status(path)) is not None and stat.S_ISDIR(found.st_mode)
+
+
+def read_bounded(path: str | os.PathLike, most: int) -> bytes:
+    """The content of a file of at most `most` bytes; no more than that is read of any.
+
+    Raises:
+        OSError: where it cannot be read.
+        ValueError: for a longer file, naming it.
+    """
+    with open(path, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path} is longer than the {most} bytes that such a file may have")
+    return content
+
+
+def sync(path: str | os.PathLike) -> None:
+    """Have a file's content, or a folder's names, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Disk:
+    """A file for HDF5, which is never told of an error in writing it: where a file cannot be closed since the disk is
+    full, HDF5 goes on with objects that are gone, and crashes. Whoever writes looks at `error` afterwards.
+
+    Attributes: `error`, the first one, or None.
+    """
+
+    def __init__(self, raw):
+        self.raw, self.error, self.place, self.end = raw, None, 0, 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.end}[whence]
+        return self.place
+
+    def tell(self) -> int:
+        return self.place
+
+    def write(self, data) -> int:
+        data, done = memoryview(data).cast("B"), 0
+        try:
+            while not self.error and done < len(data):
+                done += os.pwrite(self.raw.fileno(), data[done:], self.place + done)
+        except OSError as error:
+            self.error = error
+        self.place += len(data)
+        self.end = max(self.end, self.place)
+        return len(data)
+
+    def read(self, size: int) -> bytes:
+        found = os.pread(self.raw.fileno(), size, self.place)
+        self.place += size
+        return found.ljust(size, b"\0")
+
+    def truncate(self, size: int) -> int:
+        try:
+            self.raw.truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+        self.end = size
+        return size
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
