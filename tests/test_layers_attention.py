@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from layer_checks import DOUBLE, KEY, Layout, check, randomise, tensor_grids, whole
 
 from hpctrain import Grid
-from hpctrain.layers import Attention
+from hpctrain.layers import Attention, Tokens
+from hpctrain.layers.past import Past
 
 pytestmark = pytest.mark.mpi
 
@@ -114,6 +115,23 @@ def test_dropout_masks_depend_on_neither_grid_nor_groups(world, kv_heads, causal
         layer = Attention(grid, width, heads, p, key=KEY / "attention", **arguments, **DOUBLE)
         serial = plain(heads, kv_heads, head_width, causal, keep)
         check(layout, layer, serial, whole((SEQUENCES * LENGTH, width), "x"), layout.residual, layout.residual)
+
+
+@pytest.mark.parametrize("rotary", [None, 100.0])
+def test_slices_of_tokens_are_the_whole(rotary):
+    """A slice's queries and keys turn by their positions in the whole sequence."""
+    from mpi4py import MPI
+
+    grid = Grid(comm=MPI.COMM_SELF)
+    layer = Attention(grid, 12, 3, rotary=rotary, key=KEY, **DOUBLE)
+    x = whole((SEQUENCES * LENGTH, 12), "x")
+    expected = layer(x, Tokens.of(grid, SEQUENCES, LENGTH)).view(SEQUENCES, LENGTH, 12)
+    past, found = Past(), []
+    for part in (slice(0, 1), slice(1, 4), slice(4, LENGTH)):
+        tokens = Tokens.of(grid, SEQUENCES, LENGTH, part=part, past=past)
+        rows = x.view(SEQUENCES, LENGTH, 12)[:, part].flatten(0, 1)
+        found.append(layer(rows, tokens).view(SEQUENCES, -1, 12))
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_attention_moves_what_its_projections_move(world):
