@@ -44,6 +44,29 @@ def test_the_coldest_text_is_the_likeliest(world):
         assert sample(Grid(data, pipeline, tensor), temperature=1e-9) == greedy()
 
 
+def test_all_of_the_context_is_seen(world):
+    """A window one short would lack a token: with weights this large, the likeliest word then is another one."""
+    from mpi4py import MPI
+
+    grid, prompt = Grid(comm=MPI.COMM_SELF), list(range(SHAPE.context))
+    model = GPT2(grid, SHAPE, key=Key(3), dtype=torch.float64)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(30)
+
+        def likeliest(ids):
+            weights = dict(model.named_parameters())
+            logits = reference.gpt2_logits(weights, torch.tensor([ids]), SHAPE.layers, SHAPE.heads)
+            return int(logits.reshape(-1, SHAPE.vocabulary)[-1, :KNOWN].argmax())
+
+        seen = []
+        for first in range(8):  # the oldest token of the window decides now and then
+            ids = [(first * 5 + token) % KNOWN for token in prompt]
+            assert generate(model, grid, [9, *ids], 1, KNOWN, Key(8), 1e-9) == [likeliest(ids)]
+            seen.append(likeliest(ids) != likeliest(ids[1:]))
+    assert any(seen)
+
+
 def test_warm_text_does_not_depend_on_the_grid(world):
     from mpi4py import MPI
 

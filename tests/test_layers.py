@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from layer_checks import DOUBLE, KEY, Layout, check, gradients_over, tensor_grids, weights_of, whole
 
 from hpctrain import Grid
-from hpctrain.layers import Attention, Dropout, Embedding, Linear, RMSNorm, Tokens
+from hpctrain.layers import Attention, Dropout, Embedding, Linear, RMSNorm, Tokens, algorithm_of
 
 pytestmark = pytest.mark.mpi
 
@@ -34,6 +34,22 @@ def test_linear(world, n_in, n_out, unit, sequences, length):
         with torch.no_grad():
             down.bias.copy_(whole((n_out,), "bias", False)[down.bias.shard.slices])
         check(layout, down, serial, x, layout.inner, layout.residual)
+
+
+def test_a_weight_gathered_ahead_is_gathered_anew_once_it_changes(world):
+    """As an optimizer may step, or a checkpoint be loaded, after the gather was started."""
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 3, 5)
+        algorithm = algorithm_of(grid, "agarwal", overlap=["prefetch"])
+        first = Linear(grid, 7, 6, to="inner", algorithm=algorithm, key=KEY / 1, **DOUBLE)
+        second = Linear(grid, 6, 7, to="residual", algorithm=algorithm, key=KEY / 2, **DOUBLE)
+        x, hidden = whole((15, 7), "x", False), whole((15, 6), "hidden", False)
+        with torch.no_grad():
+            first(layout.residual(x), layout.tokens)  # starts the gather of the second's weight
+            second.weight.mul_(3)
+            y = second(layout.inner(hidden), layout.tokens)
+        weight = weights_of(grid, second)["weight"].detach()
+        torch.testing.assert_close(y, layout.residual(hidden @ weight.T), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

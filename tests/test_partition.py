@@ -69,6 +69,54 @@ def test_formula_is_minimised(seed):
     assert value(linear(problem, math.inf)) == pytest.approx(best, rel=1e-5)  # the solver's tolerance
 
 
+@pytest.mark.parametrize("bandwidth", [30.0, 100.0])
+def test_of_two_stages_a_rank_the_slower_counts_twice(bandwidth):
+    """Dynamic programming does not know which stages meet on a rank: it takes two of the slowest."""
+    for seed in range(10):
+        rng = random.Random(seed)
+        forward = [rng.uniform(0.2, 3) for _ in range(14)]
+        message = [rng.randint(1, 300) for _ in range(14)]
+
+        def value(counts, forward=forward, message=message):
+            """Of 3 microbatches: twice the slowest stage for each but the first, and the messages."""
+            ends = list(itertools.accumulate(counts, initial=0))
+            slowest = max(2 * sum(forward[start:stop]) for start, stop in itertools.pairwise(ends))
+            return 2 * 2 * slowest + sum(2 * message[end - 1] / bandwidth for end in ends[1:-1])
+
+        costs = LayerCosts(forward, forward, [0.0] * 14, message)
+        found = dynamic(Problem(costs, schedule("zb-v", 2, 3), bandwidth=bandwidth))
+        assert min(map(value, found)) == pytest.approx(min(map(value, every(14, 4))), rel=1e-9)
+
+
+def needed(name, ranks, microbatches, **bytes_of_layers):
+    """Bytes that each of as many layers as stages needs in the stage of its number."""
+    made = schedule(name, ranks, microbatches)
+    problem = Problem(LayerCosts([1.0] * made.graph.stages, **bytes_of_layers), made)
+    return [problem.bytes(stage)[stage] for stage in range(made.graph.stages)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "activations"),
+    [
+        ("gpipe", 3, 5, [5, 5, 5]),
+        ("1f1b", 4, 8, [4, 3, 2, 1]),
+        ("1f1b", 4, 2, [2, 2, 2, 1]),
+        ("zb-h1", 2, 4, [2, 2]),
+        ("terapipe", 2, 3, [3, 3]),
+        ("pipedream", 3, 6, [3, 2, 1]),
+    ],
+)
+def test_microbatches_that_a_stage_holds(name, ranks, microbatches, activations):
+    assert needed(name, ranks, microbatches, activation=1) == pytest.approx(activations, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "versions"), [("1f1b", [1, 1, 1]), ("pipedream", [3, 2, 1]), ("pipedream-2bw", [2, 2, 2])]
+)
+def test_versions_of_weights_that_a_stage_holds(name, versions):
+    assert needed(name, 3, 9, weights=1, activation=0) == versions
+
+
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
 def test_simulated_time_is_within_two_percent_of_the_best(name):
     for seed in range(30):

@@ -80,6 +80,23 @@ def test_flops_are_those_that_torch_counts():
     assert work.flops(config) == counter.get_total_flops()
 
 
+def test_the_bound_is_that_of_each_product_forward_and_backward():
+    """By Al Daas et al. (2022), theorem 6.1: on a cube of ranks a product of a × b × c needs at least
+    3 (abc/P)^(2/3) - (ab + ac + bc)/P elements, and its two gradients are products of the same sizes."""
+    sizes = ["model.width=64", "model.heads=4", "model.layers=3", "model.context=32", "model.vocabulary=64"]
+    box = ["grid.tensor=[2, 2, 2]", "train.batch=2", "train.microbatches=1", "precision.compute=fp64"]
+    config = load_config(overrides=[*BASE, *sizes, *box])
+    rows, width, ranks = 2 * 32, 64, 8
+
+    def least(n):
+        a, b, c = rows, width, n
+        return 3 * (a * b * c / ranks) ** (2 / 3) - (a * b + a * c + b * c) / ranks
+
+    elements = 3 * (least(192) + least(64) + least(256) + least(256)) + least(64)
+    # what arrives forward is kept, so that backward moves the gradients of input, weight and output only
+    assert work.bound(config, 0)["tensor"] == pytest.approx(8 * 2 * elements, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("ranks", "vary", "overrides", "message"),
     [
