@@ -11,15 +11,21 @@ import hypothesis
 import pytest
 import torch
 
-# The same examples in every run and on every rank; a soak draws other ones each time, from a seed that all ranks are
-# given: --hypothesis-seed (`benchmarks/soak.py`).
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None, max_examples=20)
-hypothesis.settings.register_profile("soak", deadline=None, database=None, max_examples=2000)
-hypothesis.settings.load_profile(os.environ.get("HPCTRAIN_HYPOTHESIS", "ci"))
-
 RANKS = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
 if int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0):
     sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all; failures go to stderr
+
+# The same examples in every run and on every rank; a soak draws other ones each time, from a seed that all ranks are
+# given: --hypothesis-seed (`benchmarks/soak.py`).
+# Ranks do not look for smaller examples, which a rank that fails alone would try alone.
+PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if RANKS == 1 else [])]
+SLOW = [hypothesis.HealthCheck.too_slow]  # others may have the machine
+COMMON = {
+    "deadline": None, "database": None, "phases": PHASES, "report_multiple_bugs": False, "suppress_health_check": SLOW,
+}  # fmt: skip
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=20, **COMMON)
+hypothesis.settings.register_profile("soak", max_examples=200, **COMMON)
+hypothesis.settings.load_profile(os.environ.get("HPCTRAIN_HYPOTHESIS", "ci"))
 
 
 def pytest_configure(config):

@@ -1,7 +1,11 @@
 """Every algorithm on every grid that is legal for it, in shared memory and by messages, against the serial product."""
 
+import functools
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from matmul_checks import ALGORITHMS, WAYS, close, grids, legal, products, whole
 
 from hpctrain import Grid, matmul
@@ -34,6 +38,27 @@ def test_product_and_gradients(world, way):
             close(a.grad, (G @ B.T)[mm.slices("a", m, k)])
             close(b.grad, (A.T @ G)[mm.slices("b", k, n)])
             close(mm.gather_c(c.detach()), A @ B)
+
+
+@functools.cache  # a grid makes a dozen communicators
+def every_product(way):
+    from mpi4py import MPI
+
+    return list(products(MPI.COMM_WORLD, way))
+
+
+@given(st.tuples(*[st.integers(0, 40)] * 3), st.sampled_from(sorted(WAYS)))
+def test_any_sizes(sizes, way):
+    """On every rank the same examples: they follow from the name of the test, or from --hypothesis-seed."""
+    m, k, n = sizes
+    A, B, G = whole(m, k, seed=1), whole(k, n, seed=2), whole(m, n, seed=3)
+    for _, mm in every_product(way):
+        a, b = mm.scatter_a(A).requires_grad_(), mm.scatter_b(B).requires_grad_()
+        c = mm(a, b)
+        c.backward(G[mm.slices("c", m, n)])
+        close(mm.gather_c(c.detach()), A @ B)
+        close(a.grad, (G @ B.T)[mm.slices("a", m, k)])
+        close(b.grad, (A.T @ G)[mm.slices("b", k, n)])
 
 
 @pytest.mark.parametrize("way", ["shared memory", "messages"])

@@ -5,6 +5,8 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpctrain.pipeline import Costs, Edge, LayerCosts, Schedule, StageGraph, partition, schedule, score
 from hpctrain.pipeline.partitioners.dynamic import dynamic
@@ -67,6 +69,23 @@ def test_formula_is_minimised(seed):
     best = min(map(value, every(len(costs), stages)))
     assert min(map(value, dynamic(problem))) == pytest.approx(best, rel=1e-9)
     assert value(linear(problem, math.inf)) == pytest.approx(best, rel=1e-5)  # the solver's tolerance
+
+
+POSITIVE = st.floats(0.01, 100)
+LAYERS = st.lists(st.tuples(POSITIVE, POSITIVE, POSITIVE, st.integers(0, 1000)), min_size=4, max_size=9)
+
+
+@given(LAYERS, st.integers(2, 4), st.integers(1, 12), st.sampled_from([math.inf, 3000.0, 20.0]))
+def test_formula_is_minimised_for_any_chain(layers, stages, microbatches, bandwidth):
+    costs = LayerCosts(*zip(*layers))
+    problem = Problem(costs, schedule("1f1b", stages, microbatches), bandwidth=bandwidth)
+
+    def value(counts):
+        return formula(costs, counts, microbatches, bandwidth)
+
+    best = min(map(value, every(len(costs), stages)))
+    assert min(map(value, dynamic(problem))) == pytest.approx(best, rel=1e-9)
+    assert value(linear(problem, math.inf)) == pytest.approx(best, rel=1e-5)
 
 
 @pytest.mark.parametrize("bandwidth", [30.0, 100.0])

@@ -4,8 +4,10 @@ import json
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hpctrain.pipeline import Action, Costs, Edge, Lowered, StageGraph, list_schedule, one_f_one_b, schedule
+from hpctrain.pipeline import NAMES, Action, Costs, Edge, Lowered, StageGraph, list_schedule, one_f_one_b, schedule
 
 
 def random_case(seed):
@@ -124,6 +126,32 @@ def test_another_program_replays_two_directions(name):
     for ranks, microbatches in ((2, 3), (4, 1), (4, 9), (6, 24)):
         lowered = schedule(name, ranks, microbatches).lower(Costs(1, 0.5, 2, latency=0.25))
         assert not blocks(json.loads(lowered.to_json()))
+
+
+TIMES = st.one_of(st.just(0), st.floats(0.01, 10))
+CATALOGUE = st.tuples(
+    st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 9), st.integers(1, 3), st.integers(1, 3)
+)
+
+
+@given(CATALOGUE, st.tuples(*[st.lists(TIMES, min_size=1, max_size=5)] * 3), st.sampled_from([0, 0.3, 5]))
+def test_any_schedule_with_any_costs(case, times, latency):
+    """Costs order the messages; whatever they are, the programs pass, and no rank computes in less than its work."""
+    name, ranks, microbatches, chunks, slices = case
+    ranks += ranks % 2 if name in ("chimera", "dualpipe") else 0
+    options = {"interleaved": {"chunks": chunks}, "terapipe": {"slices": slices}}.get(name, {})
+    made = schedule(name, ranks, microbatches, **options)
+    tables = [[table[stage % len(table)] for stage in range(made.graph.stages)] for table in times]
+    costs = Costs(*tables, latency=latency)
+    assert not blocks(json.loads(made.lower(costs).to_json()))
+    result, work = made.simulate(costs), [0.0] * ranks
+    for (_, stage), rank in made.placement.items():
+        work[rank] += sum(table[stage] for table in tables) * microbatches / made.replicas
+    longest = sum(sum(table) for table in tables)  # of one microbatch there and back
+    if microbatches % made.replicas == 0:
+        assert result.busy == pytest.approx(work, rel=1e-9, abs=1e-12)
+    if not slices > 1 or name != "terapipe":
+        assert result.makespan >= max([*result.busy, 0 if made.splits else longest]) * (1 - 1e-9)
 
 
 def test_the_certificate_can_fail():
