@@ -3,8 +3,8 @@
     python benchmarks/soak.py --minutes 60          all of them, without MPI and on 1, 2, 3 and 4 ranks
     python benchmarks/soak.py --seed 17 --ranks 2   one round again
 
-Prints one JSON object a line: `{"benchmark": "soak", "seed", "ranks", "tests", "seconds", "failed"}`; ends with 1 at the
-first failure, after its report.
+Prints one JSON object a line: `{"benchmark": "soak", "seed", "ranks", "tests", "seconds", "failed"}`; ends with 1 at
+the first failure, after its report.
 """
 
 from __future__ import annotations
