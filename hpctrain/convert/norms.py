@@ -6,10 +6,13 @@ To divide it, each rank would have to send the others what it made of its part: 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from hpctrain import comm
 from hpctrain.comm import functional
 from hpctrain.convert.boundary import gather
+from hpctrain.convert.plain import altered
+from hpctrain.convert.plan import Refused
 from hpctrain.shard import split_sizes
 
 
@@ -42,7 +45,7 @@ class GatheredBatchNorm(Gathered):
             return super().forward(x)
         parts = dict(self._parameters)
         weight, bias = (
-            gather(parts[name], self.axis, self.divided[name][1], 0) if name in self.divided else None
+            gather(parts[name], self.axis, self.divided[name][1], 0) if name in self.divided else parts[name]
             for name in ("weight", "bias")
         )
         dims = [dim for dim in range(x.dim()) if dim != 1]
@@ -79,6 +82,31 @@ def split_norm(plan, module) -> None:
 
 def split_batch_norm(plan, module) -> None:
     plan.become(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided=_divide(plan, module))
+
+
+def check_statistics(plan, module) -> None:
+    """Of a norm that `parallelize` does not divide: refuse what would take statistics of one replica's batch."""
+    batch = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    tracked = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+    if plan.data.size == 1 or not (batch or tracked) or _is_batch_norm(module):
+        return
+    remedy = (
+        "use torch's own nn.BatchNorm1d, 2d or 3d, whose statistics are then those of all replicas, with what follows "
+        "it in modules of their own" if batch else "set track_running_stats=False"
+    )  # fmt: skip
+    raise Refused(f"its statistics would be those of one of {plan.data.size} replicas; {remedy}, or data=1")
+
+
+def replicate_batch_norm(plan, module) -> None:
+    """Weights whole on every rank; statistics of all replicas nevertheless."""
+    if _is_batch_norm(module):
+        plan.become(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided={})
+
+
+def _is_batch_norm(module) -> bool:
+    """Whether its forward is torch's, of a subclass too."""
+    own = nn.modules.batchnorm._BatchNorm
+    return isinstance(module, own) and type(module).forward is own.forward and not altered(module)
 
 
 def _divide(plan, module):

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from hpctrain import comm
-from hpctrain.convert import attention, chains, huggingface, norms, products, tables
+from hpctrain.convert import attention, chains, encoder, huggingface, norms, products, tables
 from hpctrain.convert.initial import check_buffers, give_buffers
 from hpctrain.convert.plain import altered
-from hpctrain.convert.plan import Plan
+from hpctrain.convert.plan import Plan, Refused
 from hpctrain.layers.parameter import drawn_key
 
 # What divides a module of exactly this type. The units of Hugging Face go by name, as transformers need not be there.
@@ -90,16 +90,21 @@ def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] =
 
 
 def _decide(model, plan, replicated):
-    refused = []
+    refused, to_replicate = [], False
     for path, module in model.named_modules():
         try:
             check_buffers(module)
+            if _found(_OWNERS, module) is None or module in replicated:
+                norms.check_statistics(plan, module)
             if module in replicated:
                 plan.whole(module)
+                norms.replicate_batch_norm(plan, module)
             elif (unit := _found(_UNITS, module)) and not altered(module) and replicated.isdisjoint(module.modules()):
                 unit(plan, module)
             if isinstance(module, nn.TransformerEncoderLayer):
                 plan.change(module, activation_relu_or_gelu=0)  # keeps torch from its fused kernel, for whole weights
+            if isinstance(module, nn.TransformerEncoder):
+                encoder.pad_encoder(plan, module)
             if module in plan.claimed or not _owns(module):
                 continue
             owner = _found(_OWNERS, module)
@@ -109,13 +114,14 @@ def _decide(model, plan, replicated):
                 raise ValueError(what)
             owner(plan, module)
         except ValueError as error:
+            to_replicate |= not isinstance(error, Refused)
             refused.append(
                 f"{path or 'the model itself'} ({type(module).__name__})" + (f": {error}" if str(error) else "")
             )
     if refused:
         raise ValueError(
-            f"parallelize cannot divide {'; '.join(refused)}. List paths or types in replicate=[...] to leave them"
-            " whole on every rank"
+            f"parallelize cannot divide {'; '.join(refused)}."
+            + " List paths or types in replicate=[...] to leave them whole on every rank" * to_replicate
         )
 
 

@@ -10,6 +10,10 @@ from hpctrain.randomness import Key, fill_slice
 from hpctrain.shard import Shard, split
 
 
+class Refused(ValueError):
+    """A module that cannot stay, divided or whole; says what would do."""
+
+
 class Plan:
     """Collects what to do; `carry_out` does it.
 
