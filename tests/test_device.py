@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +44,13 @@ def test_a_failing_probe_is_an_answer_and_not_a_crash(monkeypatch):
     assert device.probe(torch.device("cuda", 0)) == "exit status 1: MPI says no"
     monkeypatch.setattr(device, "PROBE", "")
     assert device.probe(torch.device("cuda", 0)) is None
+
+
+def test_memory_reaches_mpi_in_one_place():
+    """`buffers.message`, which waits for the stream; windows are memory of MPI's own, the probe a program of its own."""
+    package = Path(comm.__file__).parents[1]
+    addresses = {str(path.relative_to(package)) for path in package.rglob("*.py") if "fromaddress" in path.read_text()}
+    assert addresses == {"comm/buffers.py", "comm/windows.py", "comm/device.py"}
 
 
 @pytest.mark.mpi
@@ -104,3 +112,22 @@ def test_the_same_calls_take_cuda_tensors(world, dtype):
     leaf = here.to(where).requires_grad_()
     functional.all_gather(leaf, line, counts).square().sum().backward()
     assert leaf.grad.is_cuda
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_sums_wait_for_the_stream(world, dtype):
+    """Of 1 MiB each, so that they are exchanged in pieces: each is added before the next one overwrites it."""
+    grid = Grid(tensor=world.size)
+    where = comm.local_device("cuda", world)
+    comm.decide_cuda_aware(grid, where)
+    line = grid.tensor.x
+    rows = (1 << 20) // dtype.itemsize
+    here = (torch.arange(rows * line.size) % 7 + line.rank).to(dtype)
+    expected = (torch.arange(rows * line.size) % 7 * line.size + sum(range(line.size))).to(dtype)
+    for _ in range(20):
+        reduced = comm.reduce_scatter(here.to(where), line)
+        assert torch.equal(reduced.cpu(), expected[rows * line.rank : rows * (line.rank + 1)])
+        assert torch.equal(comm.all_reduce(here.to(where), line).cpu(), expected)

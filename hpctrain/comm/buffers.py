@@ -2,6 +2,11 @@
 
 Passing the address costs 2 µs a call where DLPack costs 15, but then nothing else checks layout, type or lifetime:
 it is done here, once.
+
+MPI knows no streams. All memory of tensors reaches it by `message`, which waits for the work queued on the current
+stream: an addition that is only queued when MPI overwrites its summand gives a wrong sum, and nobody is told. So what
+`message` gives is for the call that it is made for, not for a later one, but for CPU tensors. What MPI has received may
+be used without waiting.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ def _fromaddress():
 def message(tensor: torch.Tensor, start: int = 0, count: int | None = None) -> list:
     """[memory, datatype] for `count` elements, all by default, of a contiguous tensor that MPI can reach.
 
+    On return the work queued on the tensor's current stream is done, so that MPI may read and write it at once.
     Elements are named by their row-major index, since making a view of a tensor costs more than sending a small one.
     """
     datatype = datatypes().get(tensor.dtype)
@@ -56,6 +62,8 @@ def message(tensor: torch.Tensor, start: int = 0, count: int | None = None) -> l
     check_contiguous(tensor)
     if count is None:
         count = tensor.numel()
+    if not tensor.is_cpu:
+        torch.cuda.current_stream(tensor.device).synchronize()
     size = tensor.itemsize
     memory = _fromaddress()(tensor.data_ptr() + start * size, count * size)
     if count <= MAX_COUNT:
@@ -113,13 +121,9 @@ def _names(dtypes) -> str:
 def reachable(tensor: torch.Tensor, direct: bool, copy: bool = True) -> torch.Tensor:
     """Memory that MPI can use in place of `tensor`, which is contiguous: the tensor itself where MPI can reach it.
 
-    A CUDA tensor that MPI cannot be given directly is replaced by pinned host memory, filled when `copy`. Either way
-    the work queued on the current stream is done on return, since MPI knows nothing of streams.
+    A CUDA tensor that MPI cannot be given directly is replaced by pinned host memory, filled on return when `copy`.
     """
-    if tensor.is_cpu:
-        return tensor
-    if direct:
-        torch.cuda.current_stream(tensor.device).synchronize()
+    if tensor.is_cpu or direct:
         return tensor
     host = pinned_like(tensor)
     if copy:
