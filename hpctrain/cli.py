@@ -10,7 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from hpctrain import __version__
+from hpctrain import __version__, cores
 from hpctrain.doctor import command as doctor
 from hpctrain.pipeline.command import add_options as add_schedule_options
 from hpctrain.scale import command as scale
@@ -239,4 +239,4 @@ def limit_threads() -> None:
     """Without OMP_NUM_THREADS, share the node's cores among its ranks; every rank taking all of them is slow."""
     if "OMP_NUM_THREADS" not in os.environ:
         ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
-        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // int(ranks)))
+        os.environ["OMP_NUM_THREADS"] = str(cores.find().share(int(ranks))[0])

@@ -17,8 +17,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def run(options) -> int:
     """Print the findings; returns 1 when training would fail."""
     mpi, facts = findings.mpi()
-    found = [findings.python(), *mpi, *findings.gpu(facts), findings.hdf5(), findings.slurm(), findings.modules()]
-    found.append(findings.site())
+    found = [findings.python(), findings.processor(facts), *mpi, *findings.gpu(facts)]
+    found += [findings.hdf5(), findings.slurm(), findings.modules(), findings.site()]
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from hpctrain import __version__
+from hpctrain import __version__, cores
 
 SECONDS = 90  # for a job of two ranks to start
+SAID = 300  # characters of what a launcher said last
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,33 @@ def mpi() -> tuple[list[Finding], dict]:
         return [Finding("launcher", "error", f"{launcher}: {error}", "set MPIRUN to what starts ranks here")], {}
     told = [json.loads(line[8:]) for line in done.stdout.splitlines() if line.startswith("hpctrain")]
     if done.returncode or not told:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        advice = "launcher and library must be of one make; on a login node that forbids MPI, run this in an allocation"
-        return [Finding("launcher", "error", f"{launcher} ends with status {done.returncode}: {last}", advice)], {}
+        said = " ".join(line.strip() for line in done.stderr.splitlines() if line.strip(" -*"))[-SAID:] or "no message"
+        advice = (
+            f"to see all of it: {shlex.join(command)}; launcher and library must be of one make; "
+            "a login node may forbid MPI: run this in an allocation"
+        )
+        return [Finding("launcher", "error", f"{launcher} ends with status {done.returncode}: {said}", advice)], {}
     facts = told[0]
     if facts["size"] != 2:
         advice = "load one MPI only: mpirun must belong to the library that mpi4py loads"
         return [Finding("launcher", "error", f"{launcher} starts worlds of {facts['size']} rank", advice)], facts
     threads = Finding("threads in MPI", "ok", facts["thread_level"])
     return [Finding("launcher", "ok", f"{launcher} ({named})"), Finding("MPI", "ok", facts["library"]), threads], facts
+
+
+def processor(facts: dict) -> Finding:
+    """The cores of this node, and how the two ranks of a job were bound to them. `facts` is what the ranks reported."""
+    found = cores.find()
+    said = found.describe()
+    if "cores" not in facts:
+        return Finding("cores", "ok", said)
+    threads = facts["threads"] or "1"
+    each = min(facts["cores"])
+    bound = f"; of 2 ranks each may use {each} core{'s' * (each > 1)} and runs {threads} thread{'s' * (threads != '1')}"
+    if int(threads.split(",")[0]) > each:
+        advice = "the launcher binds a rank to fewer cores than it has threads: give it --cpus-per-task, or the like"
+        return Finding("cores", "note", said + bound, advice)
+    return Finding("cores", "ok", said + bound)
 
 
 def gpu(facts: dict) -> list[Finding]:

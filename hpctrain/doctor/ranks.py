@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 
 def main() -> None:
@@ -18,6 +19,8 @@ def main() -> None:
     }  # fmt: skip
     import torch
 
+    from hpctrain import cores
+
     transport = decide_cuda_aware(Grid(data=world.size), local_device("auto", world))
     facts = {
         "size": world.size,
@@ -27,6 +30,8 @@ def main() -> None:
         "transport": transport,
         "cupy": None,
         "nccl": None,
+        "cores": [len(set(named)) for named in world.allgather(cores.identities(os.sched_getaffinity(0)))],
+        "threads": os.environ.get("OMP_NUM_THREADS"),
     }
     try:
         import cupy

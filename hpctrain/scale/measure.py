@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from hpctrain import cores
 from hpctrain.cli import abort, check_launcher, complain
 from hpctrain.comm import together
 from hpctrain.config import load_config
@@ -72,7 +73,7 @@ def measure(job: Job, world, steps: int) -> dict:
         "formula": work.received(job.config, rank) if known else None,
         "bound": work.bound(job.config, rank) if known else None,
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "place": (socket.gethostname(), sorted(os.sched_getaffinity(0))),
+        "place": (socket.gethostname(), cores.identities(os.sched_getaffinity(0)), cores.find().quota),
     }
     everybody = world.allgather(mine)
     seconds = [max(other["taken"][step][0] for other in everybody) for step in range(steps)]
@@ -91,7 +92,7 @@ def measure(job: Job, world, steps: int) -> dict:
         "bytes_formula": most["formula"],
         "bytes_bound": most["bound"],
         "memory": max(other["memory"] for other in everybody),
-        "oversubscribed": oversubscribed([other["place"] for other in everybody]),
+        "oversubscribed": oversubscribed([other["place"] for other in everybody], torch.get_num_threads()),
         "hosts": sorted({other["place"][0] for other in everybody}),
         "mpi": MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 "),
         "threads": torch.get_num_threads(),
@@ -113,15 +114,26 @@ def gemm_rate(world, job: Job, size: int = 1024, seconds: float = 0.3) -> float:
     return world.allreduce(statistics.median(rates))
 
 
-def oversubscribed(places: list[tuple[str, list[int]]]) -> bool:
-    """Whether some host has more ranks than cores that they may run on.
+def oversubscribed(places: list[tuple[str, list, float | None]], threads: int) -> bool:
+    """Whether the threads of some host's ranks outnumber the cores that they may keep busy.
 
-    >>> oversubscribed([("a", [0, 1]), ("a", [0, 1])]), oversubscribed([("a", [0]), ("a", [0]), ("b", [0, 1])])
-    (False, True)
+    Args:
+        places: of each rank, its host, the core of each hardware thread that it may run on, and the CPU quota.
+
+    >>> two_ranks = [("a", ["core 0", "core 1"], None)] * 2
+    >>> [oversubscribed(two_ranks, threads) for threads in (1, 2)]
+    [False, True]
+    >>> oversubscribed([("a", ["core 0"], None)] * 2 + [("b", ["core 0", "core 1"], None)], 1)
+    True
+    >>> oversubscribed([("a", [f"core {n}" for n in range(8)], 3.5)] * 4, 1)
+    True
     """
-    hosts = {host for host, _ in places}
-    cores = {host: set().union(*(cores for other, cores in places if other == host)) for host in hosts}
-    return any(sum(other == host for other, _ in places) > len(cores[host]) for host in hosts)
+    for host in {host for host, _, _ in places}:
+        here = [(named, quota) for other, named, quota in places if other == host]
+        named = set().union(*(named for named, _ in here))
+        if len(here) * threads > cores.Cores([len(named)], 0, here[0][1]).count:
+            return True
+    return False
 
 
 if __name__ == "__main__":
