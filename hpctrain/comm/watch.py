@@ -12,7 +12,42 @@ import traceback
 from collections import deque
 
 REMEMBERED = 12  # operations
-GRACE = 2.0  # seconds for the other ranks' reports before the first one ends the job
+GRACE = 2.0  # seconds after its report for which an operation may still end well; other ranks report meanwhile
+PATIENCE = 10  # times the limit for waiting until other ranks have done work of their own, such as writing files
+REPORTS = 16  # ranks of a job that report in full; the others say one line each
+NAMED = 8  # ranks that a report names at most
+FRAMES = 12  # of the stack in a report
+
+
+class Alarm:
+    """When an operation is reported, and when its rank ends the job.
+
+    An operation's age is the time for which this process ran, told from how late the looks come that are due every
+    `interval` seconds: a job that was stopped and goes on (`scontrol suspend`, Ctrl-Z) has waited for nobody meanwhile.
+    """
+
+    def __init__(self, interval: float, now: float):
+        self._interval, self._looked = interval, now
+        self._seen: tuple | None = None
+        self._stopped, self._reported = 0.0, False
+
+    def look(self, now: float, current: tuple | None) -> str | None:
+        """What to do about the operation under way, (start, limit, ...), the same object until it ends: "report",
+        "abort" or None."""
+        late = now - self._looked - self._interval
+        self._looked = now
+        if current is not self._seen:
+            self._seen, self._stopped, self._reported = current, 0.0, False
+        if current is None:
+            return None
+        start, limit = current[:2]
+        if late > self._interval:
+            self._stopped += min(late, now - start)
+        age = now - start - self._stopped
+        if not self._reported:
+            self._reported = age > limit
+            return "report" if self._reported else None
+        return "abort" if age > limit + GRACE else None
 
 
 class Watch:
@@ -20,7 +55,8 @@ class Watch:
 
     Args:
         grid: of which all communication is watched from now on.
-        limit: seconds that an operation may take.
+        limit: seconds that an operation may take, while this process runs. Where ranks agree on how work of their own
+            went (`comm.agree`, `comm.together`), a slow disk of one of them is waited for `PATIENCE` times as long.
     """
 
     def __init__(self, grid, limit: float):
@@ -32,50 +68,56 @@ class Watch:
         grid.wire.watch = self
         threading.Thread(target=self._look, name="hpctrain watchdog", daemon=True).start()
 
-    def begin(self, axis, name: str, peer: int | None) -> None:
+    def begin(self, axis, name: str, peer: int | None, patience: int = 1) -> None:
         """An operation starts: along an axis, with one rank of it or, for None, with all."""
-        self._current = time.monotonic(), axis, name, peer
+        self._current = time.monotonic(), self.limit * patience, axis, name, peer
 
     def end(self) -> None:
-        start, axis, name, peer = self._current
+        start, _, axis, name, peer = self._current
         self._done.append((time.monotonic() - start, axis.name, name, peer))
         self._current = None
 
     @contextlib.contextmanager
-    def during(self, axis, name: str):
+    def during(self, axis, name: str, patience: int = 1):
         """Around what is no operation on tensors."""
-        self.begin(axis, name, None)
+        self.begin(axis, name, None, patience)
         try:
             yield
         finally:
             self.end()
 
     def _look(self):
+        interval = min(1.0, self.limit / 4)
+        alarm = Alarm(interval, time.monotonic())
         while True:
-            time.sleep(min(1.0, self.limit / 4))
+            time.sleep(interval)
             current = self._current
-            if current and time.monotonic() - current[0] > self.limit:
+            action = alarm.look(time.monotonic(), current)
+            if action == "report":
                 print(self.report(*current), file=sys.stderr, flush=True)
-                time.sleep(GRACE)
-                if self._current is current:
-                    abort(self.grid.comm)
+            elif action == "abort":
+                abort(self.grid.comm)
 
-    def report(self, start: float, axis, name: str, peer: int | None) -> str:
-        """Where this rank is, whom it waits for, what it did before, and its stack."""
-        rank, members = self.grid.rank, self.grid.members(axis.name)
+    def report(self, start: float, limit: float, axis, name: str, peer: int | None) -> str:
+        """Where this rank is and whom it waits for; on some ranks also what it did before, and its stack."""
+        rank, size, members = self.grid.rank, self.grid.size, self.grid.members(axis.name)
         others = [r for r in members if r != rank] if peer is None else [members[peer]]
-        awaited = ", ".join(f"{r} ({self.hosts[r]})" for r in others)
+        awaited = ", ".join(f"{r} ({self.hosts[r]})" for r in others[:NAMED])
+        if len(others) > NAMED:
+            awaited += f" and {len(others) - NAMED} others"
         lines = [
-            f"hpctrain: rank {rank} of {self.grid.size} ({self.hosts[rank]}) is stuck: {name} along {axis.name} has "
-            f"taken {time.monotonic() - start:.0f} s, it waits for rank {awaited}",
-            f"rank {rank}, its last operations:",
+            f"hpctrain: rank {rank} of {size} ({self.hosts[rank]}) is stuck: {name} along {axis.name} has "
+            f"taken {time.monotonic() - start:.0f} s, it waits for rank {awaited}"
         ]
+        if rank % -(-size // REPORTS):
+            return lines[0]
+        lines.append(f"rank {rank}, its last operations:")
         for seconds, along, what, other in self._done:
             with_whom = "" if other is None else f" with rank {self.grid.members(along)[other]}"
             lines.append(f"    {what} along {along}{with_whom}: {seconds * 1e3:.1f} ms")
         lines.append(f"rank {rank}, its stack:")
         frame = sys._current_frames().get(self._main)
-        lines += [line.rstrip() for line in traceback.format_stack(frame)] if frame else []
+        lines += [line.rstrip() for line in traceback.format_stack(frame)[-FRAMES:]] if frame else []
         return "\n".join(lines)
 
 
@@ -86,8 +128,8 @@ class Watched:
         self._watch, self._comm = watch, watch.grid.comm
         self.rank, self.size = self._comm.rank, self._comm.size
 
-    def allgather(self, value):
-        with self._watch.during(self._watch.grid.world, "allgather"):
+    def allgather(self, value, patience: int = 1):
+        with self._watch.during(self._watch.grid.world, "allgather", patience):
             return self._comm.allgather(value)
 
     def gather(self, value):

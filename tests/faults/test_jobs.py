@@ -80,6 +80,28 @@ def test_a_stopped_rank(tiny):
         assert text in ended.output, ended.output
 
 
+def test_a_job_that_was_stopped_goes_on(tiny, run):
+    """SIGSTOP of all ranks for longer than the watchdog's limit, then SIGCONT, as `scontrol suspend` does."""
+    slow = "patch(Trainer, 'step', lambda step: lambda *a: (time.sleep(0.2 * rank), step(*a))[1])"  # rank 0 waits
+    job = tiny(f"""
+import time
+from hpctrain.train.trainer import Trainer
+{slow}
+train('run.name=run', 'comm.watchdog=2', 'run.checkpoint_every=0')
+""")
+    job.wait_for("step  2/12")
+    pids = [job.pid_of_rank(rank) for rank in range(2)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    ended = job.wait()
+    assert ended.status == 0, ended.output
+    assert "is stuck" not in ended.output
+    assert len(metrics(run)) == 12
+
+
 @pytest.mark.parametrize("where", ["write", "load"])
 def test_an_exception_on_one_rank(tiny, where):
     """In the middle of a save, and of the load of a rollback: the job ends with its name, without waiting."""
