@@ -29,6 +29,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json of Hugging Face's `tokenizers`. It must have one of END's tokens to end documents.
 
+    Attributes: `description`, the JSON; `vocabulary`, the largest id and one; `end_of_document`.
+
     Raises:
         ValueError: when the file is no tokenizer or lacks such a token.
     """
@@ -44,8 +46,12 @@ class FileTokenizer:
             self._tokenizer = Tokenizer.from_str(description)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{name} is not a tokenizers JSON file: {error}") from error
+        # a model's tokenizer may be set to cut a text to the model's length, or to fill it up
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.description = description
-        self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # ids may have gaps, so that the largest is not their number
+        self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         ends = [self._tokenizer.token_to_id(token) for token in self.END]
         found = [end for end in ends if end is not None]
         if not found:
@@ -53,14 +59,17 @@ class FileTokenizer:
         self.end_of_document = found[0]
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        try:
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        except Exception as error:  # likewise; of a word that it does not know, among others
+            raise ValueError(f"the tokenizer cannot encode a text that starts with {text[:40]!r}: {error}") from error
 
     def decode(self, ids) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def tokenizer_from_description(description: str):
-    return ByteTokenizer() if description == "bytes" else FileTokenizer(description)
+def tokenizer_from_description(description: str, name: str = "tokenizer"):
+    return ByteTokenizer() if description == "bytes" else FileTokenizer(description, name)
 
 
 def tokenizer_from_option(option: str | os.PathLike):
