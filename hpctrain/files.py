@@ -21,9 +21,10 @@ def status(path: str | os.PathLike) -> os.stat_result | None:
         return None
 
 
-def is_file(path: str | os.PathLike) -> bool:
-    """Whether a regular file is at a path; errors as `status`."""
-    return (found := status(path)) is not None and stat.S_ISREG(found.st_mode)
+def regular(path: str | os.PathLike) -> os.stat_result | None:
+    """What is at a path where it is a regular file, and None where it is not; errors as `status`."""
+    found = status(path)
+    return found if found and stat.S_ISREG(found.st_mode) else None
 
 
 def is_folder(path: str | os.PathLike) -> bool:
@@ -76,7 +77,7 @@ class Disk:
         try:
             while not self.error and done < len(data):
                 done += os.pwrite(self.raw.fileno(), data[done:], self.place + done)
-        except OSError as error:
+        except BaseException as error:  # Ctrl-C among them
             self.error = error
         self.place += len(data)
         self.end = max(self.end, self.place)

@@ -6,14 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import SampleOrder, ShardedTokens, pack
-from hpctrain.data.chunks import AVAILABLE, Chunks
+from hpctrain.data import SampleOrder, ShardedTokens, pack, shards
+from hpctrain.data.chunks import AVAILABLE, Chunks, Scratch
 from hpctrain.data.corpus import read_text, text_files
 from hpctrain.data.tokenizers import FileTokenizer
 from hpctrain.randomness import Key
@@ -133,24 +134,46 @@ def test_a_shard_of_another_packing_is_refused(texts, tmp_path):
         ShardedTokens(tmp_path / "one" / "data.h5").read(0, 1)
 
 
-@pytest.mark.skipif(not AVAILABLE or h5py.get_config().mpi, reason="reads through HDF5")
-def test_shards_may_be_many(texts, tmp_path):
-    """One open file each; too many are not called corruption."""
-    pack([str(texts)], tmp_path / "data.h5", shard_tokens=1)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    open_now = len(os.listdir("/proc/self/fd"))
+@pytest.mark.parametrize("driver", ["chunks", "sec2"])
+def test_shards_may_be_many(texts, tmp_path, monkeypatch, driver):
+    """Few are open at a time, those used last; too few files that a process may open are not called corruption."""
+    monkeypatch.setattr(shards, "OPEN", 3)
+    monkeypatch.setattr(shards, "CHUNKS_AVAILABLE", driver == "chunks")
+    counts = pack([str(texts)], tmp_path / "data.h5", shard_tokens=1)
     data = ShardedTokens(tmp_path / "data.h5")
-    for spare, message in [(data.tokens + 8, None), (8, "cannot be read: .*[Tt]oo many open files")]:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + spare, limits[1]))
-            if message:
-                with pytest.raises(ValueError, match=message):
-                    ShardedTokens(tmp_path / "data.h5").read(0, data.tokens)
-            else:
-                data.read(0, data.tokens)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            data.close()
+    assert data.driver == driver or h5py.get_config().mpi
+    true, limits, open_now = expected_tokens(texts), resource.getrlimit(resource.RLIMIT_NOFILE), open_files()
+    for places in (range(counts["tokens"]), [5, 6, 7] * 20, range(counts["tokens"] - 1, -1, -1)):
+        for place in places:
+            data.will_need(place, 1)
+            assert data.read(place, 1).tolist() == [true[place]]
+            assert open_files() <= open_now + 3
+    data.close()
+    assert open_files() == open_now
+    monkeypatch.setattr(shards, "OPEN", 1000)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 8, limits[1]))
+        with pytest.raises(ValueError, match=r"data-.*.h5 cannot be read: .*[Tt]oo many open files"):
+            data.read(0, data.tokens)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        data.close()
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_all_shards_of_a_packing_share_their_memory(texts, tmp_path):
+    """A thousand shards must not take a megabyte each."""
+    counts = pack([str(texts)], tmp_path / "data.h5", shard_tokens=1)
+    data = ShardedTokens(tmp_path / "data.h5")
+    data.read(0, 2)
+    tracemalloc.start()
+    data.read(0, counts["tokens"])
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept < 3000 * (counts["tokens"] - 2)
 
 
 def test_packing_again_replaces_the_old(texts, tmp_path):
@@ -293,22 +316,22 @@ def test_chunks_are_hdf5_s(tmp_path, dtype):
     true[1000:3000], true[4000:6000] = 0, np.iinfo(dtype).max
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=true, chunks=(1000,), fletcher32=True)
-    with h5py.File(tmp_path / "a.h5") as file:
+    scratch = Scratch(1000, np.dtype(dtype))
+    with h5py.File(tmp_path / "a.h5") as file, (tmp_path / "a.h5").open("rb") as raw:
         ranges = [
             (0, 20_000),
             *((start, min(count, 20_000 - start)) for start, count in generator.integers(1, 19_000, (50, 2))),
         ]
         for order in (ranges, reversed(ranges)):
-            chunks = Chunks(tmp_path / "a.h5", file["x"])
+            chunks = Chunks(file["x"], scratch, 2**32)
             for start, count in order:
                 out = np.empty(count, np.int64)
-                chunks.read(start, out)
+                chunks.read(raw.fileno(), start, out)
                 assert np.array_equal(out, true[start : start + count])
-            chunks.will_need(0, 20_000)
-            chunks.close()
+            chunks.will_need(raw.fileno(), 0, 20_000)
         plain = h5py.File(tmp_path / "b.h5", "w").create_dataset("x", data=true, chunks=(1000,), compression=1)
         with pytest.raises(OSError, match="stored with other filters than a checksum"):
-            Chunks(tmp_path / "b.h5", plain)
+            Chunks(plain, scratch, 2**32)
 
 
 @pytest.mark.skipif(not AVAILABLE, reason="this HDF5 does not tell where chunks lie")
@@ -323,16 +346,12 @@ def test_checksums_of_chunks_of_any_size(tmp_path, size, fill):
     with h5py.File(tmp_path / "data.h5", "w") as file:
         dataset = file.create_dataset("tokens", data=numbers, chunks=(size,), fletcher32=True)
         dataset.flush()
-        out = np.empty(len(numbers), np.uint16)
-        reader = Chunks(tmp_path / "data.h5", dataset)
-        reader.read(0, out)
-        assert np.array_equal(out, numbers)
-        place = int(reader._places[3])
-        reader.close()
+        out, scratch = np.empty(len(numbers), np.uint16), Scratch(size, np.dtype("<u2"))
         with (tmp_path / "data.h5").open("r+b") as raw:
-            raw.seek(place + 2 * size)
+            Chunks(dataset, scratch, 2**16).read(raw.fileno(), 0, out)
+            assert np.array_equal(out, numbers)
+            raw.seek(dataset.id.get_chunk_info(3).byte_offset + 2 * size)
             raw.write(b"\1\2\3\4")
-        reader = Chunks(tmp_path / "data.h5", dataset)
-        with pytest.raises(OSError, match="chunk 3 fails its checksum"):
-            reader.read(0, out)
-        reader.close()
+            raw.flush()
+            with pytest.raises(OSError, match="chunk 3 fails its checksum"):
+                Chunks(dataset, scratch, 2**16).read(raw.fileno(), 0, out)

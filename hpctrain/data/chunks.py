@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 
 import h5py
@@ -14,80 +15,102 @@ TOGETHER = 8  # chunks read at once by a long read: 256 KiB, so that all that is
 AVAILABLE = hasattr(h5py.h5d.DatasetID, "chunk_iter")
 
 
+class Scratch:
+    """Memory for reading chunks of `size` numbers of `dtype`; valid until the next read. It is made once, for all
+    files: new pages cost more than what is done with them."""
+
+    def __init__(self, size: int, dtype: np.dtype):
+        self.stored = np.empty((TOGETHER, size * dtype.itemsize + 4), np.uint8)
+        self.sums = _Sums(size * dtype.itemsize // 2)
+
+
 class Chunks:
     """The numbers of a one-dimensional dataset in fixed chunks, of which each has a Fletcher checksum and nothing else
     done to it. A chunk is read whole and checked when it is first asked for; later only the part asked for is read.
+
+    It keeps about a kilobyte for each of the few rows in which the chunks lie, a bit for each chunk, and no open file.
+
+    Args:
+        dataset: of an open file; not needed later.
+        scratch: for chunks of this size and type.
+        below: what all numbers must be below.
 
     Raises:
         OSError: for a dataset that is stored otherwise.
     """
 
-    def __init__(self, path: str | os.PathLike, dataset: h5py.Dataset):
-        (self.size,), self.dtype = dataset.chunks, dataset.dtype
+    def __init__(self, dataset: h5py.Dataset, scratch: Scratch, below: int):
+        (self.size,), self.dtype, self.below = dataset.chunks, dataset.dtype, below
         self._bytes = self.size * self.dtype.itemsize
-        self._places = np.full(-(-len(dataset) // self.size), -1, np.int64)
+        self._scratch = scratch
+        places = np.full(-(-len(dataset) // self.size), -1, np.int64)
 
         def note(chunk):
             if chunk.size == self._bytes + 4 and chunk.filter_mask == 0:
-                self._places[chunk.chunk_offset[0] // self.size] = chunk.byte_offset
+                places[chunk.chunk_offset[0] // self.size] = chunk.byte_offset
 
         dataset.id.chunk_iter(note)
-        if (self._places < 0).any():
+        if (places < 0).any():
             raise OSError("chunks are missing, or stored with other filters than a checksum")
-        self._checked = np.zeros(len(self._places), bool)
-        # room is made once: new pages cost more than what is done with them
-        self._room = np.empty((TOGETHER, self._bytes + 4), np.uint8)
-        self._sums = _Sums(self._bytes // 2)
-        self._file = os.open(path, os.O_RDONLY)
+        # rows of chunks that follow each other in the file: number and place of the first
+        self._firsts = [0, *(1 + np.flatnonzero(np.diff(places) != self._bytes + 4)).tolist()]
+        self._places = places[self._firsts].tolist()
+        self._firsts.append(len(places))
+        self._checked = 0  # one bit a chunk
 
-    def read(self, start: int, out: np.ndarray) -> None:
-        """Fill `out` with the numbers from `start` on.
+    def read(self, file: int, start: int, out: np.ndarray) -> None:
+        """Fill `out` with the numbers from `start` on; `file` is a descriptor of the dataset's file.
 
         Raises:
-            OSError: when a chunk fails its checksum, or cannot be read.
+            OSError: when a chunk fails its checksum, holds too large a number, or cannot be read.
         """
         filled = 0
         while filled < len(out):
             chunk, inside = divmod(start + filled, self.size)
             count = min(len(out) - filled, self.size - inside)
             if count == self.size:
-                whole = self._whole(chunk, (len(out) - filled) // self.size)
+                whole = self._whole(file, chunk, (len(out) - filled) // self.size)
                 count = whole.size
                 out[filled : filled + count].reshape(whole.shape)[:] = whole
-            elif self._checked[chunk]:
-                place = int(self._places[chunk]) + inside * self.dtype.itemsize
-                part = os.pread(self._file, count * self.dtype.itemsize, place)
+            elif self._checked >> chunk & 1:
+                place = self._place(chunk)[0] + inside * self.dtype.itemsize
+                part = os.pread(file, count * self.dtype.itemsize, place)
                 if len(part) != count * self.dtype.itemsize:
                     raise OSError(f"the file ends within chunk {chunk}")
                 out[filled : filled + count] = np.frombuffer(part, self.dtype)
             else:
-                out[filled : filled + count] = self._whole(chunk, 1)[0, inside : inside + count]
+                out[filled : filled + count] = self._whole(file, chunk, 1)[0, inside : inside + count]
             filled += count
 
-    def will_need(self, start: int, count: int) -> None:
+    def will_need(self, file: int, start: int, count: int) -> None:
         """Have the system read these numbers in the background."""
         for chunk in range(start // self.size, (start + count - 1) // self.size + 1):
-            os.posix_fadvise(self._file, int(self._places[chunk]), self._bytes + 4, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(file, self._place(chunk)[0], self._bytes + 4, os.POSIX_FADV_WILLNEED)
 
-    def close(self) -> None:
-        os.close(self._file)
+    def _place(self, chunk: int) -> tuple[int, int]:
+        """Where a chunk lies in the file, and how many from it on follow each other there."""
+        row = bisect.bisect_right(self._firsts, chunk) - 1
+        return self._places[row] + (chunk - self._firsts[row]) * (self._bytes + 4), self._firsts[row + 1] - chunk
 
-    def _whole(self, first: int, most: int) -> np.ndarray:
+    def _whole(self, file: int, first: int, most: int) -> np.ndarray:
         """(chunks, size): chunk `first`, and up to `most` - 1 more that follow it in the file; until the next call."""
-        step, place = self._bytes + 4, int(self._places[first])
-        places = self._places[first : first + min(most, TOGETHER)]
-        strays = np.flatnonzero(places != place + step * np.arange(len(places)))
-        stored = self._room[: strays[0] if len(strays) else len(places)]
-        if os.preadv(self._file, [stored], place) != stored.nbytes:
+        place, follow = self._place(first)
+        stored = self._scratch.stored[: min(most, follow, TOGETHER)]
+        if os.preadv(file, [stored], place) != stored.nbytes:
             raise OSError(f"the file ends within chunk {first} or soon after it")
-        content = stored[:, : self._bytes]
-        if not self._checked[first : first + len(stored)].all():
+        numbers = stored[:, : self._bytes].view(self.dtype)
+        new = ((1 << len(stored)) - 1) << first
+        if self._checked & new != new:
             told = stored[:, self._bytes :].copy().view("<u4")[:, 0].tolist()
-            for number, (found, wanted) in enumerate(zip(self._sums(content.view("<u2")), told)):
+            for number, (found, wanted) in enumerate(
+                zip(self._scratch.sums(stored[:, : self._bytes].view("<u2")), told)
+            ):
                 if found != wanted:
                     raise OSError(f"chunk {first + number} fails its checksum")
-            self._checked[first : first + len(stored)] = True
-        return content.view(self.dtype)
+            if (largest := int(numbers.max())) >= self.below:
+                raise OSError(f"it holds {largest}, and all must be below {self.below}")
+            self._checked |= new
+        return numbers
 
 
 class _Sums:

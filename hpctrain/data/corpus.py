@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+
+from hpctrain import files
 
 PYTHON_SOURCE = "python-stdlib"  # the running interpreter's standard library: real text that every machine has
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -20,24 +23,34 @@ def text_files(sources: list[str]) -> list[Path]:
 
     Raises:
         ValueError: for a path that does not exist, or a directory without text files.
+        OSError: for one that cannot be looked at.
     """
     if not sources:
         raise ValueError("no text given; name files, directories or python-stdlib")
-    files = []
+    found = []
     for source in sources:
         path = Path(source)
-        if path.is_dir():
-            found = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in TEXT_SUFFIXES and p.is_file()]
-            if not found:
+        if files.is_folder(path):
+            texts = [p for p in _below(path) if p.suffix.lower() in TEXT_SUFFIXES and files.regular(p)]
+            if not texts:
                 raise ValueError(f"{source} holds no text files (known suffixes: {' '.join(sorted(TEXT_SUFFIXES))})")
-            files += found
-        elif path.is_file():
-            files.append(path)
+            found += texts
+        elif files.regular(path):
+            found.append(path)
         elif source == PYTHON_SOURCE:
-            files += _standard_library()
+            found += _standard_library()
         else:
             raise ValueError(f"{source} does not exist; name files, directories or {PYTHON_SOURCE}")
-    return files
+    return found
+
+
+def _below(folder: Path) -> list[Path]:
+    """All files of a folder and those in it, sorted; a folder that cannot be listed is an error."""
+
+    def fail(error):
+        raise error
+
+    return sorted(Path(place, name) for place, _, names in os.walk(folder, onerror=fail) for name in names)
 
 
 def _standard_library() -> list[Path]:

@@ -11,8 +11,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from hpctrain import files
 from hpctrain.data import format
 from hpctrain.data.corpus import read_text, text_files
+from hpctrain.data.index import Index, read_index, shard_name, token_dtype, write_index
 from hpctrain.data.tokenizers import ByteTokenizer
 
 SHARD_TOKENS = 2**28
@@ -50,35 +52,41 @@ def pack(
         raise ValueError(f"the output must end in .h5, got {output}")
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
-    files = text_files(sources)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    texts = text_files(sources)
+    _make_folder(output.parent)
     older = _shards_of(output)
-    total, done = sum(file.stat().st_size for file in files), 0
+    total, done = sum(text.stat().st_size for text in texts), 0
     with _Writer(output, tokenizer, shard_tokens) as writer:
-        for file in files:
+        for text in texts:
             writer.start_document()
-            for text in read_text(file):
-                writer.append(tokenizer.encode(text))
+            for piece in read_text(text):
+                writer.append(tokenizer.encode(piece))
             writer.append(np.array([tokenizer.end_of_document]))
-            done += file.stat().st_size
+            done += text.stat().st_size
             progress(done, total)
-        if not replace and output.exists():
+        if not replace and files.status(output):
             raise FileExistsError(f"{output} exists")
         counts = writer.commit()
-    for shard in older:
+    for shard in older:  # the new index is on disk by now
         shard.unlink(missing_ok=True)
-    return {"files": len(files), **counts}
+    return {"files": len(texts), **counts}
 
 
 class _Writer:
     """Appends tokens to a row of shards; files are called *.part until they are whole."""
 
     def __init__(self, output: Path, tokenizer, shard_tokens: int):
+        if not 0 <= tokenizer.end_of_document < tokenizer.vocabulary <= 2**32:
+            raise ValueError(
+                f"the tokenizer's vocabulary must be above its end_of_document = {tokenizer.end_of_document}, and at "
+                f"most 2^32, got {tokenizer.vocabulary}"
+            )
         self.output, self.tokenizer, self.limit = output, tokenizer, shard_tokens
         self.packing = secrets.token_hex(4)
-        self.dtype = np.dtype("<u2") if tokenizer.vocabulary <= 2**16 else np.dtype("<u4")
-        self.rows = []  # of the index
-        self.tokens = self.documents = 0
+        self.dtype = token_dtype(tokenizer.vocabulary)
+        self.shards = []  # tokens and bytes of each
+        self.documents = 0
+        self.made = []  # files, by all their names
         self.file = None
         self.buffer = np.empty(64 * format.CHUNK, self.dtype)
         self.filled = 0
@@ -90,8 +98,9 @@ class _Writer:
         if failed:
             if self.file:
                 self.file.close()
-            for path in self.output.parent.glob(f"{self.output.stem}-{self.packing}-*"):
-                path.unlink()
+            for path in self.made:
+                with contextlib.suppress(OSError):  # what it failed of is to be told
+                    path.unlink(missing_ok=True)
 
     def start_document(self):
         self._shard()
@@ -99,6 +108,11 @@ class _Writer:
         self.documents += 1
 
     def append(self, ids: np.ndarray):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocabulary:
+            raise ValueError(
+                f"the tokenizer made the ids {ids.min()} to {ids.max()}, which must lie below its vocabulary = "
+                f"{self.tokenizer.vocabulary}"
+            )
         while len(ids):
             self._shard()
             room = min(len(self.buffer) - self.filled, self.limit - self.length - self.filled)
@@ -113,71 +127,104 @@ class _Writer:
     def commit(self) -> dict[str, int]:
         if self.file:
             self._close()
+        tokenizer, (tokens, sizes) = self.tokenizer, np.array(self.shards, np.int64).T
+        index = Index(
+            self.output.stem, self.packing, tokenizer.vocabulary, tokenizer.end_of_document, self.documents,
+            tokenizer.description, tokens, sizes,
+        )  # fmt: skip
         part = self.output.with_name(f"{self.output.stem}-{self.packing}-index.h5.part")  # another may be packing too
-        with h5py.File(part, "w", libver=format.LIBVER) as index:
-            index.attrs.update(
-                format=format.FORMAT,
-                version=format.VERSION,
-                packing=self.packing,
-                vocabulary=self.tokenizer.vocabulary,
-                end_of_document=self.tokenizer.end_of_document,
-                tokens=self.tokens,
-                documents=self.documents,
-            )
-            text = np.frombuffer(self.tokenizer.description.encode(), np.uint8)  # an attribute holds 64 KiB at most
-            index.create_dataset("tokenizer", data=text, chunks=text.shape, fletcher32=True)
-            rows = np.array(self.rows, format.INDEX_ROW)
-            index.create_dataset("shards", data=rows, chunks=rows.shape, fletcher32=True)
+        with self._new(part) as file:
+            write_index(file.hdf5, index)
+        files.sync(self.output.parent)  # the shards' names, before anything tells of them
         _publish(part, self.output)
-        return {"documents": self.documents, "tokens": self.tokens, "shards": len(self.rows)}
+        self.made = []  # the data are complete, whatever fails from here on
+        files.sync(self.output.parent)
+        return {"documents": self.documents, "tokens": int(tokens.sum()), "shards": len(self.shards)}
 
     def _shard(self):
         """Open the next shard unless one is open."""
         if self.file:
             return
-        self.name = f"{self.output.stem}-{self.packing}-{len(self.rows):05d}.h5"
-        self.file = h5py.File(self._part(), "w", libver=format.LIBVER)
-        self.file.attrs.update(packing=self.packing, number=len(self.rows))
-        self.data = self.file.create_dataset(
+        self.name = shard_name(self.output.stem, self.packing, len(self.shards))
+        self.file = self._new(self._part())
+        self.file.hdf5.attrs.update(packing=self.packing, number=len(self.shards))
+        self.data = self.file.hdf5.create_dataset(
             "tokens", (0,), self.dtype, maxshape=(None,), chunks=(format.CHUNK,), fletcher32=True
         )
         self.length, self.starts = 0, []
+
+    def _new(self, path: Path):
+        self.made.append(path)
+        return _NewFile(path)
 
     def _flush(self):
         self.data.resize((self.length + self.filled,))
         self.data[self.length :] = self.buffer[: self.filled]
         self.length += self.filled
         self.filled = 0
+        self.file.check()
 
     def _close(self):
         self._flush()
         starts = np.array(self.starts, "<i8")
         chunks = (max(1, min(len(starts), format.CHUNK)),)
-        self.file.create_dataset("documents", data=starts, maxshape=(None,), chunks=chunks, fletcher32=True)
+        self.file.hdf5.create_dataset("documents", data=starts, maxshape=(None,), chunks=chunks, fletcher32=True)
         self.file.close()
+        self.file.check()
         self.file = None
-        self.tokens += self.length
         final = self.output.parent / self.name
+        self.made.append(final)
         _publish(self._part(), final)
-        self.rows.append((self.name.encode(), self.length, final.stat().st_size))
+        self.shards.append((self.length, final.stat().st_size))
 
     def _part(self) -> Path:
         return self.output.parent / (self.name + ".part")
 
 
+class _NewFile:
+    """A new HDF5 file, `hdf5`; `check` raises the first error of writing it."""
+
+    def __init__(self, path: Path):
+        self._raw = path.open("xb+", buffering=0)
+        self._disk = files.Disk(self._raw)
+        self.hdf5 = h5py.File(self._disk, "w", libver=format.LIBVER)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, failed, *_):
+        self.close()
+        if not failed:
+            self.check()
+
+    def close(self) -> None:
+        self.hdf5.close()
+        self._raw.close()
+
+    def check(self) -> None:
+        if self._disk.error:
+            raise self._disk.error
+
+
 def _publish(part: Path, final: Path) -> None:
-    """Rename a file that is whole to its final name, and make both survive a power cut."""
-    for path in (part, part.parent):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Give a file that is whole its final name, once its content is on disk."""
+    files.sync(part)
     part.replace(final)
 
 
+def _make_folder(folder: Path) -> None:
+    """With those above it, so that their names survive a power cut too."""
+    if not files.status(folder):
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        files.sync(folder.parent)
+
+
 def _shards_of(index: Path) -> list[Path]:
-    """Shards of the packing that an index describes; none where it cannot be read."""
-    with contextlib.suppress(OSError, KeyError), h5py.File(index) as file:
-        return [index.parent / row["name"].decode() for row in file["shards"][:]]
+    """Shards of the packing that an index describes; none where it cannot be read, or others than `pack` writes beside
+    an index of this name: they may be another's."""
+    with contextlib.suppress(ValueError):
+        found = read_index(index)
+        if found.stem == index.stem:
+            return [index.parent / found.name(number) for number in range(len(found.tokens))]
     return []

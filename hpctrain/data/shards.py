@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
+import dataclasses
+import functools
 import hashlib
-import itertools
 import os
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy as np
 
-from hpctrain.data import format
+from hpctrain import files
+from hpctrain.data import format, hdf5
 from hpctrain.data.chunks import AVAILABLE as CHUNKS_AVAILABLE
-from hpctrain.data.chunks import Chunks
+from hpctrain.data.chunks import Chunks, Scratch
+from hpctrain.data.hdf5 import reading
+from hpctrain.data.index import read_index
 from hpctrain.data.tokenizers import tokenizer_from_description
+
+OPEN = 32  # shards that a process has open at a time; a system may allow it 1,024 files of all kinds
 
 
 class ShardedTokens:
@@ -22,42 +31,45 @@ class ShardedTokens:
 
     Args:
         path: the index written by `pack`.
-        comm: an mpi4py communicator. Where h5py is built with MPI, the shards are opened on it with the `mpio` driver,
-            which makes the construction collective; otherwise each process reads by itself.
+        comm: an mpi4py communicator of all that read it, which makes the construction collective: rank 0 reads the
+            index for all, and each rank looks after a part of the shards. Shards are opened by each rank alone, when it
+            first reads from them; with the `mpio` driver where h5py is built with MPI.
 
-    Attributes: `tokens` (how many), `vocabulary`, `end_of_document`, `tokenizer`, and `driver`: "chunks"
-    (each chunk's checksum is checked when it is first read), or "mpio" or, with an older HDF5, "sec2" (at every read).
+    Attributes: `tokens` (how many), `vocabulary`, `end_of_document`, and `driver`: "chunks" (each chunk's checksum is
+    checked when it is first read), or "mpio" or, with an older HDF5, "sec2" (at every read).
 
     Raises:
-        ValueError: when the index or a shard is missing, unreadable, truncated, from another packing or fails its
-            checksum; the message names the file.
+        ValueError: when the index or a shard is missing, unreadable, truncated, from another packing, fails its
+            checksum or holds what it should not; the message names the file. At construction, on all ranks.
     """
 
     def __init__(self, path: str | os.PathLike, comm=None):
         self.path = Path(path)
+        rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+        with _together(comm):
+            index = self._read_index() if rank == 0 else None
+        if comm is not None:  # without the tokenizer, which may be large and is seldom asked for
+            index = comm.bcast(dataclasses.replace(index, tokenizer="") if rank == 0 else None)
+        with _together(comm):
+            for number in range(rank, len(index.tokens), ranks):
+                self._check_size(index, number)
+        self._index = index
+        self.vocabulary, self.end_of_document = index.vocabulary, index.end_of_document
+        self._ends = np.cumsum(index.tokens).tolist()
+        self.tokens = self._ends[-1]
         alone = "chunks" if CHUNKS_AVAILABLE else "sec2"
         self.driver = "mpio" if comm is not None and h5py.get_config().mpi else alone
-        self._open = {"driver": "mpio", "comm": comm} if self.driver == "mpio" else {}
-        with self._file(self.path) as index, _reading(self.path):
-            if index.attrs.get("format") != format.FORMAT:
-                raise ValueError(f"{path} is not an index of packed tokens; make one with `hpctrain pack`")
-            if (version := index.attrs["version"]) != format.VERSION:
-                raise ValueError(f"{path} has format version {version}, not {format.VERSION}; pack again")
-            self._packing = index.attrs["packing"]
-            self.vocabulary = int(index.attrs["vocabulary"])
-            self.end_of_document = int(index.attrs["end_of_document"])
-            self.tokens = int(index.attrs["tokens"])
-            rows = index["shards"][:]
-            self.tokenizer = tokenizer_from_description(index["tokenizer"][:].tobytes().decode())
-        self._paths = [self.path.parent / row["name"].decode() for row in rows]
-        self._ends = list(itertools.accumulate(int(row["tokens"]) for row in rows))
-        for shard, row in zip(self._paths, rows):
-            self._check_size(shard, int(row["bytes"]))
-        self._files: dict[int, h5py.File] = {}
         self._chunks: dict[int, Chunks] = {}
-        if self.driver == "mpio":  # opening is collective: all ranks open all, now
-            for number in range(len(self._paths)):
-                self._shard(number)
+        how = (self._descriptor, os.close) if self.driver == "chunks" else (self._shard, h5py.File.close)
+        self._files = _Recent(*how)
+
+    @functools.cached_property
+    def tokenizer(self):
+        """That the text was packed with."""
+        index = self._read_index()
+        if index.packing != self._index.packing:
+            raise ValueError(f"{self.path} was packed anew since it was first read")
+        return tokenizer_from_description(index.tokenizer)
 
     def read(self, start: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
         """Tokens `start` to `start + count`, int64; in `out`, where that is given."""
@@ -66,11 +78,14 @@ class ShardedTokens:
         out = np.empty(count, np.int64) if out is None else out
         filled = 0
         for number, at, part in self._parts(start, count):
-            with _reading(self._paths[number]):
+            into = out[filled : filled + part]
+            with reading(self._path(number)):
                 if self.driver == "chunks":
-                    self._chunked(number).read(at, out[filled : filled + part])
+                    self._chunked(number).read(self._files[number], at, into)
                 else:
-                    out[filled : filled + part] = self._shard(number)["tokens"][at : at + part]
+                    into[:] = self._files[number]["tokens"][at : at + part]
+                    if (largest := int(into.max())) >= self.vocabulary:
+                        raise OSError(f"it holds {largest}, and all must be below {self.vocabulary}")
             filled += part
         return out
 
@@ -78,21 +93,26 @@ class ShardedTokens:
         """Have the system read tokens in the background, which are to be read soon."""
         if self.driver == "chunks":
             for number, at, part in self._parts(start, count):
-                with _reading(self._paths[number]):
-                    self._chunked(number).will_need(at, part)
+                with reading(self._path(number)):
+                    self._chunked(number).will_need(self._files[number], at, part)
 
-    def digest(self, places: int = 16, count: int = 256) -> str:
-        """SHA-256 of a few tokens from all over the corpus: tells whether it is the same."""
+    def digest(self, comm=None, places: int = 16, count: int = 256) -> str:
+        """SHA-256 of a few tokens from all over the corpus: tells whether it is the same. Collective over `comm`, whose
+        ranks read a part each, where that is given."""
+        starts = np.linspace(0, max(0, self.tokens - count), places, dtype=np.int64).tolist()
+        rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+        with _together(comm):
+            mine = {place: self.read(starts[place], min(count, self.tokens)) for place in range(rank, places, ranks)}
+        if comm is not None:
+            parts = comm.gather(mine)
+            mine = {place: tokens for part in parts for place, tokens in part.items()} if rank == 0 else {}
         sums = hashlib.sha256(str(self.tokens).encode())
-        for start in np.linspace(0, max(0, self.tokens - count), places, dtype=np.int64).tolist():
-            sums.update(self.read(start, min(count, self.tokens)).tobytes())
-        return sums.hexdigest()
+        for _, tokens in sorted(mine.items()):
+            sums.update(tokens.tobytes())
+        return sums.hexdigest() if comm is None else comm.bcast(sums.hexdigest())
 
     def close(self) -> None:
-        for file in (*self._files.values(), *self._chunks.values()):
-            file.close()
-        self._files.clear()
-        self._chunks.clear()
+        self._files.close()
 
     def _parts(self, start: int, count: int):
         """(shard, first token there, how many) for each shard that holds some of the tokens."""
@@ -102,56 +122,98 @@ class ShardedTokens:
             yield number, start - (self._ends[number - 1] if number else 0), part
             start, count = start + part, count - part
 
+    def _path(self, number: int) -> Path:
+        return self.path.parent / self._index.name(number)
+
+    def _read_index(self):
+        index = read_index(self.path)
+        tokenizer = tokenizer_from_description(index.tokenizer, f"the tokenizer in {self.path}")
+        told = tokenizer.vocabulary, tokenizer.end_of_document
+        if told != (index.vocabulary, index.end_of_document):
+            raise ValueError(
+                f"{self.path} tells of ids below {index.vocabulary} and an end of documents {index.end_of_document}, "
+                f"its tokenizer has {told[0]} and {told[1]}; pack again"
+            )
+        return index
+
+    @functools.cached_property
+    def _scratch(self) -> Scratch:
+        return Scratch(format.CHUNK, self._index.dtype)
+
     def _chunked(self, number: int) -> Chunks:
         chunks = self._chunks.get(number)
         if chunks is None:
-            chunks = self._chunks[number] = Chunks(self._paths[number], self._shard(number)["tokens"])
-            self._files.pop(number).close()  # chunks have a file of their own; a process may open about 1000
+            with self._shard(number) as file:
+                chunks = self._chunks[number] = Chunks(file["tokens"], self._scratch, self.vocabulary)
         return chunks
 
     def _shard(self, number: int) -> h5py.File:
-        file = self._files.get(number)
-        if file is None:
-            path = self._paths[number]
-            file = self._files[number] = self._file(path)
-            with _reading(path):
-                if (file.attrs["packing"], file.attrs["number"]) != (self._packing, number):
-                    raise ValueError(f"{path} belongs to another packing than its index {self.path}; pack again")
-                held = len(file["tokens"])
-            expected = self._ends[number] - (self._ends[number - 1] if number else 0)
-            if held != expected:
-                raise ValueError(f"{path} holds {held} tokens, its index {self.path} says {expected}; pack again")
+        """Open a shard by HDF5, and check that it is the one that the index tells of."""
+        path, index = self._path(number), self._index
+        self._check_size(index, number)
+        how = {}
+        if self.driver == "mpio":
+            from mpi4py import MPI
+
+            how = {"driver": "mpio", "comm": MPI.COMM_SELF}  # ranks read different shards at different times
+        # Chunks are read whole for their checksum; a cache of a few MiB keeps those of sequential reads.
+        file = hdf5.opened(path, rdcc_nbytes=4 << 20, **how)
+        try:
+            with reading(path):
+                told = hdf5.attribute(file, "packing", str), hdf5.attribute(file, "number", int)
+            if told != (index.packing, number):
+                raise ValueError(f"{path} belongs to another packing than its index {self.path}; pack again")
+            with reading(path):
+                tokens = hdf5.dataset(file, "tokens", index.dtype, int(index.bytes[number]))
+                if tokens.chunks != (format.CHUNK,):
+                    raise OSError(f"its chunks are of {tokens.chunks[0]} tokens, not {format.CHUNK}")
+            if len(tokens) != index.tokens[number]:
+                raise ValueError(
+                    f"{path} holds {len(tokens)} tokens, its index {self.path} says {index.tokens[number]}; pack again"
+                )
+        except BaseException:
+            file.close()
+            raise
         return file
 
-    def _file(self, path: Path) -> h5py.File:
-        if not path.is_file():
-            raise ValueError(f"{path} does not exist; restore it, or pack the text again with `hpctrain pack`")
-        try:
-            # Chunks are read whole for their checksum; a cache of a few MiB keeps those of sequential reads.
-            return h5py.File(path, "r", rdcc_nbytes=4 << 20, **self._open)
-        except OSError as error:
-            said = "cannot be read" if error.errno else "cannot be opened as HDF5, it may be truncated or corrupt"
-            raise ValueError(f"{path} {said}: {error}") from error
+    def _descriptor(self, number: int) -> int:
+        return os.open(self._path(number), os.O_RDONLY)
 
-    def _check_size(self, path: Path, expected: int) -> None:
-        if not path.is_file():
+    def _check_size(self, index, number: int) -> None:
+        path, expected = self.path.parent / index.name(number), int(index.bytes[number])
+        with reading(path):
+            there = files.regular(path)
+        if not there:
             raise ValueError(f"shard {path} of {self.path} is missing; restore it, or pack the text again")
-        size = path.stat().st_size
-        if size != expected:
-            raise ValueError(f"shard {path} has {size} bytes instead of {expected}: it is truncated or was changed")
+        if there.st_size != expected:
+            raise ValueError(
+                f"shard {path} has {there.st_size} bytes instead of {expected}: it is truncated or was changed"
+            )
 
 
-class _reading:
-    """Turns h5py's errors into one that names the file."""
+class _Recent:
+    """The shards used last, by number; others are opened when asked for, in their place."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, open: Callable, close: Callable):
+        self._open, self._close, self._files = open, close, OrderedDict()
 
-    def __enter__(self):
-        return self
+    def __getitem__(self, number: int):
+        if number in self._files:
+            self._files.move_to_end(number)
+        else:
+            while len(self._files) >= OPEN:
+                self._close(self._files.popitem(last=False)[1])
+            self._files[number] = self._open(number)
+        return self._files[number]
 
-    def __exit__(self, kind, error, _):
-        if isinstance(error, (OSError, KeyError, RuntimeError)):
-            # the system's errors, such as too many open files, have a number
-            said = "cannot be read" if getattr(error, "errno", None) else "is corrupt"
-            raise ValueError(f"{self.path} {said}: {error}") from error
+    def close(self) -> None:
+        while self._files:
+            self._close(self._files.popitem()[1])
+
+
+def _together(comm):
+    if comm is None:
+        return contextlib.nullcontext()
+    from hpctrain.comm.agree import together  # packing and planning do without MPI
+
+    return together(comm)

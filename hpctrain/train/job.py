@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import logging
 import platform
@@ -78,8 +77,8 @@ class Job:
         with comm.together(world):
             path = packed(config) if grid.rank == 0 else None
         path = world.bcast(path)
+        self.tokens = ShardedTokens(path, comm=world)
         with comm.together(world):
-            self.tokens = ShardedTokens(path, comm=world)
             if self.tokens.vocabulary > config.model.vocabulary:
                 raise ValueError(
                     f"model.vocabulary = {config.model.vocabulary} is too small for the data in {path}, "
@@ -88,6 +87,12 @@ class Job:
             context, validation = config.model.context, config.data.validation
             key, idle = self.key / "order", config.replicas.idle
             self.samples = Samples(self.tokens, context, validation, key, algorithm, idle)
+        self.data_facts = {
+            "samples": self.samples.training.samples,
+            "tokens": self.tokens.tokens,
+            "end_of_document": self.tokens.end_of_document,
+            "sha256": self.tokens.digest(world),
+        }
 
         m = config.model
         model_shape = GPT2Shape(m.layers, m.width, m.heads, m.context, m.vocabulary, m.dropout, m.tied)
@@ -183,15 +188,6 @@ class Job:
                 "numpy": np.__version__, "h5py": h5py.__version__, "mpi4py": mpi4py.__version__,
             },
         }  # fmt: skip
-
-    @functools.cached_property
-    def data_facts(self) -> dict:
-        return {
-            "samples": self.samples.training.samples,
-            "tokens": self.tokens.tokens,
-            "end_of_document": self.tokens.end_of_document,
-            "sha256": self.tokens.digest(),
-        }
 
     def check_origin(self, told: Manifest) -> None:
         """Raise ValueError unless going on from this checkpoint is going on with the same training."""
