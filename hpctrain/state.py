@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hpctrain.shard import Shard, subsplit
+from hpctrain.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,37 @@ class State(Protocol):
         """All memory of all ranks has been filled. Collective."""
 
 
-def part_of(entry: Entry, parts: int, index: int) -> Entry | None:
-    """Range `index` of `parts` of an entry's rows; None where that is empty."""
-    shard = entry.shard
-    if not shard.global_shape:
-        return entry if index == 0 else None
-    rows = subsplit(shard.slices[0], parts, index)
-    part = replace(shard, slices=(rows, *shard.slices[1:]))
-    if not math.prod(part.shape):
-        return None
-    first = rows.start - shard.slices[0].start
-    return Entry(entry.name, part, entry.tensor.view(shard.shape)[first : first + rows.stop - rows.start])
+LEAST = 4 << 20  # bytes that a replica saves, or none; a thousand small files serve nobody
+
+
+def replicas_part(entries: list[Entry], parts: int, index: int) -> list[Entry]:
+    """What replica `index` of `parts` saves of entries that all of them have: about as many bytes as the others.
+
+    The entries' rows are cut one after another into as many ranges as there are writers, so that most tensors are in
+    one piece, whatever the number of replicas. Writers lie as far apart as they can. The first has the numbers.
+    """
+    tensors = [entry for entry in entries if entry.shard.global_shape]
+    total = sum(entry.tensor.nbytes for entry in tensors)
+    writers = min(parts, max(1, total // LEAST))
+    writer = index * writers // parts
+    if -(-writer * parts // writers) != index:
+        return []
+    first, last, place = total * writer // writers, total * (writer + 1) // writers, 0
+    chosen = [entry for entry in entries if not entry.shard.global_shape] if writer == 0 else []
+    for entry in tensors:
+        rows = entry.shard.shape[0]
+        row = max(1, entry.tensor.nbytes // max(1, rows))
+        start, stop = (min(max(-(-(edge - place) // row), 0), rows) for edge in (first, last))
+        if start < stop:
+            chosen.append(_rows(entry, start, stop))
+        place += entry.tensor.nbytes
+    return chosen
+
+
+def _rows(entry: Entry, start: int, stop: int) -> Entry:
+    shard, origin = entry.shard, entry.shard.slices[0].start
+    part = replace(shard, slices=(slice(origin + start, origin + stop), *shard.slices[1:]))
+    return Entry(entry.name, part, entry.tensor.view(shard.shape)[start:stop])
 
 
 def rectangles(shard: Shard, start: int, stop: int) -> list[Shard]:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from test_equivalence import UNEVEN, batches, fitting, microbatches
 
-from hpctrain import Grid, Key
+from hpctrain import Grid, Key, state
 from hpctrain.config import Replicas
 from hpctrain.models.export import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.replicas import make
-from hpctrain.state import rectangles
-from hpctrain.train.checkpoint import Checkpointer, TrainingState
+from hpctrain.state import Entry, rectangles, replicas_part
+from hpctrain.train.checkpoint import Checkpointer, TrainingState, manifest
 from hpctrain.train.optimizer import adamw
 from hpctrain.train.trainer import Trainer
 
@@ -29,6 +29,14 @@ GRIDS = {
     6: [(6, 3, 2, 1), (6, 1, 1, (3, 2, 1))],
     8: [(8, 2, 2, (2, 1, 1)), (1, 1, 1, 1), (8, 1, 2, (2, 2, 1)), (3, 3, 1, 1)],
 }
+
+
+@pytest.fixture(autouse=True)
+def _many_writers(world, monkeypatch):
+    """Every replica saves a part; on three ranks and more, in several groups."""
+    monkeypatch.setattr(state, "LEAST", 1)
+    if world.size > 2:
+        monkeypatch.setattr(manifest, "GROUP", 2)
 
 
 class Run:
@@ -198,15 +206,14 @@ def test_a_failure_on_one_rank_is_everybody_s(world, tmp_path, monkeypatch):
 
 
 def test_each_rank_reads_only_what_it_needs(world, tmp_path):
-    from hpctrain.train.checkpoint import load, manifest
+    from hpctrain.train.checkpoint import index, load
 
     folder = world.bcast(tmp_path)
     grid = Grid(tensor=(1, world.size, 1))
     run = Run(grid)
     run.steps(0, 1)
     assert Checkpointer(folder, grid.comm, background=False).save(1, run.state, {}) is None
-    told = manifest.read(folder / "step-1")
-    read = load.load(folder / "step-1", told, run.state)
+    read = load.load(index.read(folder / "step-1"), run.state)
     assert read == sum(3 * p.nbytes for p in run.model.parameters())
 
 
@@ -222,3 +229,33 @@ def test_rectangles_are_the_elements_in_order(world):
             parts = [numbers[part.slices].reshape(-1) for part in rectangles(shard, start, stop)]
             assert torch.equal(torch.cat(parts), flat[start:stop])
             assert len(parts) <= 5
+
+
+@pytest.mark.parametrize("least", [1, 100, 10_000])
+def test_replicas_save_every_row_once(world, monkeypatch, least):
+    """By any number of replicas: about as many bytes each that saves, and at least so many."""
+    from hpctrain import Shard
+
+    monkeypatch.setattr(state, "LEAST", least)
+    shards = [Shard((30, 20), (slice(10, 30), slice(0, 9))), Shard((7,), (slice(0, 7),)), Shard((), ())]
+    tensors = [torch.rand(shard.shape) for shard in shards]
+    entries = [Entry(str(n), shard, tensor) for n, (shard, tensor) in enumerate(zip(shards, tensors))]
+    total = sum(tensor.nbytes for tensor in tensors[:2])
+    for parts in (1, 2, 3, 7, 1000):
+        found = [replicas_part(entries, parts, index) for index in range(parts)]
+        assert [len([e for e in part if e.name == "2"]) for part in found] == [1] + [0] * (parts - 1)
+        sizes = [sum(e.tensor.nbytes for e in part if e.name != "2") for part in found]
+        assert sum(sizes) == total
+        writers = min(parts, max(1, total // least))
+        assert max(sizes) <= total / writers + 36
+        assert sum(size > 0 for size in sizes) <= writers
+        assert sum(map(len, found)) <= 3 + writers
+        for n in range(2):
+            ones = torch.zeros(shards[n].global_shape)
+            for entry in (e for part in found for e in part if e.name == str(n)):
+                ones[entry.shard.slices] += 1
+                assert torch.equal(
+                    entry.tensor,
+                    tensors[n][entry.shard.slices[0].start - shards[n].slices[0].start :][: len(entry.tensor)],
+                )
+            assert torch.equal(ones[shards[n].slices], torch.ones(shards[n].shape))

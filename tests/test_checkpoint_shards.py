@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.shard import Shard
 from hpctrain.state import Entry
-from hpctrain.train.checkpoint import manifest, shards
+from hpctrain.train.checkpoint import pieces, shards
 
 ROWS, COLUMNS = 2500, 1031  # 9.8 MiB of float32: ten blocks, none of which ends with a row
 TYPE = torch.float32
@@ -69,7 +69,7 @@ def test_some_columns_of_long_rows():
                 reader.read(file.pieces["numbers"][0], TYPE, part, out)
                 assert torch.equal(out, numbers[part])
                 outer = out.shape[0] * out.shape[1]
-                assert reader.bytes - before <= outer * 4 * 700 * 1100 + 2 * outer * manifest.BLOCK
+                assert reader.bytes - before <= outer * 4 * 700 * 1100 + 2 * outer * pieces.BLOCK
 
 
 def test_each_block_is_checked(written, tmp_path):
@@ -77,15 +77,15 @@ def test_each_block_is_checked(written, tmp_path):
     path, piece, numbers = written
     whole, row = path.read_bytes(), 4 * COLUMNS
     for block in range(10):
-        place = piece.start + block * manifest.BLOCK + 5000
+        place = piece.start + block * pieces.BLOCK + 5000
         (tmp_path / "bad").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with shards.Reader(tmp_path / "bad") as reader:
             for first in range(0, ROWS, 100):
                 part = slice(first, first + 10), slice(3, 7)
-                blocks = {first * row // manifest.BLOCK, ((first + 10) * row - 1) // manifest.BLOCK}
+                blocks = {first * row // pieces.BLOCK, ((first + 10) * row - 1) // pieces.BLOCK}
                 out = torch.empty(10, 4)
                 if block in blocks:
-                    with pytest.raises(manifest.Corrupt, match="bad is corrupt"):
+                    with pytest.raises(pieces.Corrupt, match="bad is corrupt"):
                         reader.read(piece, TYPE, part, out)
                 else:
                     reader.read(piece, TYPE, part, out)
@@ -95,5 +95,5 @@ def test_each_block_is_checked(written, tmp_path):
 def test_a_file_that_ends_early(written, tmp_path):
     path, piece, _ = written
     (tmp_path / "short").write_bytes(path.read_bytes()[: piece.stop - 1])
-    with shards.Reader(tmp_path / "short") as reader, pytest.raises(manifest.Corrupt, match="short ends at byte"):
+    with shards.Reader(tmp_path / "short") as reader, pytest.raises(pieces.Corrupt, match="short ends at byte"):
         reader.check(piece)

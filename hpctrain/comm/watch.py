@@ -140,6 +140,14 @@ class Watched:
         with self._watch.during(self._watch.grid.world, "bcast"):
             return self._comm.bcast(value)
 
+    def send(self, value, dest, tag):
+        with self._watch.during(self._watch.grid.world, "send"):
+            self._comm.send(value, dest, tag)
+
+    def recv(self, source, tag):
+        with self._watch.during(self._watch.grid.world, "recv"):
+            return self._comm.recv(source=source, tag=tag)
+
 
 def abort(comm) -> None:
     """End the job, from a thread beside one that is inside MPI."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain.shard import Shard
-from hpctrain.state import Described, Entry, part_of, rectangles
+from hpctrain.state import Described, Entry, rectangles, replicas_part
 
 Names = dict[torch.nn.Parameter, str]
 
@@ -18,8 +18,9 @@ Names = dict[torch.nn.Parameter, str]
 
 
 def to_save(names: Names, optimizer, grid) -> list[Entry]:
-    """This rank's part: every replica writes some of the rows of a slice, so that all ranks write about as much."""
-    return _shared([*_parameters(names, grid), *_states(names, optimizer, grid)], grid)
+    """This rank's part of what all replicas have."""
+    entries = [*_parameters(names, grid), *_states(names, optimizer, grid)]
+    return replicas_part(entries, grid.data.size, grid.data.rank)
 
 
 def to_load(names: Names, optimizer, saved: dict[str, Described]) -> list[Entry]:
@@ -40,7 +41,7 @@ def to_load(names: Names, optimizer, saved: dict[str, Described]) -> list[Entry]
 
 
 def parameters_to_save(names: Names, grid) -> list[Entry]:
-    return _shared(_parameters(names, grid), grid)
+    return replicas_part(_parameters(names, grid), grid.data.size, grid.data.rank)
 
 
 def parameters_to_load(names: Names, saved: dict[str, Described]) -> list[Entry]:
@@ -61,11 +62,6 @@ def _states(names, optimizer, grid):
         if p.shard.owned(grid.coords)
         for key, value in optimizer.state[p].items()
     ]
-
-
-def _shared(entries, grid):
-    parts = (part_of(entry, grid.data.size, grid.data.rank) for entry in entries)
-    return [part for part in parts if part]
 
 
 # In pieces ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import resource
 import shutil
 import sys
 import tracemalloc
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -18,9 +20,15 @@ import pytest
 import torch
 from checkpoint_checks import Alone, Numbers
 
-from hpctrain.train.checkpoint import Checkpointer, checks, folder, manifest, shards
+from hpctrain.train.checkpoint import Checkpointer, Corrupt, checks, folder, index, shards
+from hpctrain.train.checkpoint.verify import verify
 
 SIZES = ((3,), (7, 5))
+SHARDS = "ranks-00000/rank-00000.h5"
+FILES = [
+    "holders.bin", "manifest.json", "manifest.sha256", "ranks-00000/holders.bin", "ranks-00000/manifest.json",
+    "ranks-00000/rank-00000.h5", "ranks-00000/rank-00000.json",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -42,17 +50,17 @@ def resumed(root):
 def test_an_untouched_checkpoint_is_loaded(root):
     assert resumed(root) == (2, True)
     assert os.readlink(root / "latest") == "step-2"
-    assert folder.verify(root / "step-2").step == 2
+    assert verify(root / "step-2").manifest.step == 2
 
 
 def test_every_flipped_bit_is_found(root, caplog):
-    """200 random bits, in every file: the file is named, and the older checkpoint used."""
+    """210 random bits, in every file: the file is named, and the older checkpoint used."""
     caplog.set_level(logging.WARNING, "hpctrain")
     generator = random.Random(0)
-    files = sorted((root / "step-2").iterdir())
-    assert [file.name for file in files] == ["manifest.json", "manifest.sha256", "rank-00000.h5"]
-    for number in range(200):
-        file = files[number % 3]
+    files = sorted(path for path in (root / "step-2").rglob("*") if path.is_file())
+    assert [str(file.relative_to(root / "step-2")) for file in files] == FILES
+    for number in range(210):
+        file = files[number % 7]
         whole = file.read_bytes()
         place, bit = generator.randrange(len(whole)), 1 << generator.randrange(8)
         file.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
@@ -79,29 +87,49 @@ def damage(path, how):
         path.mkdir()
     else:
         path.rename(path.with_name("elsewhere"))
-        path.symlink_to("elsewhere")
+        if how == "link":
+            path.symlink_to("elsewhere")
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "missing", "folder", "link"])
-@pytest.mark.parametrize("name", ["rank-00000.h5", "manifest.json", "manifest.sha256"])
+@pytest.mark.parametrize("name", [*FILES, "ranks-00000"])
 def test_missing_and_short_files(root, caplog, name, how):
-    if how == "link" and name != "rank-00000.h5":
-        pytest.skip("a manifest is believed by its checksum, wherever it lies")
+    if how in ("truncated", "empty", "folder", "missing") and name == "ranks-00000":
+        how = "renamed"
     caplog.set_level(logging.WARNING, "hpctrain")
     damage(root / "step-2" / name, how)
-    with pytest.raises(manifest.Corrupt, match=name):
-        folder.verify(root / "step-2")
+    with pytest.raises(Corrupt, match=f"step-2/{name}"):
+        verify(root / "step-2")
     assert resumed(root) == (1, True)
     assert name in caplog.text
 
 
-def rewrite(path, change):
-    """Change a manifest, and its checksum with it."""
-    values = json.loads((path / "manifest.json").read_text())
+RANK = "ranks-00000/rank-00000.json"
+
+
+def rewrite(path, change, name=RANK):
+    """Change a manifest, and the checksums in those above it."""
+    values = json.loads((path / name).read_text())
     change(values)
-    content = json.dumps(values).encode()
-    (path / "manifest.json").write_bytes(content)
-    (path / "manifest.sha256").write_text(manifest.checksum(content))
+    sign(path, name, json.dumps(values).encode())
+
+
+def sign(path, name, content):
+    """Write a file that a manifest describes, and change that one's checksum of it, up to the uppermost."""
+    (path / name).write_bytes(content)
+    digest, folder = hashlib.sha256(content).hexdigest(), Path(name).parent
+    if name == "manifest.json":
+        (path / "manifest.sha256").write_text(f"{digest}  manifest.json\n")
+        return
+    above = "manifest.json" if folder == Path() or name.endswith("manifest.json") else f"{folder}/manifest.json"
+
+    def describe(values):
+        if name.endswith("holders.bin"):
+            values["holders"] = digest
+        else:
+            values["parts"][0].update(bytes=len(content), sha256=digest)
+
+    rewrite(path, describe, above)
 
 
 def _first(values):
@@ -110,6 +138,10 @@ def _first(values):
 
 def _piece(values):
     return _first(values)["pieces"]["0/float32.0"][0]
+
+
+def _part(values):
+    return values["parts"][0]
 
 
 def _as_huge(values):
@@ -128,9 +160,6 @@ LIES = {
     "true": lambda v: v.update(step=True),
     "another type": lambda v: v["tensors"].update({"0/float32.0": ["object", [3]]}),
     "a type of another width": lambda v: v["tensors"].update({"0/float32.0": ["float16", [3]]}),
-    "no pieces": lambda v: _first(v)["pieces"].update({"0/float32.0": []}),
-    "a piece too few": lambda v: _first(v)["pieces"].pop("0/float32.0"),
-    "a piece twice": lambda v: _first(v)["pieces"]["0/float32.0"].append(_piece(v)),
     "a piece outside the tensor": lambda v: _piece(v).update(bounds=[[1, 4]]),
     "a piece outside the file": lambda v: _piece(v).update(start=1 << 40, stop=(1 << 40) + 12),
     "a piece that ends before it starts": lambda v: _piece(v).update(start=_piece(v)["stop"], stop=_piece(v)["start"]),
@@ -143,33 +172,99 @@ LIES = {
     "no files": lambda v: v.update(files=[]),
     "a file twice": lambda v: v["files"].append(dict(_first(v))),
     "another format": lambda v: v.update(format="zip"),
-    "a version to come": lambda v: v.update(version=4),
+    "a version to come": lambda v: v.update(version=5),
     "no checksum": lambda v: _first(v).update(sha256=""),
     "no CRC-32": lambda v: _first(v).update(crc32=-1),
+    "another step": lambda v: v.update(step=7),
+    "another rank": lambda v: (v.update(rank=1), _first(v).update(name="rank-00001.h5")),
+    "another size than the group's": lambda v: _first(v).update(bytes=_first(v)["bytes"] + 1),
+    "more than there is": lambda v: v.update(files=[_first(v)] * 9),
+}  # fmt: skip
+
+# Of what a rank's manifest is right about by itself, the manifest above knows better.
+COUNTS = {
+    "no pieces": lambda v: _first(v)["pieces"].update({"0/float32.0": []}),
+    "a piece too few": lambda v: _first(v)["pieces"].pop("0/float32.0"),
+}
+
+LIES_ABOVE = {
     "a number that is none": lambda v: v["scalars"].update(step=["float32", "1"]),
     "a number too large": lambda v: v["scalars"].update(step=["float32", 10**30]),
     "a fraction for a whole number": lambda v: v["scalars"].update(step=["int64", 1.5]),
     "another step": lambda v: v.update(step=7),
+    "another tensor": lambda v: v["tensors"].update({"other": ["float32", [3]]}),
+    "another shape": lambda v: v["tensors"].update({"0/float32.1": ["float32", [70, 5]]}),
+    "a tensor too few": lambda v: v["tensors"].pop("0/float32.1"),
+    "a part outside": lambda v: _part(v).update(name="../step-1/ranks-00000/manifest.json"),
+    "a part elsewhere": lambda v: _part(v).update(name="/etc/passwd"),
+    "no parts": lambda v: v.update(parts=[]),
+    "a part twice": lambda v: v["parts"].append(_part(v)),
+    "a part without checksum": lambda v: _part(v).update(sha256=None),
+    "a part of another size": lambda v: _part(v).update(bytes=10),
+    "no table": lambda v: v.update(holders="0" * 64),
+    "more files than there are": lambda v: _part(v).update(files=1 << 50),
+    "more bytes than there are": lambda v: _part(v).update(stored=1),
+    "parts that are none": lambda v: v.update(parts=[[]]),
+    "more members": lambda v: v.update(more=1),
+    "too deep": lambda v: v.update(about=json.loads("[" * 900 + "]" * 900)),
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_manifest_that_lies(root, caplog, lie):
-    """With a checksum that fits: refused before anything is allocated or read by it."""
+@pytest.mark.parametrize(("name", "lie"), [
+    *((RANK, lie) for lie in LIES), *((RANK, lie) for lie in COUNTS),
+    *((name, lie) for name in ("manifest.json", "ranks-00000/manifest.json") for lie in LIES_ABOVE)
+])  # fmt: skip
+def test_a_manifest_that_lies(root, caplog, name, lie):
+    """With checksums that fit: refused before anything is allocated or read by it."""
     caplog.set_level(logging.WARNING, "hpctrain")
-    rewrite(root / "step-2", LIES[lie])
+    rewrite(root / "step-2", (LIES | COUNTS | LIES_ABOVE)[lie], name)
     with little_memory():
-        with pytest.raises(manifest.Corrupt, match="manifest.json"):
-            folder.verify(root / "step-2")
+        with pytest.raises(Corrupt, match=r"manifest.json|holders.bin|rank-00000") as found:
+            verify(root / "step-2")
+        assert str(root / "step-2") in str(found.value)
         assert resumed(root) == (1, True)
     assert "step-2" in caplog.text
 
 
+TABLES = {
+    "shorter": lambda rows: rows[:-1],
+    "longer": lambda rows: np.concatenate([rows, rows[-1:]]),
+    "no rows": lambda rows: rows[:0],
+    "bytes left over": lambda rows: np.frombuffer(rows.tobytes()[:-3] + b"abcdefgh", np.uint8),
+    "negative": lambda rows: rows * [-1, *[1] * (rows.shape[1] - 1)] - np.eye(1, rows.shape[1], dtype=np.int64),
+    "no such tensor": lambda rows: rows + np.eye(1, rows.shape[1], dtype=np.int64) * 100,
+    "no such part": lambda rows: rows + np.eye(1, rows.shape[1], 1, dtype=np.int64),
+    "another number of elements": lambda rows: rows + np.eye(1, rows.shape[1], 2, dtype=np.int64),
+    "sums that overflow": lambda rows: np.concatenate(
+        [rows[:1] + np.eye(1, rows.shape[1], 2, dtype=np.int64) * (2**63 - 4), rows[1:]]
+    ),
+    "outside": lambda rows: rows + np.eye(1, rows.shape[1], rows.shape[1] - 1, dtype=np.int64) * 2**40,
+    "another order": lambda rows: rows[::-1],
+}
+
+
+@pytest.mark.parametrize("lie", TABLES)
+@pytest.mark.parametrize("folder_", ["", "ranks-00000/"])
+def test_a_table_that_lies(root, folder_, lie):
+    path = root / "step-2"
+    rows = np.frombuffer((path / f"{folder_}holders.bin").read_bytes(), "<i8").reshape(-1, 7)
+    sign(path, f"{folder_}holders.bin", TABLES[lie](rows).astype(rows.dtype if lie[0] != "b" else np.uint8).tobytes())
+    with little_memory():
+        with pytest.raises(Corrupt, match=f"step-2/.*({NAMES})"):
+            verify(path)
+        assert resumed(root) in ((1, True), (2, True))
+
+
+NAMES = "manifest.json|holders.bin"
+
+
 def test_a_long_file_takes_no_memory(root):
     """256 MiB of nothing after the numbers, and a manifest that knows of them."""
-    path = root / "step-2/rank-00000.h5"
-    os.truncate(path, 256 << 20)
-    rewrite(root / "step-2", lambda v: _first(v).update(bytes=256 << 20))
+    path, size = root / "step-2" / SHARDS, 256 << 20
+    os.truncate(path, size)
+    rewrite(root / "step-2", lambda v: _first(v).update(bytes=size))
+    for above in ("ranks-00000/manifest.json", "manifest.json"):
+        rewrite(root / "step-2", lambda v: _part(v).update(stored=size), above)
     with little_memory():
         assert resumed(root) == (1, True)
 
@@ -186,7 +281,7 @@ def little_memory():
 @pytest.mark.parametrize("by", [-12, -1, 1, 12])
 def test_numbers_from_another_place(root, by):
     """A manifest that points elsewhere in the file, with all other checksums as they then are."""
-    path = root / "step-2/rank-00000.h5"
+    path = root / "step-2" / SHARDS
 
     def shift(values):
         _piece(values).update(start=_piece(values)["start"] + by, stop=_piece(values)["stop"] + by)
@@ -194,20 +289,20 @@ def test_numbers_from_another_place(root, by):
         _first(values)["crc32"] = checks.rest(path, path.stat().st_size, places)
 
     rewrite(root / "step-2", shift)
-    with pytest.raises(manifest.Corrupt, match="rank-00000.h5"):
-        folder.verify(root / "step-2")
+    with pytest.raises(Corrupt, match="rank-00000.h5"):
+        verify(root / "step-2")
     assert resumed(root) == (1, True)
 
 
 def test_hdf5_shows_the_same_numbers(root):
     """The files are plain HDF5 for everybody else; a weight is found by its name and slice."""
-    told = folder.verify(root / "step-2")
+    ((_, (written,)),) = index.stored(verify(root / "step-2"))
     numbers = Numbers(2, SIZES)
-    with h5py.File(root / "step-2/rank-00000.h5") as file:
+    with h5py.File(root / "step-2" / SHARDS) as file:
         for entry in numbers.to_save():
             if entry.name == "step":  # the manifest has it
                 continue
-            (piece,) = told.files[0].pieces[entry.name]
+            (piece,) = written.pieces[entry.name]
             dataset = file[shards.dataset_name(entry.name, piece.bounds)]
             assert (dataset.shape, dataset.id.get_offset()) == (piece.shape, piece.start)
             assert np.array_equal(dataset[()], shards.bits(entry.tensor))
@@ -231,8 +326,8 @@ def test_a_pickle_is_never_opened(root, monkeypatch):
         (root / "step-2" / name).write_bytes(pickle.dumps(Malicious()))
     sys.addaudithook(watch)
     assert resumed(root) == (2, True)
-    with pytest.raises(manifest.Corrupt, match=r"bad"):  # said to be strange, by its name
-        folder.verify(root / "step-2")
+    with pytest.raises(Corrupt, match=r"bad"):  # said to be strange, by its name
+        verify(root / "step-2")
     watching = False
     assert opened == []
     assert not (root / "executed").exists()
@@ -241,7 +336,7 @@ def test_a_pickle_is_never_opened(root, monkeypatch):
 def test_no_valid_checkpoint_is_an_error(root):
     """Each time that it is tried: a requeued job must not begin anew by itself."""
     for step in (1, 2):
-        os.truncate(root / f"step-{step}/rank-00000.h5", 10)
+        os.truncate(root / f"step-{step}" / SHARDS, 10)
     for _ in range(2):
         with pytest.raises(ValueError, match="none of the checkpoints in .* can be used"):
             resumed(root)
@@ -267,8 +362,8 @@ def test_names_that_no_checkpoint_has(root):
     """A folder that looks like one, and a checkpoint under another step's name."""
     (root / "step-007").mkdir()
     shutil.copytree(root / "step-1", root / "step-9")
-    with pytest.raises(manifest.Corrupt, match="is of step 1"):
-        folder.verify(root / "step-9")
+    with pytest.raises(Corrupt, match="is of step 1"):
+        verify(root / "step-9")
     assert resumed(root) == (2, True)
 
 

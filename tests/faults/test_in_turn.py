@@ -11,21 +11,24 @@ from tiny_jobs import command, losses, metrics
 
 from hpctrain.cli import main
 from hpctrain.train.checkpoint import folder
+from hpctrain.train.checkpoint.verify import verify
 
 SCRIPT = """
 import dataclasses, resource, shutil, signal, time
 import torch
+from hpctrain import state
 from hpctrain.train.checkpoint import shards
 from hpctrain.train.trainer import Trainer
+state.LEAST = 1  # every replica saves a part
 
 train('run.name=whole', 'checkpoint.keep=3')
 
 # damaged: the newest one, in one bit
 if rank == 0:
     shutil.copytree(runs / 'whole', runs / 'damaged', symlinks=True)
-    file = runs / 'damaged/checkpoints/step-12/rank-00001.h5'
+    file = runs / 'damaged/checkpoints/step-12/ranks-00000/rank-00001.h5'
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 16
+    content[100] ^= 16  # beside the numbers
     file.write_bytes(content)
 barrier()
 train('run.name=damaged', 'checkpoint.keep=3', '--resume')
@@ -113,7 +116,7 @@ def test_a_damaged_checkpoint(told):
     runs, status, output = told
     said = output["run.name=damaged checkpoint.keep=3 --resume"]
     damaged = runs / "damaged/checkpoints"
-    reason = f"{damaged}/step-12/rank-00001.h5 does not have the checksum in the manifest"
+    reason = f"{damaged}/step-12/ranks-00000/rank-00001.h5 does not have the checksum in the manifest"
     assert f"WARNING: checkpoint step-12 is not used: {reason}" in said
     assert "resumed after step 9" in said
     assert status["run.name=damaged checkpoint.keep=3 --resume"] == 0
@@ -161,7 +164,7 @@ def test_background_saves_say_what_they_cost(told):
     assert stalls
     assert all(0 < seconds < 5 for seconds in stalls.values())
     for path in folder.steps(runs / "clock/checkpoints"):
-        folder.verify(folder.place(runs / "clock/checkpoints", path))
+        verify(folder.place(runs / "clock/checkpoints", path))
 
 
 def test_a_full_disk_on_one_rank(told):
@@ -244,12 +247,14 @@ def test_the_command(told, tmp_path, capsys):
     assert (run / "model/config.json").read_text() == (tmp_path / "out/config.json").read_text()
 
     (run / "checkpoints/step-9/notes").write_text("not of it")
-    os.truncate(run / "checkpoints/step-12/rank-00000.h5", 1000)
+    os.truncate(run / "checkpoints/step-12/ranks-00000/rank-00000.h5", 1000)
     (run / "checkpoints/step-6/manifest.sha256").unlink()
     capsys.readouterr()
     assert main(["checkpoint", "verify", str(run)]) == 1
     told = capsys.readouterr().out.splitlines()
-    for line, name in zip(told, ("step-6/manifest.sha256", "step-9/notes", "step-12/rank-00000.h5"), strict=True):
+    for line, name in zip(
+        told, ("step-6/manifest.sha256", "step-9/notes", "step-12/ranks-00000/rank-00000.h5"), strict=True
+    ):
         assert "BAD" in line
         assert name in line
     assert main(["checkpoint", "ls", str(run)]) == 1

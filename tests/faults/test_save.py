@@ -14,8 +14,10 @@ from checkpoint_checks import Alone, Numbers
 
 from hpctrain.shard import Shard
 from hpctrain.state import Entry
-from hpctrain.train.checkpoint import Checkpointer, folder, shards
+from hpctrain.train.checkpoint import Checkpointer, folder, index, shards
+from hpctrain.train.checkpoint.verify import verify
 
+SHARDS = "ranks-00000/rank-00000.h5"
 EVENTS = {"open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 
@@ -68,7 +70,7 @@ def test_killed_at_every_point(tmp_path):
         assert numbers == Numbers(told.step), number
         assert told.step in (2, 3)
         assert not list(tmp_path.glob("*.tmp"))
-        assert all(folder.verify(folder.place(tmp_path, step)) for step in folder.steps(tmp_path))
+        assert all(verify(folder.place(tmp_path, step)) for step in folder.steps(tmp_path))
         if status == 0:
             break
         if told.step == 3:  # for the next round, as it was
@@ -157,12 +159,12 @@ def test_nothing_is_pruned_unless_the_newest_can_be_read_back(tmp_path, monkeypa
     assert saver.save(1, Numbers(1), {}) is None
     publish = folder.publish
 
-    def and_damage(root, made):
-        path = publish(root, made)
-        content = bytearray((path / "rank-00000.h5").read_bytes())
+    def and_damage(root, step):
+        path = publish(root, step)
+        content = bytearray((path / SHARDS).read_bytes())
         place = content.find(Numbers(2).tensors["3/int64.2"].numpy().tobytes()[:64])
         content[place] ^= 1
-        (path / "rank-00000.h5").write_bytes(content)
+        (path / SHARDS).write_bytes(content)
         return path
 
     with monkeypatch.context() as patch:
@@ -190,13 +192,15 @@ def test_background_saves_what_was_there_when_it_was_called(tmp_path):
 
 def test_several_files_a_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "FILE_BYTES", 1000)
+    monkeypatch.setattr(shards, "FILES", 100)
     saver = Checkpointer(tmp_path, Alone(), background=False)
     assert saver.save(1, Numbers(1), {}) is None
-    files = sorted(path.name for path in (tmp_path / "step-1").glob("*.h5"))
+    files = sorted(path.name for path in (tmp_path / "step-1/ranks-00000").glob("*.h5"))
     assert files[0] == "rank-00000-1.h5"
     assert files[-1] == "rank-00000.h5"
     assert len(files) > 5
-    assert [file.name for file in folder.verify(tmp_path / "step-1").files][:2] == ["rank-00000.h5", "rank-00000-1.h5"]
+    ((_, written),) = index.stored(verify(tmp_path / "step-1"))
+    assert [file.name for file in written][:2] == ["rank-00000.h5", "rank-00000-1.h5"]
     numbers = Numbers(9)
     Checkpointer(tmp_path, Alone()).resume(numbers)
     assert numbers == Numbers(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,13 @@ from pathlib import Path
 import torch
 
 from hpctrain import comm
+from hpctrain.shard import split
 from hpctrain.state import Entry, State
-from hpctrain.train.checkpoint import checks, folder, load, manifest, shards
-from hpctrain.train.checkpoint.manifest import Corrupt, Manifest
+from hpctrain.train.checkpoint import checks, folder, index, load
+from hpctrain.train.checkpoint.index import Node
+from hpctrain.train.checkpoint.manifest import Manifest
+from hpctrain.train.checkpoint.pieces import Corrupt
+from hpctrain.train.checkpoint.save import Save
 
 log = logging.getLogger("hpctrain")
 
@@ -22,13 +25,8 @@ log = logging.getLogger("hpctrain")
 class Checkpointer:
     """Saves in the background, unless told to wait. All methods are collective, and all ranks learn how each ended.
 
-    A checkpoint goes through four phases. Each rank does its part of one in a thread; `poll`, in the training loop,
-    goes on to the next once all ranks are done. MPI is used by the loop alone.
-
-        write      each rank: files of its shards, their SHA-256, fsync
-        publish    rank 0: manifest, rename, `latest`
-        verify     each rank, where older ones are to go: its files once more, by their checksums
-        prune      rank 0: all but the newest `keep`
+    A checkpoint goes through the phases of `save.Save`. Each rank does its part of one in a thread; `poll`, in the
+    training loop, goes on to the next once all ranks are done. MPI is used by the loop alone.
 
     Args:
         root: the folder of checkpoints.
@@ -44,7 +42,7 @@ class Checkpointer:
             raise ValueError("checkpoints hold little-endian numbers, this machine's are big-endian")
         self.root, self.world, self.keep, self.background = root, world, keep, background
         self._stalled, self.saved = 0.0, None
-        self._under_way: _Save | None = None
+        self._under_way: Save | None = None
         self._room: dict[str, torch.Tensor] = {}
 
     @property
@@ -71,7 +69,7 @@ class Checkpointer:
                 if self.world.rank == 0:
                     folder.start(self.root, step)
                 entries = self._snapshot(state.to_save()) if self.background else _on_host(state.to_save())
-            self._under_way = _Save(self, step, entries, about)
+            self._under_way = Save(self.root, self.world, self.keep, self.background, step, entries, about)
             self._under_way.begin()
             return error if self.background else error or self.finish()
         except (ValueError, OSError) as failed:
@@ -82,18 +80,24 @@ class Checkpointer:
     def poll(self) -> str | None:
         """Go on to the next phase: to be called when this rank's part is done on all ranks. Returns why it failed."""
         start = time.perf_counter()
+        save = self._under_way
         try:
-            save = self._under_way
             save.join()
             save.next()
-            if save.over:
-                self._under_way = None
+        except Corrupt as problem:  # it cannot be read back: no checkpoint, but an older one may be there
+            self._under_way = None
+            self._set_aside(save.step, str(problem))
+            self.saved = self.world.bcast(self._newest() if self.world.rank == 0 else None)
+            return f"step {save.step}: {problem}"
         except (ValueError, OSError) as failed:
             self._under_way = None
-            self._abandon(save, str(failed))
-            return f"step {save.step}: {failed}"
+            return self._failed(save, failed)
         finally:
             self._stalled += time.perf_counter() - start
+        if save.published:
+            self.saved = save.step
+        if save.over:
+            self._under_way = None
         return None
 
     def finish(self) -> str | None:
@@ -121,18 +125,18 @@ class Checkpointer:
         steps, bad = self.world.bcast(found)
         for step in steps:
             path = folder.place(self.root, step)
-            told, problem = self._together(lambda path=path: manifest.read(path) if self.world.rank == 0 else None)
+            node, problem = self._together(lambda path=path: index.read(path) if self.world.rank == 0 else None)
             if not problem:
-                told = self.world.bcast(told)
-                _, problem = self._together(self._check_files, path, told)
+                node = self.world.bcast(node)
+                _, problem = self._together(self._check_files, node)
             if not problem:
                 with comm.together(self.world):
-                    suits(told)
-                _, problem = self._together(load.load, path, told, state)
+                    suits(node.manifest)
+                _, problem = self._together(load.load, node, state)
             if not problem:
                 state.loaded()
                 self.saved = step
-                return told
+                return node.manifest
             self._set_aside(step, problem)
         if steps or bad:
             raise ValueError(
@@ -140,10 +144,11 @@ class Checkpointer:
             )
         return None
 
-    def _check_files(self, path: Path, told: Manifest) -> None:
+    def _check_files(self, node: Node) -> None:
         """The files, shared out among the ranks, but for what is checked when it is read."""
-        for file in told.files[self.world.rank :: self.world.size]:
-            checks.check(path / file.name, file)
+        for path, files in index.stored(node, split(node.manifest.files, self.world.size, self.world.rank)):
+            for file in files:
+                checks.check(path / file.name, file)
 
     def _together(self, action: Callable, *arguments):
         """What the action gives, and what is wrong with the checkpoint, if anything: the same on all ranks."""
@@ -172,114 +177,26 @@ class Checkpointer:
             copies.append(Entry(entry.name, entry.shard, room.copy_(entry.tensor)))
         return copies
 
-    def _abandon(self, save: _Save, problem: str) -> None:
-        """Remove what a failed save left; what could not be read back is no checkpoint."""
-        if save.verifying:
-            self.saved = None
-            self._set_aside(save.step, problem)
-        elif self.world.rank == 0:
+    def _failed(self, save: Save, error: Exception) -> str | None:
+        """Remove what a failed save left. One that is complete stays, and so do the older ones."""
+        if save.published:
+            if self.world.rank == 0:
+                path = folder.place(self.root, save.step)
+                log.warning("WARNING: %s stays, and older ones beside it, not being verified: %s", path, error)
+            return None
+        if self.world.rank == 0:
             try:
                 folder.clean(self.root)
-            except OSError as error:
-                log.warning("WARNING: %s stays: %s", folder.unfinished(self.root, save.step), error)
+            except OSError as stays:
+                log.warning("WARNING: %s stays: %s", folder.unfinished(self.root, save.step), stays)
+        return f"step {save.step}: {error}"
 
-
-class _Save:
-    """One save under way: the phase that it is in, and this rank's part of that."""
-
-    def __init__(self, owner: Checkpointer, step: int, entries: list[Entry], about: dict):
-        self.owner, self.step, self.about = owner, step, about
-        self.entries = entries
-        self.over = False
-        self._phase = self._write
-        self._thread: threading.Thread | None = None
-        self._result = self._error = None
-
-    def begin(self) -> None:
-        """Start this rank's part of the phase."""
-        self._result = self._error = None
-        if self.owner.background:
-            self._thread = threading.Thread(target=self._run, name="hpctrain checkpoint", daemon=True)
-            self._thread.start()
-        else:
-            self._run()
-
-    @property
-    def verifying(self) -> bool:
-        return self._phase == self._verify
-
-    @property
-    def done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-
-    def next(self) -> None:
-        """Agree on how the phase ended, and begin the next. Raises on all ranks where it failed on any."""
-        owner, world = self.owner, self.owner.world
-        comm.agree(world, self._error)
-        if self._phase == self._write:
-            self.entries = [entry for entry in self.entries if not entry.shard.global_shape]
-            self._gathered = world.gather((self._result, self._numbers()))
-            self._phase = self._publish
-        elif self._phase == self._publish:
-            owner.saved = self.step
-            size, self.over = world.bcast(self._result)
-            if world.rank == 0:
-                log.info("saved %s (%.1f MB)", folder.place(owner.root, self.step), size / 1e6)
-            self._phase = self._verify
-        elif self._phase == self._verify:
-            self._phase = self._prune
-        else:
-            self.over = True
-        if not self.over:
-            self.begin()
-
-    def _run(self):
+    def _newest(self) -> int | None:
         try:
-            self._result = self._phase()
-        except (ValueError, OSError) as error:
-            self._error = OSError(f"rank {self.owner.world.rank}: {error}")
-        except Exception as error:  # a thread's own errors go unseen
-            self._error = error
-
-    def _write(self):
-        path = folder.unfinished(self.owner.root, self.step)
-        tensors = [entry for entry in self.entries if entry.shard.global_shape]
-        self._described = {e.name: (_name(e.tensor.dtype), e.shard.global_shape) for e in tensors}
-        self._files = shards.write(path, self.owner.world.rank, [entry for entry in tensors if entry.tensor.numel()])
-        return self._files
-
-    def _numbers(self):
-        return self._described, {e.name: (_name(e.tensor.dtype), e.tensor.item()) for e in self.entries}
-
-    def _publish(self):
-        if self.owner.world.rank:
+            return next(iter(folder.steps(self.root)), None)
+        except OSError:
             return None
-        tensors, scalars = {}, {}
-        for _, (described, numbers) in self._gathered:
-            tensors |= described
-            scalars |= numbers
-        made = Manifest(self.step, tensors, scalars, [f for files, _ in self._gathered for f in files], self.about)
-        manifest.parse(made.text())  # what could not be read is not published
-        folder.publish(self.owner.root, made)
-        return made.bytes, len(folder.steps(self.owner.root)) <= self.owner.keep
-
-    def _verify(self):
-        path = folder.place(self.owner.root, self.step)
-        for file in self._files:
-            shards.check_contents(path / file.name, file)
-
-    def _prune(self):
-        if self.owner.world.rank == 0:
-            folder.prune(self.owner.root, self.owner.keep)
 
 
 def _on_host(entries: list[Entry]) -> list[Entry]:
     return [Entry(entry.name, entry.shard, entry.tensor.cpu()) for entry in entries]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from pathlib import Path
 
-from hpctrain.train.checkpoint.manifest import BLOCK, Corrupt, File
+from hpctrain.train.checkpoint.pieces import BLOCK, Corrupt, File
 
 try:
     from isal.isal_zlib import crc32  # the same sums, by vectors: 10 GB/s a core instead of 3
@@ -24,8 +25,8 @@ CACHED = 256 << 10  # bytes read at a time, which the processor's cache still ho
 
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
-    sha, room = hashlib.sha256(), memoryview(bytearray(min(HASHED, max(1, path.stat().st_size))))
-    with path.open("rb", buffering=0) as file:
+    sha, room = hashlib.sha256(), memoryview(bytearray(min(HASHED, max(1, size(path)))))
+    with open_plain(path) as file:
         while count := file.readinto(room):
             sha.update(room[:count])
     return sha.hexdigest()
@@ -56,7 +57,7 @@ def read(path: Path, file: int, place: int, room: memoryview, crc: int = 0) -> i
 def rest(path: Path, size: int, numbers: list[tuple[int, int]]) -> int:
     """CRC-32 of all bytes of a file of this size but those of its numbers."""
     crc, place, room = 0, 0, memoryview(bytearray(CACHED))
-    with path.open("rb", buffering=0) as file:
+    with open_plain(path) as file:
         for start, stop in [*numbers, (size, size)]:
             for part in range(place, start, CACHED):
                 crc = read(path, file.fileno(), part, room[: start - part], crc)
@@ -86,6 +87,31 @@ def _check_size(path: Path, told: File) -> None:
 
 def size(path: Path) -> int:
     """Of a plain file. What else keeps a file from being read, such as permissions, does not make it corrupt."""
-    if not path.is_file() or path.is_symlink():
-        raise Corrupt(f"{path} is missing")
-    return path.stat().st_size
+    if not stat.S_ISREG((status := found(path)).st_mode):
+        raise Corrupt(f"{path} is missing: what is there is no plain file")
+    return status.st_size
+
+
+def found(path: Path) -> os.stat_result:
+    """What is at a path itself, no link being followed. Raises Corrupt where there is nothing, OSError where that
+    cannot be told."""
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Corrupt(f"{path} is missing") from None
+
+
+def open_plain(path: Path):
+    """A plain file, opened for reading; never a link, a device or a pipe. Errors as `found`."""
+    size(path)
+    return open(path, "rb", buffering=0, opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
+
+
+def read_plain(path: Path, most: int) -> bytes:
+    """All of a plain file that has at most so many bytes. Errors as `found`."""
+    if (expected := size(path)) > most:
+        raise Corrupt(f"{path} has {expected} bytes, more than {most}")
+    content = memoryview(bytearray(expected))
+    with open_plain(path) as file:
+        read(path, file.fileno(), 0, content)
+    return bytes(content)

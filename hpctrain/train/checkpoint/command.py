@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from hpctrain.train.checkpoint import folder, load, manifest
-from hpctrain.train.checkpoint.manifest import Corrupt, Manifest
+from hpctrain import files
+from hpctrain.train.checkpoint import folder, index, load
+from hpctrain.train.checkpoint.manifest import NAME, Manifest
+from hpctrain.train.checkpoint.pieces import Corrupt
+from hpctrain.train.checkpoint.verify import verify as verified
 
 
 def run(options) -> int:
@@ -31,14 +34,15 @@ def ls(root: Path, steps: list[int], options) -> int:
     for step in reversed(steps):
         path = folder.place(root, step)
         try:
-            told = manifest.read(path)
+            told = index.read(path).manifest
+            written = (path / NAME).stat().st_mtime
         except (Corrupt, OSError) as error:
             print(f"step {step:8d}  bad: {error}")
             wrong = 1
             continue
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((path / manifest.NAME).stat().st_mtime))
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
         grid = " ".join(f"{axis}={size}" for axis, size in told.about.get("grid", {}).items())
-        print(f"step {step:8d}  {when}  {len(told.files):5d} files  {told.bytes / 1e6:10.1f} MB  {grid}")
+        print(f"step {step:8d}  {when}  {told.files:5d} files  {told.bytes / 1e6:10.1f} MB  {grid}")
     return wrong
 
 
@@ -47,8 +51,8 @@ def verify(root: Path, steps: list[int], options) -> int:
     wrong = 0
     for step in reversed(steps):
         try:
-            told = folder.verify(folder.place(root, step))
-            print(f"step {step}: {len(told.files)} files, {told.bytes:,} bytes: as written")
+            told = verified(folder.place(root, step)).manifest
+            print(f"step {step}: {told.files} files, {told.bytes:,} bytes: as written")
         except (Corrupt, OSError) as error:
             print(f"step {step}: BAD: {error}")
             wrong = 1
@@ -62,22 +66,23 @@ def export(root: Path, steps: list[int], options) -> int:
     if not options.output:
         raise ValueError("export needs a folder to write to: -o DIR")
     target = Path(options.output)
-    if target.exists() and any(target.iterdir()):
+    if files.status(target) and any(target.iterdir()):
         raise ValueError(f"{target} exists and is not empty; choose another folder")
     for step in steps:
         path = folder.place(root, step)
         try:
-            told = folder.verify(path)
+            node = verified(path)
             break
         except Corrupt as error:
             print(f"step {step} is not used: {error}")
     else:
         return 1
+    told = node.manifest
     shape, end = gpt2_shape(told)
     writer = HuggingFaceWriter(target, shape, end)
     for name in told.tensors:
         if name.startswith("model/"):
-            weight = load.whole(path, told, name)
+            weight = load.whole(node, name)
             if told.about["config"]["replicas"]["method"] == "local_sgd":
                 weight = weight.mean(0)  # of the replicas
             writer.add(name.removeprefix("model/"), weight)

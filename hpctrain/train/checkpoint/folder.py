@@ -9,8 +9,8 @@ import re
 import shutil
 from pathlib import Path
 
-from hpctrain.train.checkpoint import checks, manifest, shards
-from hpctrain.train.checkpoint.manifest import Corrupt, Manifest
+from hpctrain import files
+from hpctrain.train.checkpoint import manifest
 
 LATEST = "latest"
 
@@ -26,11 +26,25 @@ def unfinished(root: Path, step: int) -> Path:
 
 
 def steps(root: Path) -> list[int]:
-    """Steps of which there is a complete checkpoint, valid or not, the newest first."""
-    if not root.is_dir():
-        return []
-    found = (re.fullmatch(r"step-(0|[1-9]\d*)", path.name) for path in root.iterdir())
+    """Steps of which there is a complete checkpoint, valid or not, the newest first.
+
+    Raises:
+        OSError: where the folder cannot be listed, which is not to be taken for none.
+    """
+    found = (re.fullmatch(r"step-(0|[1-9][0-9]*)", name) for name in _names(root))
     return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def bad(root: Path) -> list[str]:
+    """Names of the checkpoints that were set aside."""
+    return sorted(name for name in _names(root) if re.match(r"step-.*\.bad", name))
+
+
+def _names(root: Path) -> list[str]:
+    try:
+        return os.listdir(root)
+    except FileNotFoundError:
+        return []
 
 
 def start(root: Path, step: int) -> None:
@@ -39,24 +53,32 @@ def start(root: Path, step: int) -> None:
     Raises:
         FileExistsError: when the step has a checkpoint; it is never overwritten.
     """
-    if place(root, step).exists():
+    if _there(place(root, step)):
         raise FileExistsError(f"{place(root, step)} exists already")
+    make(root)
     path = unfinished(root, step)
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
+    if _there(path) and not discard(path):
+        path.rename(_free(path))
+    path.mkdir()
 
 
-def publish(root: Path, made: Manifest) -> Path:
-    """Turn the written files into the checkpoint: manifest, rename, `latest`. Each is on disk before the next."""
-    path, final = unfinished(root, made.step), place(root, made.step)
-    manifest.write(path, made)
-    sync(path)
-    if final.exists():
+def make(path: Path) -> None:
+    """Make a folder and those above it, their names on disk."""
+    if not files.is_folder(path):
+        make(path.parent)
+        path.mkdir(exist_ok=True)
+        files.sync(path.parent)
+
+
+def publish(root: Path, step: int) -> Path:
+    """Turn what was written, and is on disk, into the checkpoint: rename, `latest`. Each is on disk before the next."""
+    path, final = unfinished(root, step), place(root, step)
+    if _there(final):
         raise FileExistsError(f"{final} exists already")
     path.rename(final)
     try:
-        sync(root)
-        point(root, made.step)
+        files.sync(root)
+        point(root, step)
     except OSError as error:  # the checkpoint is complete, and found without a link to it
         log.warning("WARNING: %s does not point to %s: %s", root / LATEST, final.name, error)
     return final
@@ -68,34 +90,38 @@ def point(root: Path, step: int) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(place(root, step).name)
     link.rename(root / LATEST)
-    sync(root)
+    files.sync(root)
 
 
 def prune(root: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints; the caller has verified the newest."""
     for step in steps(root)[keep:]:
         # under a name that nobody reads, as it is taken apart file by file
-        path = place(root, step).rename(unfinished(root, step))
-        shutil.rmtree(path)
-
-
-def bad(root: Path) -> list[str]:
-    """Names of the checkpoints that were set aside."""
-    return sorted(path.name for path in root.glob("step-*.bad*")) if root.is_dir() else []
+        discard(place(root, step).rename(_free(unfinished(root, step))))
 
 
 def clean(root: Path) -> None:
-    """Remove what killed jobs left unfinished."""
-    if root.is_dir():
-        for path in root.glob("step-*.tmp"):
-            shutil.rmtree(path)
-        (root / f"{LATEST}.tmp").unlink(missing_ok=True)
+    """Remove what killed jobs left unfinished, as far as it can be."""
+    for name in _names(root):
+        if re.fullmatch(r"step-[0-9]+\.tmp(\.[0-9]+)?", name):
+            discard(root / name)
+    (root / f"{LATEST}.tmp").unlink(missing_ok=True)
+
+
+def discard(path: Path) -> bool:
+    """Delete a folder that nobody reads, and say so where that fails: a file that a process somewhere has open stays in
+    a folder of NFS, as .nfs and a number."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        log.warning("WARNING: %s stays: %s", path, error)
+        return False
+    return True
 
 
 def set_aside(root: Path, step: int) -> Path:
     """Rename a checkpoint that must not be used, to make room for another of that step."""
-    names = (root / f"step-{step}.bad{n}" for n in itertools.chain([""], map(".{}".format, itertools.count(1))))
-    aside = place(root, step).rename(next(path for path in names if not path.exists()))
+    aside = place(root, step).rename(_free(root / f"step-{step}.bad"))
     if left := steps(root):
         point(root, left[0])
     else:
@@ -103,28 +129,16 @@ def set_aside(root: Path, step: int) -> Path:
     return aside
 
 
-def verify(path: Path) -> Manifest:
-    """Check everything: the manifest, sizes, SHA-256, every CRC-32, and that nothing else is there.
-
-    Raises:
-        Corrupt: naming the file that is wrong.
-    """
-    told = manifest.read(path)
-    for file in told.files:
-        checks.check_digest(path / file.name, file)
-        checks.check(path / file.name, file)
-        shards.check_contents(path / file.name, file)
-    known = {manifest.NAME, manifest.SUM, *(file.name for file in told.files)}
-    for found in sorted(path.iterdir()):
-        if found.name not in known:
-            raise Corrupt(f"{found} is not named in the manifest")
-    return told
+def _free(path: Path) -> Path:
+    """The path, or with .1, .2, … after it the first that is not in use."""
+    paths = (path.with_name(path.name + end) for end in itertools.chain([""], map(".{}".format, itertools.count(1))))
+    return next(path for path in paths if not _there(path))
 
 
-def sync(path: Path) -> None:
-    """The entries of a folder, on disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _there(path: Path) -> bool:
+    """Whether the name is in use, be it by a link to nothing. Raises OSError where that cannot be told."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,15 +18,16 @@ import torch
 from hpctrain.files import Disk
 from hpctrain.state import Entry
 from hpctrain.train.checkpoint import checks
-from hpctrain.train.checkpoint.manifest import BLOCK, Corrupt, File, Piece, file_name
+from hpctrain.train.checkpoint.pieces import BLOCK, Corrupt, File, Piece, file_name
 
 LIBVER = ("v110", "v110")  # whose metadata have checksums, for who reads the files by HDF5
 FILE_BYTES = 64 << 20  # about the size at which a rank begins another file, so that it can be hashed beside the first
+FILES = 4  # of a rank, about; so that a folder has some hundred at most
 BESIDE = 4  # threads
 ROWS = 16 * BLOCK  # bytes read at a time where just some columns are needed
 
 
-def write(folder: Path, rank: int, entries: Iterable[Entry]) -> list[File]:
+def write(folder: Path, rank: int, entries: list[Entry]) -> list[File]:
     """Write a rank's entries, which are in host memory, to new files; they are on disk before this returns.
 
     While one is written, those before it are hashed and synced.
@@ -47,16 +47,18 @@ def _described(path, pieces, sha256, size):
     return file
 
 
-def _groups(entries):
-    """Entries of about FILE_BYTES; at least one group, which may be empty."""
+def _groups(entries: list[Entry]):
+    """Entries of about FILE_BYTES, or of a part of all in FILES."""
     group, size = [], 0
+    most = max(FILE_BYTES, sum(entry.tensor.nbytes for entry in entries) // FILES)
     for entry in entries:
-        if group and size + entry.tensor.nbytes > FILE_BYTES:
+        if group and size + entry.tensor.nbytes > most:
             yield group
             group, size = [], 0
         group.append(entry)
         size += entry.tensor.nbytes
-    yield group
+    if group:
+        yield group
 
 
 def _write(path: Path, entries: list[Entry]) -> dict[str, list[Piece]]:
@@ -96,8 +98,7 @@ class Reader:
 
     def __init__(self, path: Path):
         self.path, self.bytes = path, 0
-        checks.size(path)
-        self.file = path.open("rb", buffering=0)
+        self.file = checks.open_plain(path)
 
     def __enter__(self):
         return self
