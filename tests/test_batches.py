@@ -1,0 +1,77 @@
+"""Batches: each sequence of the order on one replica and one z block, its targets one token on; validation apart."""
+
+import numpy as np
+import pytest
+
+from hpctrain import Grid, Key
+from hpctrain.data import ShardedTokens, pack
+from hpctrain.data.tokenizers import tokenizer_from_option
+from hpctrain.grid import all_grids
+from hpctrain.pipeline import one_f_one_b
+from hpctrain.train.batches import Samples
+
+pytestmark = pytest.mark.mpi
+
+CONTEXT, BATCH, MICROBATCHES = 6, 5, 2
+
+
+@pytest.fixture
+def tokens(world, tmp_path_factory):
+    """600 bytes of which no 7 that follow each other come twice."""
+    path = None
+    if world.rank == 0:
+        folder = tmp_path_factory.mktemp("batches")
+        (folder / "text.txt").write_text("".join(f"{number:03d}" for number in range(200)))
+        path = str(folder / "data.h5")
+        pack([str(folder / "text.txt")], path, tokenizer_from_option("bytes"))
+    return ShardedTokens(world.bcast(path), comm=world)
+
+
+def sequences_of(batches):
+    """(ids, targets, scale, first) of all sequences that this rank is given, of microbatches and of validation."""
+    found = []
+    for batch in batches:
+        ids, targets = batch.ids.view(-1, CONTEXT), batch.targets.view(-1, CONTEXT)
+        found += [(i.tolist(), t.tolist(), batch.scale) for i, t in zip(ids, targets)]
+    return found
+
+
+def test_targets_are_the_tokens_that_follow(world, tokens):
+    """Of rows of the packed text, at multiples of the context."""
+    whole = np.empty(tokens.tokens, np.int64)
+    tokens.read(0, tokens.tokens, whole)
+    whole = whole.tolist()
+    for data, pipeline, box in all_grids(world.size):
+        if pipeline > 1 or box[1] > 1:
+            continue  # the first stage has the ids, the last the targets
+        grid = Grid(data, pipeline, box)
+        samples = Samples(tokens, CONTEXT, 0.25, Key(1))
+        total = (tokens.tokens - 1) // CONTEXT
+        starts = {tuple(whole[s * CONTEXT : s * CONTEXT + CONTEXT + 1]): s for s in range(total)}
+        order = one_f_one_b(1, MICROBATCHES)
+        training, validation = set(), set()
+        for number in range(3):
+            held = sequences_of(samples.training_step(grid, number, BATCH, order, "cpu", number))
+            here = [starts[tuple(ids + targets[-1:])] for ids, targets, _ in held]
+            assert all(ids[1:] == targets[:-1] for ids, targets, _ in held)
+            assert {scale for *_, scale in held} <= {1 / (BATCH * CONTEXT)}
+            # the ranks of x see the same sequences
+            everywhere = grid.data.comm.allgather(grid.tensor.z.comm.allgather(here))
+            given = [start for replica in everywhere for block in replica for start in block]
+            assert sorted(given) == sorted(samples.training[number * BATCH : (number + 1) * BATCH].tolist())
+            training |= set(given)
+        for batch in samples.validation_batches(grid, BATCH, 100, order, "cpu"):
+            held = sequences_of(batch)
+            validation |= {starts[tuple(ids + targets[-1:])] for ids, targets, _ in held}
+            assert {scale for *_, scale in held} <= {1 / (samples.held_out * CONTEXT)}
+        validation = set().union(*world.allgather(validation))
+        assert validation == set(range(total - round(total * 0.25), total))
+        assert training.isdisjoint(validation)
+
+
+def test_all_tokens_are_in_samples_but_those_that_make_no_whole_one(world, tokens):
+    samples = Samples(tokens, CONTEXT, 0.25, Key(1))
+    total = samples.training.samples + samples.held_out
+    assert total * CONTEXT < tokens.tokens <= (total + 1) * CONTEXT
+    with pytest.raises(ValueError, match="too few for a training and a validation sample of model.context = 600"):
+        Samples(tokens, 600, 0.25, Key(1))
