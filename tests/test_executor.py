@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comm_checks import complete, started
 
 from hpctrain import Grid, Key
 from hpctrain.layers import Linear, Tokens, WeightGradients
@@ -109,6 +110,15 @@ def test_equals_serial(world, name, synchronous):
         torch.testing.assert_close(sorted(everything), sorted(expected_losses), rtol=1e-12, atol=0)
         if name in EXACT and losses:
             assert all(torch.equal(*pair) for pair in zip(losses, expected_losses, strict=True))
+
+
+def test_nothing_is_under_way_after_a_run(world, monkeypatch):
+    """An activation may be freed, or its memory used again, once the step is over."""
+    works = started(monkeypatch)
+    for name in ("1f1b", "zb-v"):
+        run(Grid(pipeline=world.size), name, 5)
+    assert (world.size > 1) == bool(works)
+    assert complete(works)
 
 
 def check_sum_of_replicas(world, made, chain, expected):

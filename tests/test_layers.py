@@ -9,6 +9,7 @@ from layer_checks import DOUBLE, KEY, Layout, check, gradients_over, tensor_grid
 
 from hpctrain import Grid
 from hpctrain.layers import Attention, Dropout, Embedding, Linear, RMSNorm, Tokens, algorithm_of
+from hpctrain.replicas import DataParallel
 
 pytestmark = pytest.mark.mpi
 
@@ -34,6 +35,27 @@ def test_linear(world, n_in, n_out, unit, sequences, length):
         with torch.no_grad():
             down.bias.copy_(whole((n_out,), "bias", False)[down.bias.shard.slices])
         check(layout, down, serial, x, layout.inner, layout.residual)
+
+
+def test_a_step_that_was_given_up_leaves_no_gradient(world):
+    """Weight gradients whose sum over z was put off in a step that never ended are not part of the next one."""
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 4, 3)
+        algorithm = algorithm_of(grid, "agarwal", overlap=["weight_gradient"])
+        layer = Linear(grid, 8, 6, to="inner", algorithm=algorithm, key=KEY, **DOUBLE)
+        replicas = DataParallel(layer.parameters(), grid)
+        x, seed = whole((12, 8), "x", False), whole((12, 6), "seed", False)
+        for given_up in (True, False):
+            replicas.clear()
+            if not given_up:
+                replicas.overlap()
+            y = layer(layout.residual(x), layout.tokens)
+            y.backward(layout.inner(seed))
+            if given_up:
+                continue
+            replicas.finish()
+        expected = (seed.T @ x)[layer.weight.shard.slices]
+        torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_weight_gathered_ahead_is_gathered_anew_once_it_changes(world):

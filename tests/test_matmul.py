@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from comm_checks import complete, started
 from hypothesis import given
 from hypothesis import strategies as st
 from matmul_checks import ALGORITHMS, WAYS, close, grids, legal, products, whole
@@ -65,13 +66,33 @@ def test_any_sizes(sizes, way):
 def test_one_gradient_alone(world, way):
     m, k, n = 13, 9, 11
     A, B, G = whole(m, k), whole(k, n, seed=1), whole(m, n, seed=2)
-    for _, mm in products(world, way):
+    moved = {"a": 0, "b": 0, "both": 0}
+    for grid, mm in products(world, way):
+
+        def gradients(name, c, operands, mm=mm, ledger=grid.wire.traffic):
+            ledger.clear()
+            found = torch.autograd.grad(c, operands, G[mm.slices("c", m, n)])
+            moved[name] += ledger.total("received")
+            return found
+
         a, b = mm.scatter_a(A), mm.scatter_b(B)
-        grad = G[mm.slices("c", m, n)]
-        (grad_a,) = torch.autograd.grad(mm(a.requires_grad_(), b), a, grad)
-        (grad_b,) = torch.autograd.grad(mm(a.detach(), b.requires_grad_()), b, grad)
+        (grad_a,) = gradients("a", mm(a.requires_grad_(), b), [a])
+        (grad_b,) = gradients("b", mm(a.detach(), b.requires_grad_()), [b])
         close(grad_a, (G @ B.T)[mm.slices("a", m, k)])
         close(grad_b, (A.T @ G)[mm.slices("b", k, n)])
+        gradients("both", mm(a, b), [a, b])
+    if world.size > 1:  # what the other one would take is not moved
+        assert max(moved["a"], moved["b"]) < moved["both"]
+
+
+def test_nothing_is_under_way_after_a_product(world, monkeypatch):
+    """So that a block may be changed as soon as the product is there."""
+    works = started(monkeypatch)
+    for _, mm in products(world, "messages"):
+        a, b = mm.scatter_a(whole(29, 31)).requires_grad_(), mm.scatter_b(whole(31, 23)).requires_grad_()
+        mm(a, b).sum().backward()
+    assert (world.size > 1) == bool(works)
+    assert complete(works)
 
 
 @pytest.mark.parametrize("way", ["shared memory", "messages"])

@@ -153,6 +153,21 @@ def test_messages_by_hand():
     assert path[-1] == ("update", 0, 0)
 
 
+def test_memory_between_the_two_gradients_by_hand():
+    """ZB-H1 on two ranks: rank 0 holds two microbatches (F F I W I W); rank 1 one, and 40 of the one before, whose
+    weight gradient comes late (F I F I W W)."""
+    assert schedule("zb-h1", 2, 2).simulate(Costs(activation=100, kept=40)).peak == [200, 140]
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (3, 9, 3)])
+def test_warm_up_of_interleaved(p, m, v):
+    """Forwards before the first backward: 2 (p - 1 - r) + (v - 1) p, and the one that it turns on (Megatron-LM's
+    `get_pp_rank_microbatches`)."""
+    made = schedule("interleaved", p, m, chunks=v)
+    ahead = [[a.kind for a in order].index("backward") for order in made.order]
+    assert ahead == [min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p)]
+
+
 def test_the_cycle_is_named():
     made = schedule("gpipe", 2, 2)
     order = [list(rank) for rank in made.order]

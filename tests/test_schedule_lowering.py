@@ -128,6 +128,21 @@ def test_another_program_replays_two_directions(name):
         assert not blocks(json.loads(lowered.to_json()))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
+def test_work_that_begins_before_a_message_comes_is_not_behind_it(name):
+    """A receive stands behind all work that its rank begins before the sender has finished."""
+    made = schedule(name, 4, 6)
+    spans = {a: span for rank in made.simulate().spans for span in rank for a in span.actions}
+    for program in made.lower().programs:
+        for place, action in enumerate(program):
+            if action.kind == "receive":
+                gradient = made.graph.edges[action.edge].target == action.stage
+                kinds = ("backward", "input_gradient") if gradient else ("forward",)
+                sender = next(a for a in spans if a.kind in kinds and a.unit == action.unit)
+                later = [spans[a] for a in program[place:] if a in spans]
+                assert all(span.start >= spans[sender].end - 1e-9 for span in later), (sender, action)
+
+
 TIMES = st.one_of(st.just(0), st.floats(0.01, 10))
 CATALOGUE = st.tuples(
     st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 9), st.integers(1, 3), st.integers(1, 3)
