@@ -32,6 +32,14 @@ def test_a_spike_is_judged_by_the_median_of_a_full_window():
     assert len(sanity.losses) == WINDOW
 
 
+def test_one_spike_does_not_hide_the_next():
+    """As it would by the mean, which it raises."""
+    sanity = Sanity(3.0)
+    for loss in (*[1.0] * (WINDOW - 1), 1000.0):
+        sanity.good(loss)
+    assert sanity.judge(3.1, 1.0) == 1
+
+
 def test_without_a_factor_nothing_is_a_spike():
     sanity = Sanity(0.0)
     for _ in range(WINDOW):

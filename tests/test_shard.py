@@ -29,3 +29,9 @@ def test_a_range_of_a_range(case, inner, start):
     for part in ranges:
         cut = [subsplit(part, inner, index, unit) for index in range(inner)]
         assert [e for each in cut for e in range(each.start, each.stop)] == list(range(part.start, part.stop))
+
+
+def test_ranges_by_hand():
+    assert [split(7, 3, i) for i in range(3)] == [slice(0, 3), slice(3, 5), slice(5, 7)]
+    inner = [subsplit(slice(6, 14), 3, i, unit=2) for i in range(3)]
+    assert inner == [slice(6, 10), slice(10, 12), slice(12, 14)]
