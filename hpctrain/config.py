@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -13,9 +14,12 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpctrain import files
 from hpctrain.algorithms import DEFAULT_OVERLAP
 from hpctrain.config_checks import check
 from hpctrain.grid import grid_shape
+
+LARGEST = 1 << 20  # bytes of a file
 
 
 @dataclass
@@ -179,24 +183,35 @@ def load_config(path: str | os.PathLike | None = None, overrides: typing.Sequenc
     config = Config()
     if path is not None:
         try:
-            tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            tables = tomllib.loads(files.read_bounded(path, LARGEST).decode())
         except OSError as error:
             raise ValueError(f"the configuration cannot be read: {error}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # integers of more than 4,300 digits among them
             raise ValueError(f"{path} is not valid TOML: {error}") from error
-        for section, table in tables.items():
-            if not isinstance(table, dict):
-                raise ValueError(f"{section} stands outside a section in {path}; sections are {_names(config)}")
-            for key, value in table.items():
-                _set(config, section, key, value)
+        with _in(path):
+            for section, table in tables.items():
+                if not isinstance(table, dict):
+                    raise ValueError(f"{section} stands outside a section; sections are {_names(config)}")
+                for key, value in table.items():
+                    _set(config, section, key, value)
     for override in overrides:
         name, equals, text = override.partition("=")
         section, dot, key = name.strip().partition(".")
         if not (equals and dot and key):
             raise ValueError(f"an override must read section.key=value, got {override!r}")
         _set(config, section, key, _parsed(text.strip()), text.strip())
-    check(config)
+    with _in(None if overrides else path):  # with overrides it may be them
+        check(config)
     return config
+
+
+@contextlib.contextmanager
+def _in(path: str | os.PathLike | None):
+    """Errors name the file, if there is one."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}" if path is not None else str(error)) from error
 
 
 def to_toml(config: Config) -> str:
@@ -205,9 +220,13 @@ def to_toml(config: Config) -> str:
     for section in dataclasses.fields(config):
         lines.append(f"[{section.name}]")
         table = dataclasses.asdict(getattr(config, section.name))
-        lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.items()]
+        lines += [f"{key} = {_toml(value)}" for key, value in table.items()]
         lines.append("")
     return "\n".join(lines)
+
+
+def _toml(value) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the only difference for what is in use
 
 
 def _set(config: Config, section: str, key: str, value, text: str | None = None) -> None:
@@ -224,6 +243,11 @@ def _set(config: Config, section: str, key: str, value, text: str | None = None)
 
 def _typed(name: str, value, wanted):
     """The value as the wanted type; whole numbers will do for reals, and one string for a list of them."""
+    for each in value if isinstance(value, list) else [value]:
+        if type(each) is int and not -(2**63) <= each < 2**63:
+            raise ValueError(f"{name} must fit into 64 bits, got an integer of {each.bit_length()}")
+        if isinstance(each, str) and not _storable(each):
+            raise ValueError(f"{name} must be UTF-8 without zero bytes, got {each!r:.100}")
     plain = {int: int, float: float, bool: bool, str: str}
     options = wanted.__args__ if isinstance(wanted, types.UnionType) else (wanted,)
     for option in options:
@@ -241,10 +265,15 @@ def _typed(name: str, value, wanted):
     raise ValueError(f"{name} must be {described}, got {value!r}")
 
 
+def _storable(text: str) -> bool:
+    """No operating system takes a path with a zero, and no TOML file a byte that is not UTF-8."""
+    return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def _parsed(text: str):
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hpctrain.config import Config
 
 METHODS = ("ddp", "zero1", "zero2", "zero3", "parameter_server", "local_sgd")  # of hpctrain.replicas
+LARGEST_SCHEDULE = 2**20  # microbatches of all stages; a pipeline of 64 ranks with 1,024 has 2^16
 
 
 def check(config: Config) -> None:
@@ -92,6 +93,11 @@ def check_pipeline(config: Config) -> Schedule:
     """
     pipeline, model, ranks = config.pipeline, config.model, config.grid_shape["pipeline"]
     _one_of("pipeline.schedule", pipeline.schedule, NAMES)
+    if (size := ranks * max(1, pipeline.chunks) * config.train.microbatches) > LARGEST_SCHEDULE:
+        raise ValueError(
+            f"grid.pipeline × pipeline.chunks × train.microbatches must be at most {LARGEST_SCHEDULE}, as a schedule "
+            f"lists all stages' microbatches, got {size}"
+        )
     slices = len(token_slices(config)) or None
     made = schedule(pipeline.schedule, ranks, config.train.microbatches, pipeline.chunks or None, slices)
     stages, cut = made.graph.stages, pipeline.partition

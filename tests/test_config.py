@@ -126,6 +126,17 @@ def test_mistakes_are_named(override, message):
         ("[run\n", "is not valid TOML"),
         ("steps = 3\n", "steps stands outside a section"),
         ("[run]\nsteps = '3'\n", "run.steps must be int, got '3'"),
+        ("[run]\nseed = " + "9" * 5000, "config.toml is not valid TOML: Exceeds the limit"),
+        ("[run]\nname = " + "[" * 100_000, "config.toml is not valid TOML"),
+        ("# " + "x" * 2**20, "config.toml is longer than the 1048576 bytes"),
+        ("[run]\nseed = 9223372036854775808", "config.toml: run.seed must fit into 64 bits, got an integer of 64"),
+        ("[train]\nlr = 1" + "0" * 400, "config.toml: train.lr must fit into 64 bits, got an integer of 1329"),
+        ('[run]\nout = "a\\u0000b"', "config.toml: run.out must be UTF-8 without zero bytes, got 'a\\x00b'"),
+        (
+            "[train]\nmicrobatches = 1_000_000_000",
+            "train.microbatches must be at most 1048576, as a schedule lists all",
+        ),
+        ("[train]\nbatch = 0", "config.toml: train.batch must be at least 1"),
         ("[quantum]\na = 1\n", "unknown section quantum; known are run, model, data, grid, pipeline, tensor, comm, "),
     ],
 )
@@ -141,7 +152,9 @@ def test_a_missing_file():
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    config = load_config(written(tmp_path, GOOD), ['data.text=["ä \\"b\\"", "c\\\\d"]', "train.lr=1e-05"])
+    text = 'data.text=["ä \\"b\\"", "c\\\\d", "\\u007f\\u0085\\u2028\\n"]'
+    config = load_config(written(tmp_path, GOOD), [text, "train.lr=1e-05"])
+    assert config.data.text[2] == "\x7f\x85\u2028\n"
     assert load_config(written(tmp_path, to_toml(config))) == config
 
 
