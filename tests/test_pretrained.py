@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
@@ -73,3 +74,44 @@ def test_another_model_is_refused(world, tmp_path):
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"model.safetensors cannot be read"):
         load_gpt2(model, tmp_path)
+
+
+def strange_index(folder, file):
+    """An index that says that all weights are in that file."""
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"transformer.wte.weight": file}}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: strange_index(folder, "../model.safetensors"),
+            "index.json tells of no plain name .*wte.weight",
+        ),
+        (lambda folder: strange_index(folder, "/etc/passwd"), "index.json tells of no plain name"),
+        (lambda folder: strange_index(folder, ["model.safetensors"]), "index.json tells of no plain name"),
+        (lambda folder: strange_index(folder, "none.safetensors"), "none.safetensors is missing"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "index.json holds no JSON object"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "index.json has no weight_map"),
+        (lambda folder: (folder / "config.json").write_text("[" * 10**5), "holds no readable config.json: .*recursion"),
+        (lambda folder: (folder / "config.json").write_text("3"), "holds no readable config.json: .*no JSON object"),
+        (lambda folder: os.truncate(folder / "config.json", 2**27), "config.json is longer than the 67108864 bytes"),
+        (
+            lambda folder: integers(folder / "model.safetensors"),
+            "wte.weight in .*model.safetensors holds I64, no floats",
+        ),
+    ],
+)
+def test_a_folder_that_lies(world, tmp_path, damage, message):
+    if world.size > 1:
+        pytest.skip("every rank does the same")
+    save_theirs(UNEVEN, tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_gpt2(GPT2(Grid(), UNEVEN, key=Key(3)), tmp_path)
+
+
+def integers(path):
+    from safetensors.torch import load_file, save_file
+
+    save_file({name: tensor.long() for name, tensor in load_file(path).items()}, path)

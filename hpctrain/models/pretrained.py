@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from hpctrain import files
 from hpctrain.models.export import gpt2_config, hugging_face_name
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 
 CHUNK = 4 << 20  # elements read at a time
+LARGEST_JSON = 64 << 20  # bytes of config.json and of an index; that of a model of 100,000 tensors has 10 MB
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _FREE = ("architectures", "embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id", "eos_token_id")
 
 
@@ -23,10 +27,10 @@ def load_gpt2(model: GPT2, folder: Path) -> None:
         ValueError: when the folder cannot be read, or holds a model of other sizes; all differences are listed.
     """
     check_config(model.shape, folder)
-    with _Safetensors(folder) as files, torch.no_grad():
+    with _Safetensors(folder) as tensors, torch.no_grad():
         for name, p in model.named_parameters():
             theirs, transposed = hugging_face_name(getattr(p, "same_as", name))
-            stored = files.get(theirs)
+            stored = tensors.get(theirs)
             shape = tuple(p.shard.global_shape)
             if transposed:
                 shape = shape[::-1]
@@ -38,8 +42,8 @@ def load_gpt2(model: GPT2, folder: Path) -> None:
 def check_config(shape: GPT2Shape, folder: Path) -> None:
     """Raise ValueError unless the folder holds a GPT-2 of this shape."""
     try:
-        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        told = _json(folder / "config.json")
+    except ValueError as error:
         raise ValueError(f"model.init = {folder} holds no readable config.json: {error}") from error
     # what Hugging Face leaves out of the file has the value of the first GPT-2
     scales = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
@@ -83,10 +87,14 @@ class _Safetensors:
     def __init__(self, folder: Path):
         self.folder = folder
         index = folder / "model.safetensors.index.json"
-        try:
-            self.where = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else None
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{index} cannot be read: {error}") from error
+        self.where = None
+        if files.status(index):
+            self.where = _json(index).get("weight_map")
+            if not isinstance(self.where, dict):
+                raise ValueError(f"{index} has no weight_map")
+            for name, file in self.where.items():
+                if not (isinstance(file, str) and re.fullmatch(r"[^/\0]+\.safetensors", file)):
+                    raise ValueError(f"{index} tells of no plain name of a file beside it for {name}: {file!r:.100}")
 
     def __enter__(self):
         self.stack, self.open = contextlib.ExitStack(), {}
@@ -98,17 +106,38 @@ class _Safetensors:
     def get(self, name: str):
         # GPT2Model, without the projection onto the vocabulary, names its parts without the prefix
         for known in (name, name.removeprefix("transformer.")):
-            file = "model.safetensors" if self.where is None else Path(self.where.get(known, "")).name
-            if file and known in set(self._file(file).keys()):
-                return self._file(file).get_slice(known)
+            file = "model.safetensors" if self.where is None else self.where.get(known)
+            if file:
+                opened, names = self._file(file)
+                if known in names:
+                    found = opened.get_slice(known)
+                    if found.get_dtype() not in _FLOATS:
+                        raise ValueError(f"{known} in {self.folder / file} holds {found.get_dtype()}, no floats")
+                    return found
         raise ValueError(f"{self.folder} does not hold {name}")
 
     def _file(self, name: str):
+        """The open file of that name, and the names of its tensors."""
         from safetensors import SafetensorError, safe_open
 
         if name not in self.open:
+            path = self.folder / name
             try:
-                self.open[name] = self.stack.enter_context(safe_open(self.folder / name, "pt"))
+                if not files.regular(path):
+                    raise ValueError(f"{path} is missing")
+                opened = self.stack.enter_context(safe_open(path, "pt"))  # checks sizes, counts and offsets
+                self.open[name] = opened, set(opened.keys())
             except (OSError, SafetensorError) as error:
-                raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
+                raise ValueError(f"{path} cannot be read: {error}") from error
         return self.open[name]
+
+
+def _json(path: Path) -> dict:
+    """Raises ValueError, naming the file, for what cannot be read or is no object."""
+    try:
+        told = json.loads(files.read_bounded(path, LARGEST_JSON))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(told, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return told
