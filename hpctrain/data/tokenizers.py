@@ -44,7 +44,9 @@ class FileTokenizer:
             raise ValueError("tokenizer files need the tokenizers package: install hpctrain[tokenizers]") from error
         try:
             self._tokenizer = Tokenizer.from_str(description)
-        except Exception as error:  # the library raises bare Exception
+        except BaseException as error:  # the library raises bare Exception, and panics, which are not even that
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
             raise ValueError(f"{name} is not a tokenizers JSON file: {error}") from error
         # a model's tokenizer may be set to cut a text to the model's length, or to fill it up
         self._tokenizer.no_truncation()
@@ -61,7 +63,9 @@ class FileTokenizer:
     def encode(self, text: str) -> np.ndarray:
         try:
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
-        except Exception as error:  # likewise; of a word that it does not know, among others
+        except BaseException as error:  # likewise; of a word that it does not know, among others
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
             raise ValueError(f"the tokenizer cannot encode a text that starts with {text[:40]!r}: {error}") from error
 
     def decode(self, ids) -> str:
