@@ -71,7 +71,7 @@ def kill_and_resume(folder, seed):
     wait_for_step(folder, name, job)
     after = generator.uniform(0, 2)
     time.sleep(after)
-    ranks = children(job.pid) if job.poll() is None else []
+    ranks = [rank for mpirun in children(job.pid) for rank in children(mpirun)] if job.poll() is None else []
     who = generator.choice(["mpirun", *(f"rank {number}" for number in range(len(ranks)))])
     victim = job.pid if who == "mpirun" else ranks[int(who.split()[1])]
     if job.poll() is None:

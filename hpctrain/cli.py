@@ -37,6 +37,7 @@ def train(options) -> int:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
+    interrupts.leads = world.rank == 0
     try:
         check_launcher(world.size)
         from hpctrain.comm import together

@@ -94,15 +94,15 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
 export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1099511627776}
 export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-1073741824}
 
+guard=(python3 -IS "$(dirname "$0")/guard.py") # so that a stop reaches the ranks, rather than killing them
 if [ -n "${HPCTRAIN_LAUNCHER:-}" ]; then
     read -ra launcher <<<"$HPCTRAIN_LAUNCHER"
-    exec "${launcher[@]}" "$@"
+    exec "${guard[@]}" "${launcher[@]}" "$@"
 fi
 
 options=()
 if mpirun --version 2>/dev/null | grep -q "Open MPI"; then
-    # what a killed mpirun left: with its process id, which will be ours, mpirun says that its listener thread did not start
-    rm -rf "${TMPDIR:-/tmp}/ompi.$$"
+    guard+=(--block)
     if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
     if [ -z "$placed" ]; then
         case $binding in
@@ -121,4 +121,4 @@ if mpirun --version 2>/dev/null | grep -q "Open MPI"; then
         fi
     fi
 fi
-exec mpirun "${options[@]}" "$@"
+exec "${guard[@]}" mpirun "${options[@]}" "$@"

@@ -54,13 +54,23 @@ class Job:
             assert time.monotonic() < self.started + limit, self.output
             time.sleep(0.05)
 
+    @property
+    def mpirun(self):
+        """The process id of jobs/guard.py's child."""
+        (pid,) = children(self.process.pid)
+        return pid
+
     def pid_of_rank(self, rank):
         """mpirun's child that is this rank."""
         mine = f"OMPI_COMM_WORLD_RANK={rank}".encode()
-        for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+        for pid in children(self.mpirun):
             if mine in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                return int(pid)
-        raise AssertionError(f"no rank {rank} among the children of {self.process.pid}")
+                return pid
+        raise AssertionError(f"no rank {rank} among the children of {self.mpirun}")
+
+
+def children(pid):
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def begin_job(folder, ranks, *command, **environment):
