@@ -117,6 +117,7 @@ def test_batch_norm_in_autocast(world, dtype):
     for name, buffer in serial.named_buffers():
         torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=1e-5, atol=1e-5)
     got.float().square().sum().backward()
+    ht.sync(model)
     assert model[1].weight.grad.isfinite().all()
 
 

@@ -10,7 +10,9 @@ from torch import nn
 
 from hpctrain import comm
 from hpctrain.convert import attention, chains, encoder, huggingface, norms, products, tables
+from hpctrain.convert.gradients import mark_gradients
 from hpctrain.convert.initial import check_buffers, give_buffers
+from hpctrain.convert.optimizers import watch_optimizers
 from hpctrain.convert.plain import altered
 from hpctrain.convert.plan import Plan, Refused
 from hpctrain.layers.parameter import drawn_key
@@ -46,8 +48,12 @@ def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] =
 
     Each element of a weight lies on one rank of the tensor axis: by columns of the first matrix and rows of the second
     of an MLP, by heads of attention, along the longer side of any other. Norms gather their weights and work on every
-    rank. Optimizers that mix the elements of a weight (LBFGS, Adafactor, Muon) would see its parts, and so would a
-    forward that reads the weights of its modules instead of calling them: list those modules in `replicate`.
+    rank. A forward that reads the weights of its modules instead of calling them would see parts: list those modules in
+    `replicate`.
+
+    In a loop of one's own, torch's clip_grad_norm_ and GradScaler, and norms and sums of gradients, are of the whole
+    gradient; every rank must call them. What else would be that of a part is refused: other reductions and products of
+    gradients, optimizers that mix the elements of a weight (LBFGS, Adafactor, Muon), replicas without `sync`.
 
     Divided are: nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.MultiheadAttention,
     nn.TransformerEncoderLayer and DecoderLayer, nn.Conv*d, nn.BatchNorm*d, and Hugging Face's GPT-2 and Llama. Modules
@@ -85,6 +91,8 @@ def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] =
         plan.carry_out(key)
         for module in model.modules():
             give_buffers(module)
+    mark_gradients(model, grid)
+    watch_optimizers()
     model.hpctrain_grid = grid
     return model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain import comm
+from hpctrain.convert.gradients import as_tensors, check_summed, mark_summed
 from hpctrain.replicas.clipping import clip, local_square
 from hpctrain.replicas.data_parallel import BUCKET_BYTES, summed_over
 
@@ -24,10 +25,12 @@ def sync(model: torch.nn.Module, grid=None) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             groups.setdefault(summed_over(parameter, grid), []).append(parameter)
-    for plane, parameters in groups.items():
-        if plane is not None:
-            _sum(parameters, plane)
-    _sum([parameter for parameters in groups.values() for parameter in parameters], grid.data)
+    with as_tensors():
+        for plane, parameters in groups.items():
+            if plane is not None:
+                _sum(parameters, plane)
+        _sum([parameter for parameters in groups.values() for parameter in parameters], grid.data)
+        mark_summed(model.parameters())
 
 
 def clip_(model: torch.nn.Module, max_norm: float, grid=None) -> torch.Tensor:
@@ -37,12 +40,17 @@ def clip_(model: torch.nn.Module, max_norm: float, grid=None) -> torch.Tensor:
 
     Args:
         grid: of a model that `parallelize` did not make.
+
+    Raises:
+        ValueError: when the gradients of a parallelized model's replicas are not summed.
     """
     grid = grid_of(model, grid)
     parameters = list(model.parameters())
-    square = comm.all_reduce(local_square(parameters, grid.coords), grid.tensor)
-    norm = square.sqrt()
-    clip(parameters, norm.item(), max_norm)
+    check_summed(parameters, "ht.clip_")
+    with as_tensors():
+        square = comm.all_reduce(local_square(parameters, grid.coords), grid.tensor)
+        norm = square.sqrt()
+        clip(parameters, norm.item(), max_norm)
     return norm
 
 

@@ -1,0 +1,251 @@
+"""Gradients in a loop of one's own: what code that is not ours computes from them is of the whole gradient, or refused.
+
+A rank holds a part of a weight, and `p.grad` is that part of the gradient. Where elements are treated by themselves, as
+optimizers mostly do, the part is all that is needed. Norms, sums and the like, as torch.nn.utils.clip_grad_norm_ and
+torch.amp.GradScaler take, are completed over the ranks; all ranks call them, as they run the same script.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain import comm
+from hpctrain.replicas.method import on_arrival
+
+as_tensors = torch._C.DisableTorchFunctionSubclass  # `with as_tensors():` parts are ordinary tensors
+
+_NOT_SUMMED = "the gradients of the replicas are not summed yet; call ht.sync(model) after the last backward, before {}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of which gradient a tensor is a part.
+
+    Attributes: `name` of the parameter; `grid`; `divided`, whether the ranks of the tensor axis hold different parts,
+    rather than the same whole.
+    """
+
+    name: str
+    grid: object
+    divided: bool
+
+
+class PartialGradient(torch.Tensor):
+    """A gradient of which this rank holds a part, and what is made of it element by element.
+
+    Attributes:
+        part: see `Part`; None of several gradients put together.
+        summed: over the replicas.
+
+    Raises:
+        ValueError: when something else is made of it, or before `sync` on a grid with replicas.
+    """
+
+    part: Part | None = None
+    summed = True
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        name, options = function.__name__, options or {}
+        if name in _NORMS:
+            return _norm(function, arguments, options)
+        of_two = name in ("max", "min") and len(arguments) == 2 and isinstance(arguments[1], torch.Tensor)
+        if name in _COMPLETED and not of_two:
+            return _complete(name, function, arguments, options)
+        if name in _MIXING:
+            _check_whole(name, _first(arguments, options))
+        with as_tensors():
+            result = function(*arguments, **options)
+            if name == "_amp_foreach_non_finite_check_and_unscale_":
+                _agree_on_overflow(arguments)
+            if type(result) is not torch.Tensor or name in _PLAIN:
+                return result
+            if any(result is given for given in (*arguments, *options.values())):  # changed in place
+                return result
+            return _inherit(name, result, _first(arguments, options))
+
+    def __reduce_ex__(self, protocol):
+        return _plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        return copy.deepcopy(_plain(self), memo)
+
+
+# What it does to tensors ---------------------------------------------------------------------------------------------
+
+_NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm")
+# Of all elements: what every rank's own is combined by, and what a part without elements counts for.
+_COMPLETED = {
+    "sum": ("sum", 0.0), "any": ("max", 0.0), "all": ("min", 1.0), "max": ("max", -math.inf), "min": ("min", math.inf),
+}  # fmt: skip
+_MIXING = {
+    "mean", "std", "var", "std_mean", "var_mean", "median", "nanmedian", "mode", "quantile", "prod", "nansum",
+    "nanmean", "amax", "amin", "aminmax", "argmax", "argmin", "logsumexp", "count_nonzero", "dist", "histc",
+    "histogram", "cumsum", "cumprod", "sort", "argsort", "topk", "kthvalue", "softmax", "log_softmax", "normalize",
+    "dot", "vdot", "inner", "mv", "mm", "bmm", "matmul", "__matmul__", "__rmatmul__", "addmm", "addmm_", "addmv",
+    "addbmm", "baddbmm", "einsum", "tensordot", "chain_matmul", "linalg_multi_dot", "linalg_matmul",
+    "cosine_similarity", "svd", "linalg_svd", "qr", "linalg_qr", "linalg_matrix_norm", "linalg_eigh", "numpy",
+    "__array__", "tolist",
+}  # fmt: skip
+_PLAIN = {
+    "as_subclass", "clone", "__deepcopy__", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
+    "randn_like", "randint_like", "bernoulli", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
+}  # fmt: skip
+
+
+def _first(arguments, options) -> PartialGradient:
+    """The first of its arguments, looked for in lists too."""
+    stack = [*reversed(list(options.values())), *reversed(arguments)]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, PartialGradient):
+            return value
+        if isinstance(value, (list, tuple)):
+            stack.extend(reversed(value))
+    raise AssertionError("no partial gradient")
+
+
+def _plain(gradient):
+    with as_tensors():
+        return gradient.as_subclass(torch.Tensor)
+
+
+def _inherit(name, result, source):
+    """The result is such a part too, of the same gradient where every element was treated by itself."""
+    same = result.numel() == source.numel()
+    if result.numel() < source.numel():
+        _check_whole(name, source)
+    result = result.as_subclass(PartialGradient)
+    result.part = None if source.part and source.part.divided and not same else source.part
+    result.summed = source.summed
+    return result
+
+
+def _check_whole(name, gradient) -> None:
+    """Raises ValueError unless this rank has the whole gradient."""
+    if gradient.part is None or gradient.part.divided:
+        what = f"the gradient of {gradient.part.name!r}" if gradient.part else "several gradients put together"
+        raise ValueError(
+            f"{name} of {what} would be that of the part that this rank holds; ht.clip_ gives the norm of all, "
+            "replicate=[...] of ht.parallelize leaves a module whole, and p.grad.as_subclass(torch.Tensor) is the part"
+        )
+    _check_completed(name, gradient)
+
+
+def _check_completed(name, gradient) -> Part:
+    if gradient.part is None:
+        _check_whole(name, gradient)
+    if not gradient.summed:
+        raise ValueError(_NOT_SUMMED.format(f"{name} of the gradient of {gradient.part.name!r}"))
+    return gradient.part
+
+
+def _norm(function, arguments, options):
+    """Norms of whole gradients: of one, or of a list."""
+    name = function.__name__
+    values, *others = arguments
+    wanted = others[0] if others else options.get("p", options.get("ord"))
+    order = 2.0 if wanted in (None, "fro") else wanted
+    gradients = values if isinstance(values, (list, tuple)) else [values]
+    if isinstance(order, str) or len(others) > 1 + (name == "_foreach_norm") or options.get("dim") is not None:
+        _check_whole(name, _first(arguments, options))
+        with as_tensors():
+            return function(*arguments, **options)
+    parts = [_check_completed(name, g) if isinstance(g, PartialGradient) else None for g in gradients]
+    order = float(order)
+    with as_tensors():
+        filled = [g if g.numel() else g.new_zeros(1) for g in gradients]  # of no elements, some norms are refused
+        result = function(filled if gradients is values else filled[0], *others, **options)
+    norms = list(result) if gradients is values else [result]
+    divided = [i for i, part in enumerate(parts) if part and part.divided]
+    if divided:
+        own = torch.stack([norms[i] for i in divided]).double().cpu()
+        axis = parts[divided[0]].grid.tensor
+        if order == 0:
+            comm.all_reduce(own, axis)
+        elif math.isinf(order):
+            comm.all_reduce(own, axis, "max" if order > 0 else "min")
+        else:
+            own = comm.all_reduce(own.pow_(order), axis).pow_(1 / order)
+        for i, norm in zip(divided, own):
+            norms[i] = norm.to(norms[i])
+    return norms if gradients is values else norms[0]
+
+
+def _complete(name, function, arguments, options):
+    gradient = _first(arguments, options)
+    if len(arguments) > 1 or options:  # along a dim
+        _check_whole(name, gradient)
+        with as_tensors():
+            return function(*arguments, **options)
+    op, nothing = _COMPLETED[name]
+    part = _check_completed(name, gradient)
+    with as_tensors():
+        own = function(gradient if gradient.numel() else gradient.new_zeros(1))
+    if not part.divided:
+        return own
+    total = own.double().cpu().reshape(1) if gradient.numel() else torch.tensor([nothing], dtype=torch.float64)
+    return comm.all_reduce(total, part.grid.tensor, op)[0].to(own)
+
+
+def _agree_on_overflow(arguments) -> None:
+    """torch.amp.GradScaler leaves out a step on all ranks, or on none."""
+    gradients, found, _ = arguments
+    part = _first(gradients, {}).part
+    for axis in (part.grid.tensor, part.grid.data):
+        comm.all_reduce(found, axis, "max")
+
+
+# Where they come from ------------------------------------------------------------------------------------------------
+
+
+def mark_gradients(model: torch.nn.Module, grid) -> None:
+    """Make every gradient that backward leaves on the model's parameters a `PartialGradient`, where it is one.
+
+    Costs two microseconds a parameter and backward; nothing on a grid of one rank. The trainers' own hooks take the
+    place of these.
+    """
+    for name, parameter in model.named_parameters():
+        divided = grid.tensor.size > 1 and not parameter.shard.replicated
+        if (divided or grid.data.size > 1) and parameter.is_floating_point():
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # a hook on a frozen one is refused; it may be trained later
+            on_arrival(parameter, _Marker(Part(name, grid, divided)))
+            parameter.requires_grad_(trained)
+
+
+class _Marker:
+    __slots__ = ("part",)
+
+    def __init__(self, part: Part):
+        self.part = part
+
+    def __call__(self, parameter) -> None:
+        gradient = parameter.grad
+        if type(gradient) is not PartialGradient:
+            gradient = gradient.as_subclass(PartialGradient)
+            gradient.part = self.part
+            parameter.grad = gradient
+        gradient.summed = self.part.grid.data.size == 1
+
+
+# For code of ours, which knows of parts ------------------------------------------------------------------------------
+
+
+def mark_summed(parameters) -> None:
+    """Their gradients are the sums over the replicas."""
+    for parameter in parameters:
+        if type(parameter.grad) is PartialGradient:
+            parameter.grad.summed = True
+
+
+def check_summed(parameters, before: str) -> None:
+    """Raises ValueError when the replicas' gradients are not summed `before` something."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if type(gradient) is PartialGradient and not gradient.summed:
+            raise ValueError(_NOT_SUMMED.format(before))
