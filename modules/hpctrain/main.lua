@@ -26,6 +26,8 @@ end
 
 local version = content(root .. "/hpctrain/__init__.py"):match('__version__ = "([^"]+)"')
 local site = os.getenv("HPCTRAIN_SITE") or "generic"
+-- what was loaded is unloaded, whatever the site is called by then
+if mode() == "unload" then site = os.getenv("HPCTRAIN_SITE_LOADED") or site end
 local settings = content(root .. "/jobs/sites/" .. site .. ".env")
 
 help([[
@@ -58,6 +60,7 @@ for name, value in settings:gmatch('export ([%w_]+)="([^"]*)"') do
     pushenv(name, value)
 end
 
+pushenv("HPCTRAIN_SITE_LOADED", site)
 prepend_path("PATH", venv .. "/bin")
 pushenv("VIRTUAL_ENV", venv)
 pushenv("PYTHONNOUSERSITE", "1") -- none of the user's own packages

@@ -108,6 +108,19 @@ def test_a_site_brings_its_modules_and_settings(shell, installed):
         assert "fastmpi" in alone.stdout + alone.stderr
 
 
+def test_unload_undoes_what_was_loaded(shell, installed):
+    """Though HPCTRAIN_SITE names another site by then, or none that there is."""
+    (installed / "jobs/sites/other.env").write_text('export OTHER_SETTING="mine"  # reason\n')
+    for later in ("other", "nowhere"):
+        done = shell(
+            f"""module load fastmpi; module load hpctrain; loaded=$SOME_SETTING
+            export OTHER_SETTING=mine HPCTRAIN_SITE={later}; module unload hpctrain
+            echo "$loaded|$SOME_SETTING|$OTHER_SETTING|$MPIRUN" """,
+            installed / "modules", HPCTRAIN_SITE="here",
+        )  # fmt: skip
+        assert done.stdout.strip() == "a b=1||mine|", done.stderr
+
+
 def test_variants_exclude_each_other(shell, installed):
     done = shell('module load other; module load hpctrain; module list; echo "[$HPCTRAIN_ROOT]"', installed / "modules")
     if shell.name == "lmod":  # the later one of a family takes the other's place

@@ -224,6 +224,29 @@ def test_site_files(site):
     assert found.get("HDF5_USE_FILE_LOCKING") != "FALSE"
 
 
+@pytest.mark.parametrize(
+    ("site", "gtl", "firsts"),
+    [
+        # the first core beside each device
+        ("frontier", "hsa", [49, 57, 17, 25, 1, 9, 33, 41]),
+        ("lumi", "hsa", [49, 57, 17, 25, 1, 9, 33, 41]),
+        ("perlmutter", "cuda", [48, 32, 16, 0]),
+    ],
+)
+def test_cray_sites_give_mpi_the_devices_and_ranks_the_cores_beside_theirs(site, gtl, firsts):
+    """With GPU support asked for and the library not loaded, MPI_Init aborts; mpi4py's wheel does not link it."""
+    settings = dict(parse((ROOT / f"jobs/sites/{site}.env").read_text()))
+    assert settings["MPICH_GPU_SUPPORT_ENABLED"] == "1"
+    assert settings["MPICH_OFI_NIC_POLICY"] == "GPU"
+    launcher = settings["HPCTRAIN_LAUNCHER"].split()
+    assert f"--export=ALL,LD_PRELOAD=/opt/cray/pe/lib64/libmpi_gtl_{gtl}.so.0" in launcher
+    assert int(settings["SBATCH_GPUS_PER_NODE"]) == len(firsts)
+    (masks,) = [option.split(":")[1] for option in launcher if option.startswith("--cpu-bind=mask_cpu:")]
+    threads = int(settings["OMP_NUM_THREADS"])
+    cores = [[bit for bit in range(64) if int(mask, 16) >> bit & 1] for mask in masks.split(",")]
+    assert cores == [list(range(first, first + threads)) for first in firsts]
+
+
 def test_an_unknown_site_is_refused():
     environment = {**os.environ, "HPCTRAIN_SITE": "moon"}
     command = ["bash", "-c", "source jobs/env.sh"]
