@@ -16,10 +16,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the job of the smallest point")
     command.add_argument("overrides", nargs="*", metavar="section.key=value", help="takes the place of a setting")
     command.add_argument("--ranks", metavar="1,2,4", help="the points; multiples of the first")
-    command.add_argument("--weak", action="store_const", const="weak", dest="mode", help="work grows with the ranks")
-    command.add_argument(
-        "--strong", action="store_const", const="strong", dest="mode", help="the same job on more ranks"
-    )
+    modes = command.add_mutually_exclusive_group()
+    modes.add_argument("--weak", action="store_const", const="weak", dest="mode", help="work grows with the ranks")
+    modes.add_argument("--strong", action="store_const", const="strong", dest="mode", help="the same job on more ranks")
     command.add_argument("--vary", default="data", metavar="AXIS", help="data (default), pipeline, tensor or auto")
     command.add_argument("--repeat", type=int, default=3, metavar="N", help="measurements of each point (3)")
     command.add_argument(

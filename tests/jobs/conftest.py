@@ -1,10 +1,19 @@
 """Small training jobs."""
 
+import os
+
 import pytest
 from cluster import ended, sbatch, shell, slurm, small
 from running import SMALL, python, start, text
 
 __all__ = ["ended", "python", "sbatch", "shell", "slurm", "small", "start", "text", "train"]
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_around(monkeypatch):
+    """The login node of a cluster is no place for a study. The cluster of the tests has a SLURM_CONF of its own."""
+    if "SLURM_JOB_ID" not in os.environ:
+        monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
 
 
 @pytest.fixture

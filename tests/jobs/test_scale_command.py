@@ -1,12 +1,15 @@
 """`hpctrain scale` with real ranks."""
 
 import json
+import os
 import subprocess
+import sys
 
 import pytest
 from running import ROOT, SMALL
 
 from hpctrain.cli import main
+from hpctrain.scale.command import check_allocation
 
 pytestmark = pytest.mark.job
 
@@ -49,6 +52,29 @@ def test_a_study(tmp_path, text):
     assert [json.loads(line)["ranks"] for line in (tmp_path / "study/results.jsonl").read_text().splitlines()] == [1, 2]
 
 
+@pytest.fixture
+def no_allocation(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]:
+        monkeypatch.delenv(name)
+
+
+def test_a_study_needs_no_allocation_where_there_is_no_cluster(no_allocation):
+    check_allocation(2)
+
+
+def test_the_login_node_of_a_cluster(slurm, no_allocation, monkeypatch):
+    """It is no place for a study, but these tests pass there."""
+    around = {name: slurm[name] for name in ("PATH", "SLURM_CONF")}
+    name = f"{__file__}::{test_a_study_needs_no_allocation_where_there_is_no_cluster.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **around}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    for variable, value in around.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match="no allocation: this node belongs to a Slurm cluster"):
+        check_allocation(2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -64,3 +90,10 @@ def test_bad_options(options, message, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert main(["scale", "jobs/scale.toml", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_one_kind_of_study_at_a_time(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["scale", "jobs/scale.toml", "--ranks=1,2", "--weak", "--strong"])
+    assert ended.value.code == 2
+    assert "--strong: not allowed with argument --weak" in capsys.readouterr().err
