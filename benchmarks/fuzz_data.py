@@ -139,7 +139,7 @@ def hostile_dataset(generator, file, name, data):
         file.create_dataset(name, data=plain, **stored | {"chunks": plain.shape} | more)
     elif how == "chunk":
         file.create_dataset(
-            name, data=data, maxshape=(None,), **stored | {"chunks": (generator.choice([1, 3, 2**16]),)}
+            name, data=data, maxshape=(None,), **stored | {"chunks": (generator.choice([1, 3, 2**12]),)}
         )
     elif how == "type":
         kind = generator.choice([">i8", "<f8", "<u1", "<u4", "S3"])

@@ -52,7 +52,8 @@ class Model:
 @dataclass
 class Data:
     path: str = ""  # the index that `hpctrain pack` wrote; with `text`, where to pack to
-    text: list[str] = field(default_factory=list)  # files, directories or "python-stdlib", packed on first use
+    text: list[str] = field(default_factory=list)  # files, directories or "python-stdlib", packed on first use; that of
+    # the file does not count where data.path is an override
     tokenizer: str = "bytes"  # or a Hugging Face tokenizers JSON file; only for packing
     validation: float = 0.05  # part of the samples that is held out
 
@@ -200,6 +201,9 @@ def load_config(path: str | os.PathLike | None = None, overrides: typing.Sequenc
         if not (equals and dot and key):
             raise ValueError(f"an override must read section.key=value, got {override!r}")
         _set(config, section, key, _parsed(text.strip()), text.strip())
+    given = {override.partition("=")[0].strip() for override in overrides}
+    if config.data.path and "data.path" in given and "data.text" not in given:
+        config.data.text = []  # the file's text is not what a mistyped path should be packed from
     with _in(None if overrides else path):  # with overrides it may be them
         check(config)
     return config

@@ -158,6 +158,21 @@ def test_what_is_written_is_read_back(tmp_path):
     assert load_config(written(tmp_path, to_toml(config))) == config
 
 
+def test_a_path_given_by_hand_is_not_packed_from_the_file_s_text(tmp_path):
+    """A mistyped data.path is then an error, and no training on other text."""
+    file = written(tmp_path, '[data]\npath = "a.h5"\ntext = ["mine.txt"]\n')
+    told = {
+        (): ("a.h5", ["mine.txt"]),
+        ("data.path=b.h5",): ("b.h5", []),
+        ("data.path=b.h5", "data.text=yours.txt"): ("b.h5", ["yours.txt"]),
+        ("data.text=yours.txt",): ("a.h5", ["yours.txt"]),
+        ("data.path=",): ("", ["mine.txt"]),
+    }
+    for overrides, expected in told.items():
+        data = load_config(file, overrides).data
+        assert (data.path, data.text) == expected, overrides
+
+
 def test_every_method_can_be_made():
     from hpctrain import replicas
 

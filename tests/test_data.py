@@ -160,6 +160,20 @@ def test_shards_may_be_many(texts, tmp_path, monkeypatch, driver):
         data.close()
 
 
+def test_the_shards_used_last_stay_open(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "OPEN", 2)
+    pack([str(texts)], tmp_path / "data.h5", shard_tokens=1)
+    opened, descriptor = [], ShardedTokens._descriptor
+    monkeypatch.setattr(ShardedTokens, "_descriptor", lambda self, n: (opened.append(n), descriptor(self, n))[1])
+    data = ShardedTokens(tmp_path / "data.h5")
+    if data.driver != "chunks":
+        pytest.skip("reads through HDF5")
+    for place in (0, 1, 0, 2, 0, 3, 0):
+        data.read(place, 1)
+    data.close()
+    assert opened == [0, 1, 2, 3]
+
+
 def open_files():
     return len(os.listdir("/proc/self/fd"))
 

@@ -73,7 +73,8 @@ def _launch(path, point: Point, folder: Path, steps: int, threads: int) -> dict:
         log = folder / f"ranks-{point.ranks}.log"
         command = [launcher, "-n", str(point.ranks), sys.executable, "-m", "mpi4py", "-m", "hpctrain.scale.measure"]
         folders = [f"run.out={scratch}", "run.name=point", "run.checkpoint_every=0"]
-        data = [] if point.config.data.path else [f"data.path={folder / 'data.h5'}"]
+        where, text = folder / "data.h5", json.dumps(point.config.data.text)
+        data = [] if point.config.data.path else [f"data.path={where}", f"data.text={text}"]
         with log.open("w") as output:
             done = subprocess.run(
                 [*command, str(out), str(steps), str(path), *point.overrides, *folders, *data],

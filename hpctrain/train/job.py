@@ -15,7 +15,7 @@ import mpi4py
 import numpy as np
 import torch
 
-from hpctrain import __version__, comm
+from hpctrain import __version__, comm, files
 from hpctrain.config import Config
 from hpctrain.config_checks import check_grid, check_pipeline, token_slices
 from hpctrain.data import ShardedTokens, pack
@@ -232,7 +232,7 @@ class Job:
 def packed(config: Config) -> str:
     """The path of the packed data; packs `data.text` first where that has not been done."""
     path, text = config.data.path, config.data.text
-    if path and (Path(path).exists() or not text):
+    if path and (files.status(path) or not text):
         return path
     tokenizer = tokenizer_from_option(config.data.tokenizer)
     if not path:
@@ -240,7 +240,7 @@ def packed(config: Config) -> str:
         facts = [tokenizer.description] + [f"{p}:{(s := p.stat()).st_size}:{s.st_mtime_ns}" for p in text_files(text)]
         name = hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
         path = str(Path(config.run.out) / "data" / f"{name}.h5")
-    if not Path(path).exists():
+    if not files.status(path):
         print(f"packing {', '.join(text)} into {path}", flush=True)
         with contextlib.suppress(FileExistsError):  # jobs that start together all pack: the first to end counts
             pack(text, path, tokenizer, replace=False)

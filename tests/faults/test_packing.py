@@ -60,6 +60,23 @@ def test_ctrl_c_while_hdf5_writes(tmp_path, data, monkeypatch):
     assert sorted(data.parent.iterdir()) == before
 
 
+def test_what_fails_after_the_index_is_there(tmp_path, data, monkeypatch):
+    """An error of the last sync is told; the new packing is complete all the same, and nothing of it is removed."""
+    (tmp_path / "new.txt").write_text("new")
+    sync, synced = os.fsync, []
+
+    def fails_at_last(file):
+        synced.append(file)
+        if len(synced) == 4:  # the shard, its name, the index, its name
+            raise OSError(5, "Input/output error")
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fails_at_last)
+    with pytest.raises(OSError, match="Input/output error"):
+        pack([str(tmp_path / "new.txt")], data)
+    assert bytes(ShardedTokens(data).read(0, 3).tolist()) == b"new"
+
+
 def renamed(index, name):
     """Have an index tell of its first shard by another name."""
     with h5py.File(index, "r+") as file:
