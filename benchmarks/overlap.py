@@ -26,7 +26,7 @@ import hpctrain as ht
 from hpctrain import comm
 from hpctrain.algorithms import OVERLAPS
 from hpctrain.comm import collectives
-from hpctrain.comm.windows import Workspace
+from hpctrain.comm.workspaces import Workspace
 from hpctrain.layers import Tokens, algorithm_of
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.train.batches import Microbatch

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 AXES = ("data", "pipeline", "x", "y", "z")  # row-major: z is fastest, so that tensor neighbours share a node
 TENSOR = ("x", "y", "z")
+ENDS = 16  # ranks of a large grid that `describe` shows first; half as many last, half as many around this one
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Wire:
         synchronous: every send is an MPI_Ssend, which waits for its receiver, so that no buffering hides a deadlock.
         watch: `comm.Watch` that is told of every operation, or None.
         check: `comm.Checks` that is asked before every operation, or None.
+        resources: what `comm/` made for the grid and `Grid.free` frees, in the order in which it was made: windows of
+            shared memory and communicators.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
@@ -38,6 +41,7 @@ class Wire:
     synchronous: bool = False
     watch: object | None = None
     check: object | None = None
+    resources: list = field(default_factory=list)
 
 
 class Axis:
@@ -75,6 +79,11 @@ class Grid:
 
     `grid.data`, `grid.pipeline`, `grid.tensor` and `grid.tensor.x`, `.y`, `.z` are `Axis` objects;
     `grid.plane("x", "z")` gives the ranks that differ along several tensor axes; `grid.coords` is this rank's place.
+
+    A grid holds 10 communicators at any size (itself, data, pipeline and the 7 sets of tensor axes), 10 more in checked
+    mode, and the node of every rank along each axis. `comm/` adds a window of shared memory for each bucket of
+    gradients and up to seven for the workspaces of an axis that are in use. `free()` gives them back; so does the
+    end of `with Grid(...) as grid:`.
 
     Raises:
         ValueError: on every rank, when a size is not a positive integer or the product is not the number of ranks.
@@ -126,19 +135,51 @@ class Grid:
         strides = [math.prod(list(self.shape.values())[n + 1 :]) for n in range(len(AXES))]
         return [sum(map(operator.mul, place, strides)) for place in itertools.product(*ranges)]
 
+    def free(self) -> None:
+        """Give back the communicators and the shared memory. Collective; nothing of the grid may be used after it, nor
+        any tensor in its memory, such as the gradients in the buckets of `DataParallel`."""
+        while self.wire.resources:
+            self.wire.resources.pop().free()
+        self.wire.watch = self.wire.check = None
+        for axis in (*self._planes.values(), self.world):
+            axis.workspace = axis.reducer = None
+            axis.comm.Free()
+
+    def __enter__(self) -> Grid:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is None:  # on an error the other ranks may be elsewhere, and would be waited for
+            self.free()
+
     def describe(self) -> str:
-        """The rank table: one line a rank with its coordinates, this rank marked by an arrow."""
+        """The rank table: one line a rank with its coordinates, this rank marked by an arrow; in larger grids the first
+        and the last ranks, and those around this one."""
         x, y, z = (self.shape[name] for name in TENSOR)
         lines = [
             f"grid of {self.size} ranks: data {self.shape['data']} × pipeline {self.shape['pipeline']}"
             f" × tensor ({x}, {y}, {z})",
             "  rank  data  pipeline  x  y  z",
         ]
-        for rank, place in enumerate(itertools.product(*(range(size) for size in self.shape.values()))):
-            d, p, *t = place
+        shown = [rank for rank in range(self.size) if self.size <= 2 * ENDS or self._is_shown(rank)]
+        for rank, after in zip(shown, (*shown[1:], self.size)):
+            d, p, *t = self._place(rank)
             arrow = "→" if rank == self.rank else " "
             lines.append(f"{arrow} {rank:4d}  {d:4d}  {p:8d}  {t[0]}  {t[1]}  {t[2]}")
+            if after > rank + 1:
+                lines.append(f"     … {after - rank - 1} more")
         return "\n".join(lines)
+
+    def _is_shown(self, rank):
+        return rank < ENDS or rank >= self.size - ENDS // 2 or abs(rank - self.rank) <= ENDS // 4
+
+    def _place(self, rank):
+        """Coordinates of a rank."""
+        place = []
+        for size in reversed(self.shape.values()):
+            rank, coordinate = divmod(rank, size)
+            place.append(coordinate)
+        return place[::-1]
 
 
 def grid_shape(data, pipeline, tensor) -> dict[str, int]:

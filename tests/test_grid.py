@@ -1,8 +1,9 @@
 """The grid: who stands where, who talks to whom, and what is refused."""
 
 import pytest
+import torch
 
-from hpctrain import Grid
+from hpctrain import Grid, comm
 from hpctrain.grid import AXES
 
 pytestmark = pytest.mark.mpi
@@ -88,6 +89,55 @@ def test_describe(world):
     assert len(lines) == 2 + world.size
     marked = [line for line in lines if line.startswith("→")]
     assert [int(line.split()[1]) for line in marked] == [world.rank]
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 27), (17, 33), (5000, 37), (9999, 27)])
+def test_describe_a_large_grid(world, rank, lines):
+    """At most 40 lines, this rank's among them."""
+    grid = Grid(data=world.size)
+    grid.size, grid.rank = 10_000, rank
+    grid.shape = {"data": 1250, "pipeline": 1, "x": 8, "y": 1, "z": 1}
+    table = grid.describe().splitlines()
+    assert len(table) == lines <= 40
+    shown = [line.replace("→", " ").split() for line in table[2:] if "…" not in line]
+    (mine,) = (line.split()[1:] for line in table if line.startswith("→"))
+    assert [int(n) for n in mine] == [rank, rank // 8, 0, rank % 8, 0, 0]
+    hidden = sum(int(line.split()[1]) for line in table if "…" in line)
+    assert len(shown) + hidden == 10_000
+    assert [int(row[0]) for row in shown[:16] + shown[-8:]] == [*range(16), *range(9992, 10_000)]
+
+
+def test_what_a_grid_made_is_freed(world):
+    """Its communicators and its shared memory, with all that `comm` made for it."""
+
+    def mapped():
+        with open("/proc/self/maps") as maps:
+            return sum("/dev/shm" in line for line in maps)
+
+    before = mapped()
+    for _ in range(3):
+        with Grid(tensor=world.size) as grid:
+            line = grid.tensor.x
+            comm.Checks(grid)
+            comm.choose_all_reduce(line, "hierarchical")
+            comm.all_reduce(torch.ones(5), line)
+            counts = (3,) * line.size
+            for use in ("now", "later", "ahead"):
+                assert comm.workspace(line, use).gather(torch.ones(3), counts).sum() == 3 * line.size
+            made = comm.Summed(line, 1000, torch.ones(1), "shared"), comm.Copies(line, 1000, torch.ones(1))
+            if line.size > 1:
+                assert mapped() > before
+        del made
+        assert mapped() == before
+        assert grid.wire.resources == []
+        assert not any((grid.comm, grid.data.comm, grid.pipeline.comm, line.comm, grid.plane("y", "z").comm))
+
+
+def test_an_error_does_not_wait_for_the_others(world):
+    """Of all ranks only this one may have it: the grid is left as it is."""
+    with pytest.raises(KeyError), Grid(tensor=world.size) as grid:
+        raise KeyError
+    assert grid.comm.size == world.size
 
 
 def test_a_part_of_the_ranks(world):

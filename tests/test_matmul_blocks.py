@@ -8,7 +8,7 @@ import torch
 from matmul_checks import WAYS, close, products, whole
 
 from hpctrain import Grid
-from hpctrain.comm.windows import Workspace
+from hpctrain.comm.workspaces import Workspace
 from hpctrain.matmul.depth_rows import TwoHalfDRows
 
 pytestmark = pytest.mark.mpi

@@ -33,7 +33,7 @@ from hpctrain.comm.device import decide_cuda_aware, local_device
 from hpctrain.comm.halo import Halo
 from hpctrain.comm.summed import Summed
 from hpctrain.comm.watch import Watch, Watched
-from hpctrain.comm.windows import workspace
+from hpctrain.comm.workspaces import workspace
 
 __all__ = [
     "Checks",

@@ -31,6 +31,11 @@ class Checks:
         self._grid = grid
         self._comms = {axis.name: axis.comm.Dup() for axis in axes}
         grid.wire.check = self
+        grid.wire.resources.append(self)
+
+    def free(self) -> None:
+        for comm in self._comms.values():
+            comm.Free()
 
     def __call__(self, axis, name: str, arguments: tuple, options: dict) -> None:
         """Agree on the operation, its arguments, and the line that calls it.

@@ -26,8 +26,8 @@ class Common:
         dtype = dtype or like.dtype
         self._window = None
         if axis.size > 1 and axis.one_node and like.is_cpu and numel:
-            self._window = Window(axis, self.counts[axis.rank] * dtype.itemsize, joined=True)
-            self.whole = self._window.joined[: numel * dtype.itemsize].view(dtype)
+            self._window = Window(axis, self.counts[axis.rank] * dtype.itemsize)
+            self.whole = self._window.whole[: numel * dtype.itemsize].view(dtype)
             self.held = self.whole[self.own]
         else:
             self.whole = like.new_empty(numel, dtype=dtype)

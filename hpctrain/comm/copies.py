@@ -8,7 +8,7 @@ from hpctrain.comm.buffers import Work, done
 from hpctrain.comm.collectives import all_gather_start, reduce_scatter_start
 from hpctrain.comm.shared import Shared
 from hpctrain.comm.timing import timed_method
-from hpctrain.comm.windows import workspace
+from hpctrain.comm.workspaces import workspace
 from hpctrain.shard import split, split_sizes
 
 

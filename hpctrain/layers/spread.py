@@ -1,6 +1,6 @@
 """How one dim of a matrix is spread over an axis: gather it, or multiply and reduce-scatter the product.
 
-Gathered matrices are for passing use; see `comm.windows.Workspace`.
+Gathered matrices are for passing use; see `comm.workspaces.Workspace`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.comm.algorithms.by_messages import Link, parallel
 from hpctrain.comm.buffers import wait
-from hpctrain.comm.windows import Workspace
+from hpctrain.comm.workspaces import Workspace
 from hpctrain.grid import Axis
 from hpctrain.shard import split
 
@@ -33,6 +33,12 @@ class Hierarchy:
         self.lane = Axis(axis.name, comm, node, axis.wire) if comm != MPI.COMM_NULL else None
         self.lanes, self.nodes = lanes, len(set(axis.nodes))
         self._memory = Workspace(self.node)
+        axis.wire.resources.append(self)
+
+    def free(self) -> None:
+        self.node.comm.Free()
+        if self.lane is not None:
+            self.lane.comm.Free()
 
     def all_reduce(self, x: torch.Tensor, tag: int) -> tuple[int, int]:
         """Replace the flat CPU tensor, of a type that MPI can add, by the sum; returns bytes sent and received."""
