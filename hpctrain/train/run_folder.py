@@ -9,6 +9,7 @@ import os
 import socket
 from pathlib import Path
 
+from hpctrain import files
 from hpctrain.config import Config, to_toml
 
 
@@ -28,26 +29,34 @@ class RunFolder:
         self.moved = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = Lock(self.path.with_name(f".{self.path.name}.lock"), self.path)
-        if self.path.exists() and not resume:
+        if files.status(self.path) and not resume:
             numbered = (self.path.with_name(f"{self.path.name}.{n}") for n in itertools.count(1))
-            self.moved = next(path for path in numbered if not path.exists())
+            self.moved = next(path for path in numbered if not files.status(path))
             self.path.rename(self.moved)
         self.path.mkdir(exist_ok=resume)
+        files.sync(self.path.parent)
         self._config = to_toml(config)
         self.history: list[dict] = []
         self._metrics = None  # until `begin`
 
     def begin(self, step: int) -> None:
         """Go on after `step`, with this configuration: what the metrics say of later steps is forgotten."""
-        (self.path / "config.toml").write_text(self._config, encoding="utf-8")
         if self._metrics:
             self._metrics.close()
-        path, part = self.path / "metrics.jsonl", self.path / "metrics.jsonl.tmp"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if files.status(path) else []
         self.history = kept_records(lines, step)
-        part.write_text("".join(json.dumps(record) + "\n" for record in self.history), encoding="utf-8")
-        part.rename(path)
+        self._replace("config.toml", self._config)
+        self._replace(path.name, "".join(json.dumps(record) + "\n" for record in self.history))
+        files.sync(self.path)
         self._metrics = path.open("a", encoding="utf-8", buffering=1)
+
+    def _replace(self, name: str, text: str) -> None:
+        """Write a file under another name, and rename it once it is on disk: it is whole at any moment."""
+        part = self.path / f"{name}.tmp"
+        part.write_text(text, encoding="utf-8")
+        files.sync(part)
+        part.rename(self.path / name)
 
     def log(self, record: dict) -> None:
         self.history.append(record)
