@@ -17,8 +17,12 @@ class Entry:
 class Traffic:
     """Bytes sent and received by this rank, for each (axis, operation).
 
-    `comm/` adds one entry a call. A collective counts what its bandwidth-optimal algorithm moves: an all-gather
-    receives every other rank's part once, an all-reduce sends and receives 2 (p-1)/p of its tensor.
+    `comm/` adds one entry a call. What goes by messages of `comm/` itself is counted as it is sent: point to point,
+    exchanges, halos, and the all-reduce algorithms naive, ring, parallel and halving. For what MPI does inside of a
+    collective of its own, and for shared memory, the entry is a formula that depends on no algorithm, what a
+    bandwidth-optimal one moves: an all-gather receives every other rank's part once, an all-reduce sends and receives
+    2 (p-1)/p of its tensor. The total over all ranks is then what is sent for common algorithms, but not each rank's:
+    of an all-reduce on 3 ranks by Open MPI rank 0 sends 1.5 tensors, the others 0.75, where the formula says 1.33.
 
     >>> ledger = Traffic()
     >>> ledger.add("x", "all_gather", sent=30, received=20)
