@@ -14,7 +14,7 @@ from checkpoint_checks import Alone, Numbers
 
 from hpctrain.shard import Shard
 from hpctrain.state import Entry
-from hpctrain.train.checkpoint import Checkpointer, folder, index, shards
+from hpctrain.train.checkpoint import Checkpointer, Corrupt, folder, index, shards
 from hpctrain.train.checkpoint.verify import verify
 
 SHARDS = "ranks-00000/rank-00000.h5"
@@ -174,6 +174,140 @@ def test_nothing_is_pruned_unless_the_newest_can_be_read_back(tmp_path, monkeypa
     assert (tmp_path / "step-2.bad").exists()
     assert saver.save(3, Numbers(3), {}) is None
     assert folder.steps(tmp_path) == [3]
+
+
+def broken(monkeypatch, error):
+    monkeypatch.setattr(shards, "check_contents", fails(error))
+
+
+def test_a_read_that_fails_condemns_nothing(tmp_path, monkeypatch, caplog):
+    """The new checkpoint is complete, and used; the older one stays, since the new one was not read back."""
+    caplog.set_level(logging.WARNING, "hpctrain")
+    saver = Checkpointer(tmp_path, Alone(), keep=1, background=False)
+    assert saver.save(1, Numbers(1), {}) is None
+    with monkeypatch.context() as patch:
+        broken(patch, OSError(errno.EIO, "Input/output error"))
+        assert saver.save(2, Numbers(2), {}) is None
+    assert saver.saved == 2
+    assert "step-2 stays, and older ones beside it, not being verified: rank 0: [Errno 5]" in caplog.text
+    assert folder.steps(tmp_path) == [2, 1]
+    assert folder.bad(tmp_path) == []
+    assert saver.save(3, Numbers(3), {}) is None
+    assert folder.steps(tmp_path) == [3]
+
+
+def test_the_older_one_is_gone_back_to(tmp_path, monkeypatch):
+    """Where the new one is corrupt: `saved` is what a rollback finds."""
+    saver = Checkpointer(tmp_path, Alone(), keep=1, background=False)
+    assert saver.save(1, Numbers(1), {}) is None
+    with monkeypatch.context() as patch:
+        broken(patch, Corrupt("it is corrupt"))
+        assert saver.save(2, Numbers(2), {}) == "step 2: rank 0: it is corrupt"
+    assert saver.saved == 1
+    assert (folder.steps(tmp_path), folder.bad(tmp_path)) == ([1], ["step-2.bad"])
+
+
+@pytest.mark.parametrize("what", ["a rank's manifest", "a table", "the manifest"])
+def test_nothing_is_published_that_is_too_large_to_be_read(tmp_path, monkeypatch, what):
+    """The save fails and says why; the older one stays."""
+    saver = Checkpointer(tmp_path, Alone(), keep=1, background=False)
+    assert saver.save(1, Numbers(1), {}) is None
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "step-1").rglob("*.*") if path.is_file()}
+    most = {"a rank's manifest": sizes["rank-00000.json"] - 1, "a table": sizes["holders.bin"] - 1,
+            "the manifest": 100_000}[what]  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "LARGEST", most)
+        error = saver.save(2, Numbers(2), {"note": "x" * (most if what == "the manifest" else 0)})
+    assert "more than the" in error
+    assert f"{most} that are read again" in error
+    assert folder.steps(tmp_path) == [1]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-1"]
+    assert Checkpointer(tmp_path, Alone()).resume(Numbers(9)).step == 1
+
+
+UNREADABLE = {
+    "name": {"a tensor's\nname": torch.ones(3)},
+    "dims": {"x": torch.ones([1] * 33)},
+    "type": {"x": torch.ones(3, dtype=torch.complex64)},
+    "number": {"x": torch.tensor(1, dtype=torch.uint32)},
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_nothing_is_published_that_would_be_refused(tmp_path, what):
+    numbers = Numbers()
+    numbers.tensors = UNREADABLE[what]
+    saver = Checkpointer(tmp_path, Alone(), background=False)
+    assert "step 1: rank 0: " in saver.save(1, numbers, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_nothing_is_published_that_is_not_there_once(tmp_path, by):
+    """A row that no rank saves, or two do."""
+
+    class Wrong(Numbers):
+        def to_save(self):
+            part = Shard((8, 5), (slice(0, 7), slice(0, 5)))
+            twice = Entry("x", Shard((8, 5), (slice(6, 8), slice(0, 5))), torch.ones(2, 5))
+            return [Entry("x", part, torch.ones(7, 5)), *[twice] * (by + 1 > 0)]
+
+    error = Checkpointer(tmp_path, Alone(), background=False).save(1, Wrong(), {})
+    assert f"the files hold {35 if by < 0 else 45} of the 40 elements of x" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_deleted(tmp_path, monkeypatch, caplog):
+    """As the .nfs file of one that another process has open: said, and no hindrance to going on or to a new save."""
+    caplog.set_level(logging.WARNING, "hpctrain")
+    saver = Checkpointer(tmp_path, Alone(), keep=1, background=False)
+    assert saver.save(1, Numbers(1), {}) is None
+    (tmp_path / "step-2.tmp").mkdir()
+    (tmp_path / "step-2.tmp/.nfs0001").touch()
+    rmtree = folder.shutil.rmtree
+
+    def silly(path):
+        if list(path.rglob(".nfs*")):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        rmtree(path)
+
+    monkeypatch.setattr(folder.shutil, "rmtree", silly)
+    numbers = Numbers(9)
+    assert Checkpointer(tmp_path, Alone()).resume(numbers).step == 1
+    assert "step-2.tmp stays: [Errno 39]" in caplog.text
+    assert saver.save(2, Numbers(2), {}) is None
+    (tmp_path / "step-2/ranks-00000/.nfs0002").touch()
+    assert verify(tmp_path / "step-2").manifest.step == 2
+    assert saver.save(3, Numbers(3), {}) is None  # of which step 2 cannot be deleted
+    assert folder.steps(tmp_path) == [3]
+    monkeypatch.undo()
+    Checkpointer(tmp_path, Alone()).resume(numbers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3"]
+
+
+@pytest.mark.parametrize("call", ["listdir", "lstat", "open"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_what_cannot_be_read_is_not_taken_for_nothing(tmp_path, monkeypatch, call, number):
+    """A job that would begin anew, or set a good checkpoint aside, while its disk is away for a moment."""
+    saver = Checkpointer(tmp_path, Alone(), background=False)
+    assert saver.save(1, Numbers(1), {}) is None
+
+    def away(original):
+        def call(path, *arguments, **options):
+            if str(path).startswith(str(tmp_path)):
+                raise OSError(number, os.strerror(number))
+            return original(path, *arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, away(getattr(os, call)))
+        with pytest.raises(OSError, match=f"Errno {number}"):
+            Checkpointer(tmp_path, Alone()).resume(Numbers(9))
+        if call == "lstat":  # whether the step is there already cannot be told
+            assert f"Errno {number}" in saver.save(2, Numbers(2), {})
+    assert Checkpointer(tmp_path, Alone()).resume(Numbers(9)).step == 1
+    assert folder.bad(tmp_path) == []
 
 
 def test_background_saves_what_was_there_when_it_was_called(tmp_path):
