@@ -59,10 +59,11 @@ def wait_for_step(folder, name, job):
         time.sleep(0.01)
 
 
-def wait_for_lock(folder, name):
+def wait_for_end(folder, name):
     """Until the last process of a killed job is gone."""
-    while subprocess.run(["flock", "-n", str(folder / f".{name}.lock"), "true"]).returncode:
-        time.sleep(0.05)
+    for lease in folder.glob(f".{name}.lease.*"):
+        while Path(f"/proc/{json.loads(lease.read_text())['pid']}").exists():
+            time.sleep(0.05)
 
 
 def kill_and_resume(folder, seed):
@@ -77,8 +78,8 @@ def kill_and_resume(folder, seed):
     if job.poll() is None:
         os.kill(victim, signal.SIGKILL)
     status = job.wait(60)
-    wait_for_lock(folder, name)
-    resumed = start(folder, name, "--resume").wait(120)
+    wait_for_end(folder, name)
+    resumed = start(folder, name, "--resume=auto").wait(120)
     steps = re.findall(r"resumed after step (\d+)", (folder / f"{name}.log").read_text())
     return {
         "killed": who,

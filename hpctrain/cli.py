@@ -15,6 +15,7 @@ from hpctrain.doctor import command as doctor
 from hpctrain.pipeline.command import add_options as add_schedule_options
 from hpctrain.scale import command as scale
 from hpctrain.slurm import jobs, submit
+from hpctrain.slurm.submit import add_resume
 
 USAGE_ERROR = 2
 CHECKPOINT_ACTIONS = ("ls", "verify", "export")
@@ -155,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("config", metavar="CONFIG.toml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="takes the place of a setting")
-        command.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint of the run")
+        add_resume(command)
         command.set_defaults(command=run)
 
     configured("train", train, "train; start it on every rank: mpirun -n 8 hpctrain train CONFIG.toml")

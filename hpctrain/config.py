@@ -32,7 +32,8 @@ class Run:
     eval_batches: int = 4  # validation batches, each of train.batch sequences
     device: str = "auto"  # "auto", "cpu" or "cuda"
     sample: int = 0  # tokens to generate at the end
-    checkpoint_every: int = 0  # steps between checkpoints, and one at the end; 0: only when the job is told to stop
+    checkpoint_every: int = 0  # steps between checkpoints, and one at the end; 0: none by their number
+    checkpoint_minutes: float = 10.0  # after so long without one, too; 0: never. One is saved at every stop
     max_seconds: float = 0.0  # save and stop after so long, as on SIGUSR1; 0: never
 
 

@@ -28,7 +28,7 @@ def check(config: Config) -> None:
         "model.width": 1, "model.heads": 1, "model.context": 1, "model.vocabulary": 1, "train.batch": 1,
         "train.microbatches": 1, "train.lr": 0, "train.warmup": 0, "train.weight_decay": 0, "train.clip": 0,
         "replicas.average_every": 0, "replicas.servers": 1, "replicas.staleness": 0,
-        "run.checkpoint_every": 0, "run.max_seconds": 0, "checkpoint.keep": 1,
+        "run.checkpoint_every": 0, "run.checkpoint_minutes": 0, "run.max_seconds": 0, "checkpoint.keep": 1,
         "sanity.spike_factor": 0, "sanity.limit": 0,
         "sanity.check_every": 0, "sanity.straggler": 0, "comm.watchdog": 0,
     }.items():  # fmt: skip

@@ -72,7 +72,7 @@ def _launch(path, point: Point, folder: Path, steps: int, threads: int) -> dict:
         out = Path(scratch) / "figures.json"
         log = folder / f"ranks-{point.ranks}.log"
         command = [launcher, "-n", str(point.ranks), sys.executable, "-m", "mpi4py", "-m", "hpctrain.scale.measure"]
-        folders = [f"run.out={scratch}", "run.name=point", "run.checkpoint_every=0"]
+        folders = [f"run.out={scratch}", "run.name=point", "run.checkpoint_every=0", "run.checkpoint_minutes=0"]
         where, text = folder / "data.h5", json.dumps(point.config.data.text)
         data = [] if point.config.data.path else [f"data.path={where}", f"data.text={text}"]
         with log.open("w") as output:

@@ -18,11 +18,24 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--nodes", type=int, metavar="N")
     command.add_argument("--time", metavar="T", help="limit, as sbatch reads it: 30, 2:00:00, 1-0")
     command.add_argument("--array", metavar="0-3", help="several tasks; a task's number takes the place of %%a")
-    command.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint of the run")
+    add_resume(command)
     command.add_argument(
         "--follow", action="store_true", help="show the log until the job ends; its status is the command's"
     )
     command.add_argument("--dry-run", action="store_true", help="only print what would be submitted")
+
+
+def add_resume(command: argparse.ArgumentParser) -> None:
+    """--resume, and --resume=auto: no value apart, as settings follow."""
+    for name, value, text in (
+        ("--resume", "must", "go on from the newest valid checkpoint of the run"),
+        (
+            "--resume=auto",
+            "auto",
+            "the same for a requeued job: from what this job saved, or anew where that is nothing",
+        ),
+    ):
+        command.add_argument(name, dest="resume", action="store_const", const=value, default="", help=text)
 
 
 def run(options) -> int:
@@ -36,7 +49,7 @@ def run(options) -> int:
         raise ValueError(f"{options.script} does not exist; the jobs are in {script.parent}")
     if options.array and options.follow:
         raise ValueError("--follow shows one log, but --array has one a task; see `hpctrain jobs`")
-    given = options.arguments + ["--resume"] * options.resume
+    given = options.arguments + {"": [], "must": ["--resume"], "auto": ["--resume=auto"]}[options.resume]
     runs = run_folders(script, given, options.array)
     ranks = {ranks for ranks, _ in runs if ranks is not None}
     if len(ranks) > 1:
@@ -79,7 +92,8 @@ def run_folders(script: Path, arguments: list[str], array: str | None = None) ->
 
     root, folders = script.parent.parent, []  # scripts run in the checkout
     for task in tasks:
-        words = [word if task is None else word.replace("%a", str(task)) for word in arguments if word != "--resume"]
+        words = [word if task is None else word.replace("%a", str(task)) for word in arguments]
+        words = [word for word in words if not word.startswith("--resume")]
         given = bool(words) and words[0].endswith(".toml")
         path = words[0] if given and Path(words[0]).is_file() else root / (words[0] if given else said[1])
         config = load_config(path, words[given:])

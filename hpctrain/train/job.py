@@ -59,10 +59,10 @@ class Job:
         ValueError: on every rank, for a grid that does not fit the ranks, bad data, or a folder that cannot be made.
     """
 
-    def __init__(self, config: Config, world, resume: bool = False, interrupts: Interrupts | None = None):
+    def __init__(self, config: Config, world, resume: str = "", interrupts: Interrupts | None = None):
         check_grid(config, world.size)
         shape, algorithm = config.grid_shape, config.tensor.algorithm
-        self.config = config
+        self.config, self.wanted = config, resume
         self.grid = grid = Grid(shape["data"], shape["pipeline"], (shape["x"], shape["y"], shape["z"]), comm=world)
         self.world, self.hosts = grid.comm, grid.comm.allgather(socket.gethostname())
         if config.comm.watchdog:
@@ -130,7 +130,7 @@ class Job:
         options = config.checkpoint
         checkpointer = Checkpointer(config.folder / "checkpoints", self.world, options.keep, options.background)
         self.loop = Loop(self, checkpointer, interrupts)
-        if resume:
+        if world.bcast(self.folder.resumes if self.folder else None):
             self.loop.resume()
         with comm.together(world):
             if self.folder:
@@ -220,6 +220,8 @@ class Job:
             print(f"an older run was moved to {self.folder.moved}/")
         if self.loop.step:
             print(f"resumed after step {self.loop.step}")
+        elif self.wanted == "auto":
+            print("this job has no checkpoint yet: training begins anew")
         print(self.grid.describe())
         print(
             f"{model.kind}: {model.layers} layers, width {model.width}, {model.heads} heads, context {model.context}, "

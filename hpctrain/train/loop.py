@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import math
 import time
@@ -20,7 +22,8 @@ from hpctrain.train.time_split import time_split
 log = logging.getLogger("hpctrain")
 
 
-AGREE_EVERY = 20  # steps, where ranks are to go at their own pace
+AGREE_EVERY = 20  # steps at most, where ranks are to go at their own pace
+AGREE_WITHIN = 5.0  # seconds that pass, about, until a stop is seen by all
 
 
 class Stopped(RuntimeError):
@@ -44,8 +47,13 @@ class Loop:
         self.speeds = Speeds(self.grid, self.config.sanity.straggler)
         self.sanity = Sanity(self.config.sanity.spike_factor)
         self.step = self.batches = self._bad = self._stop = 0
-        self._may_poll = False
+        self._may_poll = self._late = False
+        self._unevaluated: dict | None = None  # a step's record, where a stop left no time for its validation
+        self._steps_within, self._next_agreement = 1, 0
+        self._saved_at, self._step_began = time.monotonic(), time.perf_counter()
         self.trainer.check = self._decide
+        if interrupts:
+            interrupts.saved = functools.partial(newest, checkpointer)
 
     def resume(self) -> None:
         """Go on from the newest valid checkpoint, if there is any.
@@ -58,6 +66,7 @@ class Loop:
         if told is not None:
             self.step, self.batches = told.step, told.about["data"]["batches"]
             self.sanity.losses = told.about["sanity"]["losses"]
+            self._unevaluated = told.about.get("unevaluated")
 
     def run(self) -> str:
         """Train to the last step, or until there is a reason to stop, which is returned.
@@ -70,28 +79,48 @@ class Loop:
         progress = Progress(steps) if folder else None
         validation = self.job.validation_batches()
         try:
+            if self._unevaluated and self._evaluate(self._unevaluated, validation) and folder:
+                folder.begin(self.step - 1)
+                folder.log(self._unevaluated)
+            if not self._stop:
+                self._unevaluated = None
             while self.step < steps and not self._stop:
                 record = self.take_step()
                 if record is None:
                     continue  # rolled back
+                self._unevaluated = None
                 if self.step == steps or (every and self.step % every == 0):
-                    record["val_loss"] = self.trainer.evaluate(validation)
+                    self._unevaluated = None if self._evaluate(record, validation) else record
                 if folder:
                     folder.log(record)
                     progress.update(record)
-                if compare and (self.step % compare == 0 or self._due(self.step)):
+                if compare and (self.step % compare == 0 or self._due(self.step) or self._late):
                     self._compare()
                 self._save_when_due()
         finally:
             if progress:
                 progress.close()
         self._report(self.checkpointer.finish())
-        return REASONS[self._stop] if self.step < steps else ""
+        return REASONS[self._stop] if self.step < steps or self._unevaluated else ""
+
+    def _evaluate(self, record: dict, validation: list) -> bool:
+        """Add the validation loss to a step's record; False where the job is told to stop before that is known."""
+        asked = itertools.count(1)
+
+        def stops():
+            if self.interrupts and next(asked) % self._steps_within == 0:
+                (self._stop,) = self._largest(max(self._stop, self.interrupts.code))
+            return bool(self._stop)
+
+        loss = self.trainer.evaluate(validation, stops)
+        if loss is not None:
+            record["val_loss"] = loss
+        return loss is not None
 
     def take_step(self) -> dict | None:
         """One step's record; None where it led back to a checkpoint."""
         train, steps = self.config.train, self.config.run.steps
-        start = time.perf_counter()
+        self._step_began = start = time.perf_counter()
         self.grid.wire.traffic.clear()
         rate = learning_rate(self.step, steps, train.lr, train.warmup)
         for group in self.trainer.optimizer.param_groups:
@@ -134,15 +163,26 @@ class Loop:
 
     def _decide(self, loss: float, norm: float) -> None:
         """What all ranks agree on, once a step: whether it may be taken, whether to stop, how far a save is."""
-        if not (self.trainer.replicas.lockstep or (self.step + 1) % AGREE_EVERY == 0 or self._due(self.step + 1)):
-            self._may_poll = False
+        self._may_poll = self._late = False
+        lockstep = self.trainer.replicas.lockstep
+        if not (lockstep or self.step >= self._next_agreement or self._due(self.step + 1)):
             return
         saving = self.checkpointer.busy and not self.checkpointer.phase_done
         stop = self.interrupts.code if self.interrupts else 0
-        bad, self._stop, waiting = self._largest(self.sanity.judge(loss, norm), stop, int(saving))
-        self._may_poll = self.checkpointer.busy and not waiting
+        milliseconds = int(1000 * (time.perf_counter() - self._step_began))
+        bad, self._stop, waiting, late, milliseconds = self._largest(
+            self.sanity.judge(loss, norm), stop, int(saving), self._is_late(), milliseconds
+        )
+        self._may_poll, self._late = self.checkpointer.busy and not waiting, bool(late)
+        self._steps_within = max(1, min(AGREE_EVERY, int(1000 * AGREE_WITHIN / max(1, milliseconds))))
+        self._next_agreement = self.step + self._steps_within
         if bad:
             raise self.sanity.bad(bad, loss, norm)
+
+    def _is_late(self) -> int:
+        """Whether a checkpoint is due by the clock: rank 0's."""
+        minutes = self.config.run.checkpoint_minutes
+        return int(self.grid.rank == 0 and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
 
     def _largest(self, *codes: int) -> list[int]:
         """The largest that any rank has, of each code."""
@@ -180,16 +220,24 @@ class Loop:
                 raise Stopped(f"step {self.step}: {differences[0]}; weights are damaged, go on with --resume")
 
     def _save_when_due(self) -> None:
-        last = self.step == self.config.run.steps
-        if not (self._due(self.step) or self._stop) or self.checkpointer.saved == self.step:
+        stopped = self._stop and (self.step < self.config.run.steps or self._unevaluated)
+        if not (self._due(self.step) or self._late or self._stop) or self.checkpointer.saved == self.step:
             return
         if self.job.folder:
             self.job.folder.sync()
+        if stopped and (earlier := self.checkpointer.finish()):  # which matters no more
+            self._warn(f"no checkpoint of {earlier}")
+        if self.checkpointer.saved == self.step:
+            return
+        self._saved_at, self._late = time.monotonic(), False
         error = self.checkpointer.save(self.step, self.job.state, self._about())
-        if self._stop and not last:
+        if stopped:
             error = error or self.checkpointer.finish()
             if error:
-                raise Stopped(f"told to stop by {REASONS[self._stop]}, but the checkpoint failed: {error}")
+                raise Stopped(
+                    f"told to stop by {REASONS[self._stop]}, but the checkpoint failed: {error}; "
+                    f"{newest(self.checkpointer)}"
+                )
         self._report(error)
 
     def _due(self, step: int) -> bool:
@@ -200,6 +248,7 @@ class Loop:
         return self.job.about() | {
             "data": {**self.job.data_facts, "batches": self.batches},
             "sanity": {"losses": self.sanity.losses},
+            "unevaluated": self._unevaluated,
         }
 
     def _report(self, error: str | None) -> None:
@@ -220,3 +269,10 @@ class Loop:
             if axis != "world":  # what the ranks agree on is no tensor of the training
                 table[axis if axis in table else "tensor"] += cell[direction]
         return table
+
+
+def newest(checkpointer: Checkpointer) -> str:
+    """In words, what a job that goes on would start from."""
+    if checkpointer.saved is None:
+        return "nothing is saved"
+    return f"the newest checkpoint is {checkpointer.root}/step-{checkpointer.saved}; go on with --resume"

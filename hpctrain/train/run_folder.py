@@ -2,54 +2,90 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import itertools
 import json
+import logging
 import os
-import socket
 from pathlib import Path
 
 from hpctrain import files
 from hpctrain.config import Config, to_toml
+from hpctrain.train.checkpoint import folder as checkpoints
+from hpctrain.train.lease import Lease, batch_job
+
+METRICS = "metrics.jsonl"
+JOBS = "jobs"  # a line for each job of the batch system that has written here
+
+log = logging.getLogger("hpctrain")
 
 
 class RunFolder:
-    """runs/NAME. An older folder of the same name is kept as NAME.1, NAME.2, …, unless it is to be gone on with.
+    """runs/NAME. An older folder of the same name is kept as NAME.1, NAME.2, …, unless it is gone on with.
 
-    A lock keeps other jobs out until this process ends, however it ends.
+    A lease keeps other jobs out until this object is no more.
 
-    Attributes: `path`; `moved`, where an older run went, or None; `history`, the metrics of all steps.
+    Args:
+        resume: "" begins anew; "must" goes on with what is there; "auto", for a requeued job, with what this job of the
+            batch system left, and begins anew where that has no checkpoint. Outside of a batch job the folder's name
+            has to do.
+
+    Attributes: `path`; `moved`, where an older run went, or None; `resumes`, whether it is gone on with; `history`, the
+    metrics of all steps.
 
     Raises:
-        ValueError: when another job has the folder.
+        ValueError: when another job has the folder, or there is nothing to go on with.
     """
 
-    def __init__(self, config: Config, resume: bool = False):
+    def __init__(self, config: Config, resume: str = ""):
         self.path = config.folder
         self.moved = None
+        if resume == "must" and not has_checkpoints(self.path):
+            raise ValueError(
+                f"--resume: there are no checkpoints in {self.path}; {known_runs(self.path.parent)}. Choose one by "
+                "run.name, or begin anew without --resume"
+            )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = Lock(self.path.with_name(f".{self.path.name}.lock"), self.path)
-        if files.status(self.path) and not resume:
+        self._lease = Lease(self.path)
+        jobs = self._jobs()
+        mine = batch_job() is None or batch_job() in jobs
+        self.resumes = resume == "must" or (resume == "auto" and mine and has_checkpoints(self.path))
+        if files.status(self.path) and not self.resumes:
             numbered = (self.path.with_name(f"{self.path.name}.{n}") for n in itertools.count(1))
             self.moved = next(path for path in numbered if not files.status(path))
             self.path.rename(self.moved)
-        self.path.mkdir(exist_ok=resume)
+            jobs = []
+        self.path.mkdir(exist_ok=self.resumes)
         files.sync(self.path.parent)
+        if batch_job() and batch_job() not in jobs:
+            self._replace(JOBS, "".join(f"{job}\n" for job in [*jobs, batch_job()]))
         self._config = to_toml(config)
         self.history: list[dict] = []
         self._metrics = None  # until `begin`
+        self._lacking = False
+
+    def _jobs(self) -> list[str]:
+        """The jobs of the batch system that have written here."""
+        path = self.path / JOBS
+        return path.read_text(encoding="utf-8").splitlines() if files.status(path) else []
 
     def begin(self, step: int) -> None:
         """Go on after `step`, with this configuration: what the metrics say of later steps is forgotten."""
-        if self._metrics:
-            self._metrics.close()
-        path = self.path / "metrics.jsonl"
+        path = self.path / METRICS
         lines = path.read_text(encoding="utf-8").splitlines() if files.status(path) else []
         self.history = kept_records(lines, step)
         self._replace("config.toml", self._config)
-        self._replace(path.name, "".join(json.dumps(record) + "\n" for record in self.history))
+        self._rewrite()
+
+    def _rewrite(self) -> None:
+        """The metrics anew, from memory."""
+        if self._metrics is not None:
+            os.close(self._metrics)
+            self._metrics = None
+        self._replace(METRICS, "".join(json.dumps(record) + "\n" for record in self.history))
         files.sync(self.path)
-        self._metrics = path.open("a", encoding="utf-8", buffering=1)
+        self._metrics = os.open(self.path / METRICS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._lacking = False
 
     def _replace(self, name: str, text: str) -> None:
         """Write a file under another name, and rename it once it is on disk: it is whole at any moment."""
@@ -59,41 +95,68 @@ class RunFolder:
         part.rename(self.path / name)
 
     def log(self, record: dict) -> None:
+        """Add a step. A full disk must not end the training: what could not be written is written with a later step.
+
+        Raises:
+            RuntimeError: when another job has taken the folder over.
+        """
+        self._lease.check()
         self.history.append(record)
-        self._metrics.write(json.dumps(record) + "\n")
+        try:
+            if self._lacking:
+                self._rewrite()
+            else:
+                line = (json.dumps(record) + "\n").encode()
+                if os.write(self._metrics, line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._lack(error)
 
     def sync(self) -> None:
         """The metrics, on disk: a checkpoint is of steps that are all in them."""
-        os.fsync(self._metrics.fileno())
+        self._lease.check()
+        try:
+            if self._lacking:
+                self._rewrite()
+            os.fsync(self._metrics)
+        except OSError as error:
+            self._lack(error)
+
+    def _lack(self, error: OSError) -> None:
+        if not self._lacking:
+            log.warning("WARNING: %s is not up to date: %s", self.path / METRICS, error)
+        self._lacking = True
 
     def close(self) -> None:
-        self._metrics.close()
+        if self._lacking:
+            self.sync()
+        if self._metrics is not None:
+            os.close(self._metrics)
 
     def plot(self) -> Path:
         return plot_losses(self.history, self.path / "loss.png")
 
 
-class Lock:
-    """The right to write a run folder. The system takes it back when the process ends, whatever ends it.
+def has_checkpoints(run: Path) -> bool:
+    """Whether the run has any, good or bad."""
+    root = run / "checkpoints"
+    return bool(checkpoints.steps(root) or checkpoints.bad(root))
 
-    Raises:
-        ValueError: when another process has it.
+
+def known_runs(out: Path) -> str:
+    """In words, which runs there are to go on with, the newest first.
+
+    >>> known_runs(Path("nowhere"))
+    'no run in nowhere has any'
     """
-
-    def __init__(self, path: Path, folder: Path):
-        self._file = path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip() or "unknown"
-            raise ValueError(
-                f"another job is writing {folder} ({holder}); wait for it, or choose another run.name"
-            ) from None
-        self._file.truncate(0)
-        job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}{job}\n")
-        self._file.flush()
+    runs = [path for path in out.iterdir() if path.is_dir() and has_checkpoints(path)] if out.is_dir() else []
+    if not runs:
+        return f"no run in {out} has any"
+    newest = sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True)
+    steps = ((path.name, checkpoints.steps(path / "checkpoints")) for path in newest)
+    said = [f"{name} (step {found[0]})" if found else f"{name} (damaged ones)" for name, found in steps]
+    more = f", and {len(said) - 10} more" if len(said) > 10 else ""
+    return f"runs in {out} that have some are {', '.join(said[:10])}{more}"
 
 
 def kept_records(lines: list[str], step: int) -> list[dict]:

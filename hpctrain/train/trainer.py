@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -131,12 +131,17 @@ class Trainer(step.Trainer):
     def _last_backward(self, action) -> None:
         self.replicas.overlap(self._completed[action.replica, action.stage])
 
-    def evaluate(self, batches: list[list]) -> float:
-        """The loss over all of `batches`, each a list of this rank's microbatches."""
+    def evaluate(self, batches: list[list], stops: Callable[[], bool] = lambda: False) -> float | None:
+        """The loss over all of `batches`, each a list of this rank's microbatches.
+
+        None where `stops`, asked on all ranks before each batch, says on all of them that there is no time for it.
+        """
         self.model.eval()
         losses = []
         with torch.no_grad(), self.replicas.whole():
             for microbatches in batches:
+                if stops():
+                    return None
                 self._check_number(microbatches)
                 losses += self._evaluate.run(self._work(microbatches))
         return comm.all_reduce(self._share(losses), self.grid.world).item()

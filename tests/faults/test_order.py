@@ -100,6 +100,6 @@ def test_a_run_folder(tmp_path):
         "rename run/metrics.jsonl.tmp run/metrics.jsonl", "fsync run", "create run/metrics.jsonl",
     ]  # fmt: skip
     again = [*begin[:5], "write run/metrics.jsonl.tmp", *begin[5:]]
-    assert [call for call in seen if ".run.lock" not in call] == [
+    assert [call for call in seen if ".run.lease" not in call] == [
         "mkdir run", "fsync root", *begin, "write run/metrics.jsonl", "fsync run/metrics.jsonl", *again
     ]  # fmt: skip
