@@ -52,7 +52,9 @@ def opened(path: Path, **how) -> h5py.File:
 
 
 def attribute(file: h5py.File, name: str, kind: type) -> int | str:
-    """One number or text of the root's attributes.
+    """One integer, or one text of a fixed length, of the root's attributes.
+
+    HDF5 crashes on crafted texts of variable length, which are not even looked at.
 
     Raises:
         OSError: for one that is missing or something else; within `reading`, a ValueError.
@@ -62,12 +64,10 @@ def attribute(file: h5py.File, name: str, kind: type) -> int | str:
     stored = h5py.h5a.open(file.id, name.encode())
     if stored.shape != () or stored.get_storage_size() > ATTRIBUTE:
         raise OSError(f"its attribute {name} is not one value")
+    if stored.dtype.kind not in {int: "iu", str: "S"}[kind]:
+        raise OSError(f"its attribute {name} is of type {stored.dtype}, not {kind.__name__}")
     value = file.attrs[name]
-    value = value.decode() if isinstance(value, bytes) else value
-    value = int(value) if isinstance(value, np.integer) else value
-    if type(value) is not kind:
-        raise OSError(f"its attribute {name} is {value!r}, not {kind.__name__}")
-    return value
+    return value.decode() if kind is str else int(value)
 
 
 def dataset(file: h5py.File, name: str, dtype: np.dtype, size: int) -> h5py.Dataset:

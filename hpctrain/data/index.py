@@ -64,9 +64,9 @@ def write_index(file: h5py.File, index: Index) -> None:
             "that are read; use larger shards (--shard-tokens)"
         )
     file.attrs.update(
-        format=format.FORMAT,
+        format=np.bytes_(format.FORMAT),
         version=format.VERSION,
-        packing=index.packing,
+        packing=np.bytes_(index.packing),
         vocabulary=index.vocabulary,
         end_of_document=index.end_of_document,
         tokens=int(index.tokens.sum()),
@@ -84,8 +84,10 @@ def read_index(path: Path) -> Index:
     """
     with hdf5.opened(path) as file:
         with hdf5.reading(path):
-            ours = h5py.h5a.exists(file.id, b"format") and hdf5.attribute(file, "format", str) == format.FORMAT
-            version = hdf5.attribute(file, "version", int) if ours else None
+            marked = all(h5py.h5a.exists(file.id, name) for name in (b"format", b"version"))
+            version = hdf5.attribute(file, "version", int) if marked else None
+            # other versions may write their name otherwise
+            ours = marked and (version != format.VERSION or hdf5.attribute(file, "format", str) == format.FORMAT)
         if not ours:
             raise ValueError(f"{path} is not an index of packed tokens; make one with `hpctrain pack`")
         if version != format.VERSION:

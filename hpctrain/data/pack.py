@@ -147,7 +147,7 @@ class _Writer:
             return
         self.name = shard_name(self.output.stem, self.packing, len(self.shards))
         self.file = self._new(self._part())
-        self.file.hdf5.attrs.update(packing=self.packing, number=len(self.shards))
+        self.file.hdf5.attrs.update(packing=np.bytes_(self.packing), number=len(self.shards))
         self.data = self.file.hdf5.create_dataset(
             "tokens", (0,), self.dtype, maxshape=(None,), chunks=(format.CHUNK,), fletcher32=True
         )

@@ -20,6 +20,7 @@ from hpctrain.config import Config
 from hpctrain.config_checks import check_grid, check_pipeline, token_slices
 from hpctrain.data import ShardedTokens, pack
 from hpctrain.data.corpus import text_files
+from hpctrain.data.format import VERSION
 from hpctrain.data.tokenizers import tokenizer_from_option
 from hpctrain.grid import Grid
 from hpctrain.layers import algorithm_of
@@ -238,8 +239,9 @@ def packed(config: Config) -> str:
         return path
     tokenizer = tokenizer_from_option(config.data.tokenizer)
     if not path:
-        # Named by what it holds, so that a changed text or tokenizer is packed anew.
-        facts = [tokenizer.description] + [f"{p}:{(s := p.stat()).st_size}:{s.st_mtime_ns}" for p in text_files(text)]
+        # Named by what it holds, so that a changed text, tokenizer or format is packed anew.
+        facts = [str(VERSION), tokenizer.description]
+        facts += [f"{p}:{(s := p.stat()).st_size}:{s.st_mtime_ns}" for p in text_files(text)]
         name = hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
         path = str(Path(config.run.out) / "data" / f"{name}.h5")
     if not files.status(path):

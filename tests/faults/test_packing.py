@@ -112,6 +112,21 @@ def test_an_index_that_names_other_files(tmp_path, data, name):
     assert [(data.parent / other).read_text() for other in others] == ["precious"] * 4
 
 
+def test_an_index_that_names_a_whole_packing_elsewhere(tmp_path, data):
+    """All its shards by the names that they should have, in the folder above."""
+    with h5py.File(data, "r+") as file:
+        rows = file["shards"][:]
+        names = [name.decode() for name in rows["name"]]
+        rows["name"] = [f"../{name}" for name in names]
+        file["shards"][:] = rows
+    for name in names:
+        (data.parent / name).rename(tmp_path / name)
+    with pytest.raises(ValueError, match="data.h5 is corrupt: shard 0 of packing .* is called"):
+        ShardedTokens(data)
+    pack([str(tmp_path / "text.txt")], data)
+    assert all((tmp_path / name).exists() for name in names)
+
+
 def test_a_copied_index_does_not_remove_the_shards_of_the_first(tmp_path, data):
     """They are those of data.h5, which the copy names too."""
     (data.parent / "copy.h5").write_bytes(data.read_bytes())
@@ -194,7 +209,15 @@ def _large_chunk(file, rows):
     file.create_dataset("shards", data=rows, maxshape=(None,), chunks=(2**20,), compression=9)
 
 
+def _not_written(file, rows):
+    """Twelve, of which three are there; the file has room for all."""
+    made = file.create_dataset("shards", data=rows, maxshape=(None,), chunks=rows.shape, fletcher32=True)
+    made.resize((12,))
+    file.create_dataset("room", data=np.zeros(10_000, "u1"))
+
+
 LIES = {
+    "not written": (_stored(_not_written), "shards declares 12 numbers, which the file does not hold"),
     "271 TiB": (_stored(_huge), "shards declares 1099511627776 numbers, which the file does not hold"),
     "external storage": (_stored(_external), "shards is not stored in chunks"),
     "virtual": (_stored(_virtual), "shards is not stored in chunks"),
@@ -207,15 +230,17 @@ LIES = {
     "too many tokens": (_with_rows(tokens=2**62), "shards do not make up its tokens"),
     "a negative count": (_with_rows(tokens=-1), "shards do not make up its tokens"),
     "a short file": (_with_rows(bytes=19), "declares more tokens than its file can hold"),
-    "a count that is text": (_with(tokens="24"), "attribute tokens is '24', not int"),
+    "a count that is text": (_with(tokens="24"), "attribute tokens is of type object, not int"),
     "many counts": (_with(tokens=np.arange(1000)), "attribute tokens is not one value"),
     "no vocabulary": (_with(vocabulary=0), "vocabulary 0, end_of_document 256"),
     "a huge vocabulary": (_with(vocabulary=2**60), "vocabulary 1152921504606846976"),
     "more documents than tokens": (_with(documents=25), "25 documents, 24 tokens"),
     "another vocabulary": (_with(vocabulary=300), "its tokenizer has 257 and 256; pack again"),
-    "a strange packing": (_with(packing="../../x"), "shard 0 of packing '../../x' is called"),
-    "a version to come": (_with(version=2), "has format version 2, not 1; pack again"),
-    "a format of numbers": (_with(format=3), "attribute format is 3, not str"),
+    "a strange packing": (_with(packing=np.bytes_("../../x")), "shard 0 of packing '../../x' is called"),
+    "a version to come": (_with(version=3), "has format version 3, not 2; pack again"),
+    "the version before": (_with(version=1, format="hpctrain tokens"), "has format version 1, not 2; pack again"),
+    "a format of numbers": (_with(format=3), "attribute format is of type int64, not str"),
+    "a text of variable length": (_with(packing="01234567"), "attribute packing is of type object, not str"),
 }
 
 
