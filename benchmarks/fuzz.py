@@ -18,6 +18,7 @@ import random
 import resource
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -33,6 +34,14 @@ BATCH = 100  # inputs of one process
 GOOD = ("refused", "read")
 PARTS = sorted(path.stem.removeprefix("fuzz_") for path in Path(__file__).parent.glob("fuzz_*.py"))
 
+# in the place of what a file tells
+HOSTILE = [
+    0, -1, 1, 2, 7, 255, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63), 0.5, -0.0, 1e308,
+    float("nan"), float("inf"), True, False, None, "", "x",
+    "../../precious.txt", "/etc/passwd", ".", "..", "a\0b", "é" * 300, [], {},
+    [0], [2**40, 2**40], [-1], ["../x"], {"x": 1}, [[[]]], [None],
+]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Format:
@@ -45,6 +54,58 @@ class Format:
     read: Callable[[Path], object]
     right: Callable[[Path, object], bool]
     mine: Callable[[str], bool] = lambda name: False
+
+
+def damage_bytes(path: Path, generator: random.Random) -> str:
+    content = bytearray(path.read_bytes())
+    place, length = generator.randrange(len(content) + 1), generator.choice([1, 1, 4, 8, 64, 1000])
+    how = generator.choice(["flip", "cut", "drop", "repeat", "zero", "fill", "random", "number"])
+    if how == "flip" and content:
+        content[min(place, len(content) - 1)] ^= 1 << generator.randrange(8)
+    elif how == "cut":
+        del content[place:]
+    elif how == "drop":
+        del content[place : place + length]
+    elif how == "repeat":
+        content[place:place] = content[place : place + length]
+    elif how == "number":
+        content[place : place + 8] = struct.pack("<q", generator.choice([0, -1, 1 << 31, 1 << 40, 1 << 62]))
+    else:
+        make = {"zero": bytes, "fill": lambda n: b"\xff" * n, "random": generator.randbytes}[how]
+        content[place : place + length] = make(length)
+    path.write_bytes(content)
+    return f"{path.name}: {how} at {place}, {length}"
+
+
+def damage_json(tree, generator: random.Random) -> str:
+    """One place of a tree, which is changed in place."""
+    places = []
+
+    def walk(node, path):
+        if len(path) < 6:
+            for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+                places.append((node, key, [*path, key]))
+                walk(node[key], [*path, key])
+
+    walk(tree, [])
+    node, key, path = generator.choice(places)
+    how, value = generator.choice(["replace", "replace", "drop", "rename", "nudge"]), generator.choice(HOSTILE)
+    if how == "nudge" and type(node[key]) is int:
+        node[key] += generator.choice([-1, 1, 8, 1 << 32])
+    elif how == "drop":
+        del node[key]
+    elif how == "rename" and isinstance(node, dict):
+        node[str(value)] = node.pop(key)
+    else:
+        node[key] = value
+    return f"{how} {path} {value!r:.60}"
+
+
+def dumped(tree, generator: random.Random) -> bytes:
+    text = json.dumps(tree)
+    if generator.randrange(20) == 0:
+        text = generator.choice(["[" * 100_000, '{"a":' * 50_000, "", "null", "[]", "9" * 5000, text[: len(text) // 2]])
+    return text.encode()
 
 
 def main() -> int:

@@ -9,8 +9,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import torch
-from fuzz import Format
-from fuzz_data import damage_bytes, damage_json, dumped
+from fuzz import Format, damage_bytes, damage_json, dumped
 
 from hpctrain.shard import Shard
 from hpctrain.state import Entry

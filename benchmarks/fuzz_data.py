@@ -1,63 +1,17 @@
-"""Part of fuzz.py: packed tokens, Hugging Face's folders, tokenizers and configurations."""
+"""Part of fuzz.py: packed tokens."""
 
-import dataclasses
-import json
-import os
 import random
 import re
 import struct
-import tomllib
-import types
 from pathlib import Path
 
 import h5py
 import numpy as np
-import torch
-from fuzz import Format
-from safetensors.torch import save_file
+from fuzz import HOSTILE, Format, damage_bytes
 
-from hpctrain.config import Config, load_config, to_toml
 from hpctrain.data import ShardedTokens, format, pack
-from hpctrain.data.tokenizers import FileTokenizer
-from hpctrain.models.export import gpt2_config
-from hpctrain.models.gpt2 import GPT2Shape
-from hpctrain.models.pretrained import load_gpt2
-from hpctrain.shard import Shard
 
 TEXT = "Größe: forty letters or so are enough\n"
-HOSTILE = [
-    0, -1, 1, 2, 7, 255, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63), 0.5, -0.0, 1e308,
-    float("nan"), float("inf"), True, False, None, "", "x",
-    "../../precious.txt", "/etc/passwd", ".", "..", "a\0b", "é" * 300, [], {},
-    [0], [2**40, 2**40], [-1], ["../x"], {"x": 1}, [[[]]], [None],
-]  # fmt: skip
-
-
-# bytes
-
-
-def damage_bytes(path: Path, generator: random.Random) -> str:
-    content = bytearray(path.read_bytes())
-    place, length = generator.randrange(len(content) + 1), generator.choice([1, 1, 4, 8, 64, 1000])
-    how = generator.choice(["flip", "cut", "drop", "repeat", "zero", "fill", "random", "number"])
-    if how == "flip" and content:
-        content[min(place, len(content) - 1)] ^= 1 << generator.randrange(8)
-    elif how == "cut":
-        del content[place:]
-    elif how == "drop":
-        del content[place : place + length]
-    elif how == "repeat":
-        content[place:place] = content[place : place + length]
-    elif how == "number":
-        content[place : place + 8] = struct.pack("<q", generator.choice([0, -1, 1 << 31, 1 << 40, 1 << 62]))
-    else:
-        make = {"zero": bytes, "fill": lambda n: b"\xff" * n, "random": generator.randbytes}[how]
-        content[place : place + length] = make(length)
-    path.write_bytes(content)
-    return f"{path.name}: {how} at {place}, {length}"
-
-
-# packed tokens
 
 
 def make_data(folder: Path):
@@ -260,239 +214,63 @@ def pack_over(folder: Path):
     return read_data(folder)
 
 
-# JSON
+def lookup3(data: bytes) -> int:
+    """The checksum of HDF5's metadata: Bob Jenkins' hashlittle."""
+    a = b = c = (0xDEADBEEF + len(data)) & 0xFFFFFFFF
+
+    def step(x, y, by):  # x less y, mixed with y rotated
+        return ((x - y) ^ (y << by | y >> 32 - by)) & 0xFFFFFFFF
+
+    def end(x, y, by):
+        return ((x ^ y) - (y << by | y >> 32 - by)) & 0xFFFFFFFF
+
+    words = [struct.unpack("<3I", data[at : at + 12].ljust(12, b"\0")) for at in range(0, len(data), 12)]
+    for number, (x, y, z) in enumerate(words, 1):
+        a, b, c = (a + x) & 0xFFFFFFFF, (b + y) & 0xFFFFFFFF, (c + z) & 0xFFFFFFFF
+        if number < len(words):
+            for by in (4, 6, 8, 16, 19, 4):  # a by c, b by a, c by b, and again
+                a, b, c = b, (c + b) & 0xFFFFFFFF, step(a, c, by)
+    c = end(c, b, 14)
+    a = end(a, c, 11)
+    b = end(b, a, 25)
+    c = end(c, b, 16)
+    a = end(a, c, 4)
+    b = end(b, a, 14)
+    return end(c, b, 24)
 
 
-def damage_json(tree, generator: random.Random) -> str:
-    """One place of a tree, which is changed in place."""
-    places = []
-
-    def walk(node, path):
-        if len(path) < 6:
-            for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
-                places.append((node, key, [*path, key]))
-                walk(node[key], [*path, key])
-
-    walk(tree, [])
-    node, key, path = generator.choice(places)
-    how, value = generator.choice(["replace", "replace", "drop", "rename", "nudge"]), generator.choice(HOSTILE)
-    if how == "nudge" and type(node[key]) is int:
-        node[key] += generator.choice([-1, 1, 8, 1 << 32])
-    elif how == "drop":
-        del node[key]
-    elif how == "rename" and isinstance(node, dict):
-        node[str(value)] = node.pop(key)
-    else:
-        node[key] = value
-    return f"{how} {path} {value!r:.60}"
+def headers(content: bytes):
+    """(start, first byte of the messages, end) of each object header; its checksum follows."""
+    for found in re.finditer(b"OHDR", content):
+        start, flags = found.start(), content[found.start() + 5]
+        place, width = start + 6 + 16 * bool(flags & 0x20) + 4 * bool(flags & 0x10), 1 << (flags & 3)
+        end = place + width + int.from_bytes(content[place : place + width], "little")
+        if content[end : end + 4] == struct.pack("<I", lookup3(content[start:end])):
+            yield start, place + width, end
 
 
-def dumped(tree, generator: random.Random) -> bytes:
-    text = json.dumps(tree)
-    if generator.randrange(20) == 0:
-        text = generator.choice(["[" * 100_000, '{"a":' * 50_000, "", "null", "[]", "9" * 5000, text[: len(text) // 2]])
-    return text.encode()
-
-
-# a folder of Hugging Face's
-
-
-SHAPE = GPT2Shape(2, 8, 2, 4, 11)
-
-
-def whole(name: str, shape: tuple[int, ...]):
-    p = torch.nn.Parameter(torch.zeros(shape))
-    p.shard = Shard(shape, tuple(slice(0, size) for size in shape))
-    return name, p
-
-
-def parameters():
-    return [whole("wte.weight", (11, 8)), whole("blocks.0.attention.qkv.weight", (24, 8)), whole("ln_f.bias", (8,))]
-
-
-def make_folder(folder: Path):
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(0)
-    theirs = {"wte.weight": (11, 8), "h.0.attn.c_attn.weight": (8, 24), "ln_f.bias": (8,)}
-    tensors = {f"transformer.{name}": torch.randn(shape, generator=generator) for name, shape in theirs.items()}
-    (folder / "config.json").write_text(json.dumps(gpt2_config(SHAPE, 3)))
-    save_file(tensors, folder / "model.safetensors")
-    weight_map = dict.fromkeys(tensors, "model.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-def read_folder(folder: Path):
-    named = parameters()
-    load_gpt2(types.SimpleNamespace(shape=SHAPE, named_parameters=lambda: named), folder)
-    return {name: p.detach().numpy().tobytes() for name, p in named}
-
-
-def right_folder(folder: Path, value) -> bool:
-    """As the header, read without the library, tells."""
-    content = (folder / "model.safetensors").read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
-
-    def stored(name):
-        told = header.get(f"transformer.{name}") or header[name]
-        kind = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[told["dtype"]]
-        return np.frombuffer(data[slice(*told["data_offsets"])], kind).astype("f4").reshape(told["shape"])
-
-    columns = np.arange(24).reshape(3, 2, 4).transpose(1, 0, 2).reshape(-1)
-    fused = np.ascontiguousarray(stored("h.0.attn.c_attn.weight").T[columns])
-    return value == {
-        "wte.weight": stored("wte.weight").tobytes(),
-        "blocks.0.attention.qkv.weight": fused.tobytes(),
-        "ln_f.bias": stored("ln_f.bias").tobytes(),
-    }
-
-
-def mutate_folder(folder: Path, generator: random.Random) -> str:
-    name = generator.choice(["config.json", "model.safetensors.index.json", *["model.safetensors"] * 3])
-    path = folder / name
-    if generator.randrange(6) == 0:
-        if generator.randrange(3):
-            return damage_bytes(path, generator) if name != "model.safetensors" else cut(path, generator)
-        path.unlink()
-        how = generator.choice(["missing", "folder", "link"])
-        if how == "folder":
-            path.mkdir()
-        if how == "link":
-            path.symlink_to("/etc/passwd")
-        return f"{name}: {how}"
-    if name == "model.safetensors":
-        return f"{name}: {damage_header(path, generator)}"
-    tree = json.loads(path.read_bytes())
-    said = damage_json(tree, generator)
-    path.write_bytes(dumped(tree, generator))
-    return f"{name}: {said}"
-
-
-def cut(path: Path, generator: random.Random) -> str:
-    size = generator.randrange(path.stat().st_size)
-    os.truncate(path, size)
-    return f"cut to {size}"
-
-
-def damage_header(path: Path, generator: random.Random) -> str:
-    content = path.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
-    how = generator.choice(["json", "json", "json", "length", "type", "data"])
-    said = how
-    if how == "json":
-        said = damage_json(header, generator)
-    if how == "type":
-        said = header[generator.choice(list(header))]["dtype"] = generator.choice(
-            ["F16", "F64", "I64", "BOOL", "F8_E4M3", "U32"]
-        )
-    text = dumped(header, generator)
-    length = len(text)
-    if how == "length":
-        length = generator.choice([0, 1, length - 1, length + 1, length + 8, 2**27, 2**40, 2**63, 2**64 - 1])
-    if how == "data":
-        data = generator.choice([data[:-1], data + b"\0", b"", data * 3])
-    path.write_bytes(struct.pack("<Q", length) + text + data)
-    return f"{how} {said} {length}"
-
-
-# tokenizers
-
-
-def make_tokenizer(folder: Path):
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    folder.mkdir()
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = ["a", "b", "c"]
-    made.train_from_iterator(
-        ["abc abc"],
-        trainers.BpeTrainer(vocab_size=12, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False),
-    )
-    made.save(str(folder / "tokenizer.json"))
-
-
-def read_tokenizer(folder: Path):
-    path = folder / "tokenizer.json"
-    made = FileTokenizer(path.read_text(encoding="utf-8"), str(path))
-    try:
-        ids = made.encode("abc").tolist()
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return ids, made.vocabulary, made.end_of_document
-
-
-def right_tokenizer(folder: Path, value) -> bool:
-    """Its ids lie in its vocabulary, and the end is one that the file tells."""
-    ids, vocabulary, end = value
-    text = (folder / "tokenizer.json").read_text()
-    return (
-        all(0 <= token < vocabulary for token in ids) and 0 <= end < vocabulary and bool(re.search(rf"\b{end}\b", text))
-    )
-
-
-def mutate_tokenizer(folder: Path, generator: random.Random) -> str:
-    path = folder / "tokenizer.json"
-    tree = json.loads(path.read_text())
-    said = damage_json(tree, generator)
-    path.write_bytes(dumped(tree, generator))
-    return said
-
-
-# configurations
-
-
-def make_config(folder: Path):
-    folder.mkdir()
-    (folder / "config.toml").write_text(to_toml(Config()))
-
-
-def mutate_config(folder: Path, generator: random.Random) -> str:
-    path = folder / "config.toml"
-    lines = path.read_text().splitlines()
-    how = generator.choice(["value", "value", "value", "line", "bytes", "deep", "key"])
-    place = generator.choice([n for n, line in enumerate(lines) if " = " in line])
-    key = lines[place].split(" = ")[0]
-    value = generator.choice(HOSTILE)
-    text = (
-        "nan" if value != value else "inf" if value == float("inf") else json.dumps(value).replace("null", "2020-01-01")
-    )
-    if how == "bytes":
-        return damage_bytes(path, generator)
-    if how == "value":
-        lines[place] = f"{key} = {text}"
-    elif how == "line":
-        lines.insert(
-            place, generator.choice([lines[place], "[run]", "= 3", "[[model]]", "a.b.c = 1", "\0", "x" * 99_999])
-        )
-    elif how == "key":
-        lines[place] = f"{json.dumps(str(value))} = 1"
-    else:
-        depth = generator.choice([50, 5000, 100_000])
-        lines[place] = f"{key} = " + generator.choice(["[" * depth, "9" * depth, "{a=" * depth, ".".join("a" * depth)])
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return f"{how}: {lines[place]:.100}"
-
-
-def right_config(folder: Path, value) -> bool:
-    """As the file tells, and otherwise the default."""
-    told = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    default, read = dataclasses.asdict(Config()), dataclasses.asdict(value)
-    default["data"]["text"] = ["python-stdlib"]
-    for section, table in told.items():
-        for key, wanted in table.items():
-            wanted = [wanted] if key == "text" and isinstance(wanted, str) else wanted
-            default[section][key] = float(wanted) if isinstance(default[section][key], float) else wanted
-    if not (default["data"]["text"] or default["data"]["path"]):
-        default["data"]["text"] = ["python-stdlib"]
-    return read == default
+def mutate_metadata(folder: Path, generator: random.Random) -> str:
+    """Bytes of object headers, with checksums that fit, as no accident leaves them."""
+    path = generator.choice(sorted(folder.glob("*.h5")))
+    content, said = bytearray(path.read_bytes()), []
+    known = list(headers(bytes(content)))
+    for _ in range(generator.choice([1, 1, 2, 4])):
+        start, first, end = generator.choice(known)
+        place, width = generator.randrange(first, end), generator.choice([1, 1, 2, 4, 8])
+        width = min(width, end - place)
+        value = generator.choice([0, 1, 2, 127, 128, 255, content[place] ^ 1 << generator.randrange(8), -1, 1 << 30])
+        content[place : place + width] = (value % (1 << 8 * width)).to_bytes(width, "little")
+        content[end : end + 4] = struct.pack("<I", lookup3(content[start:end]))
+        said.append(f"{value} at {place}, {width} bytes")
+    path.write_bytes(content)
+    return f"{path.name}: {'; '.join(said)}"
 
 
 FORMATS = {
     "index": Format(make_data, mutate_index, read_data, right_data),
     "shard": Format(make_data, mutate_shard, read_data, right_data),
     "packed bytes": Format(make_data, mutate_bytes, read_data, right_bytes),
+    "packed metadata": Format(make_data, mutate_metadata, read_data, right_data),
     "packed over": Format(
         make_data,
         mutate_packed_over,
@@ -500,7 +278,4 @@ FORMATS = {
         right_bytes,
         lambda name: re.match(r"in/data(-[0-9a-f]{8}-\d+)?\.h5", name),
     ),
-    "hugging face": Format(make_folder, mutate_folder, read_folder, right_folder),
-    "tokenizer": Format(make_tokenizer, mutate_tokenizer, read_tokenizer, right_tokenizer),
-    "toml": Format(make_config, mutate_config, lambda folder: load_config(folder / "config.toml"), right_config),
 }
