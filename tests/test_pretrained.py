@@ -16,14 +16,14 @@ from hpctrain.models.pretrained import load_gpt2
 pytestmark = pytest.mark.mpi
 
 
-def save_theirs(shape, folder, pieces="1GB"):
+def save_theirs(shape, folder, pieces="1GB", **more):
     """A model with weights of transformers' own, biases and norms included."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(1)
     config = GPT2Config(
         vocab_size=shape.vocabulary, n_positions=shape.context, n_embd=shape.width, n_layer=shape.layers,
-        n_head=shape.heads, tie_word_embeddings=shape.tied,
+        n_head=shape.heads, tie_word_embeddings=shape.tied, **more,
     )  # fmt: skip
     model = GPT2LMHeadModel(config).double()
     with torch.no_grad():
@@ -115,3 +115,21 @@ def integers(path):
     from safetensors.torch import load_file, save_file
 
     save_file({name: tensor.long() for name, tensor in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize("pieces", ["1GB", "10KB"])
+def test_weights_without_a_place_are_refused(world, tmp_path, pieces):
+    """Rather than dropped: by the configuration, and by the weights where that does not say it."""
+    if world.size > 1:
+        pytest.skip("every rank does the same")
+    model = GPT2(Grid(), UNEVEN, key=Key(3))
+    save_theirs(UNEVEN, tmp_path, pieces, add_cross_attention=True)
+    with pytest.raises(ValueError, match=r"add_cross_attention = True, not False$"):
+        load_gpt2(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["add_cross_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"holds 72 tensors .* place for, first transformer\.h\.0\.crossattention\.c_at"
+    ):
+        load_gpt2(model, tmp_path)

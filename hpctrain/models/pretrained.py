@@ -17,6 +17,11 @@ from hpctrain.models.gpt2 import GPT2, GPT2Shape
 CHUNK = 4 << 20  # elements read at a time
 LARGEST_JSON = 64 << 20  # bytes of config.json and of an index; that of a model of 100,000 tensors has 10 MB
 _FLOATS = ("F64", "F32", "F16", "BF16")
+# Tensors of a GPT-2 of ours; and its causal masks, which older files have.
+_KNOWN = re.compile(
+    r"(transformer\.)?(wte\.weight|wpe\.weight|ln_f\.(weight|bias)|h\.\d+\.(ln_[12]|attn\.c_attn|attn\.c_proj"
+    r"|mlp\.c_fc|mlp\.c_proj)\.(weight|bias)|h\.\d+\.attn\.(masked_)?bias)|lm_head\.weight"
+)
 _FREE = ("architectures", "embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id", "eos_token_id")
 
 
@@ -28,6 +33,11 @@ def load_gpt2(model: GPT2, folder: Path) -> None:
     """
     check_config(model.shape, folder)
     with _Safetensors(folder) as tensors, torch.no_grad():
+        if unknown := sorted(name for name in tensors.names() if not _KNOWN.fullmatch(name)):
+            raise ValueError(
+                f"model.init = {folder} holds {len(unknown)} tensors that the model has no place for, first"
+                f" {unknown[0]}; it takes a plain GPT-2"
+            )
         for name, p in model.named_parameters():
             theirs, transposed = hugging_face_name(getattr(p, "same_as", name))
             stored = tensors.get(theirs)
@@ -46,7 +56,7 @@ def check_config(shape: GPT2Shape, folder: Path) -> None:
     except ValueError as error:
         raise ValueError(f"model.init = {folder} holds no readable config.json: {error}") from error
     # what Hugging Face leaves out of the file has the value of the first GPT-2
-    scales = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    scales = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
     usual = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, **scales}
     wanted = {key: value for key, value in gpt2_config(shape, None).items() if key not in _FREE} | scales
     wrong = [f"{k} = {got}, not {v}" for k, v in wanted.items() if (got := told.get(k, usual.get(k))) != v]
@@ -102,6 +112,9 @@ class _Safetensors:
 
     def __exit__(self, *_):
         self.stack.close()
+
+    def names(self) -> set[str]:
+        return self._file("model.safetensors")[1] if self.where is None else set(self.where)
 
     def get(self, name: str):
         # GPT2Model, without the projection onto the vocabulary, names its parts without the prefix
