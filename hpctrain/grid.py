@@ -64,6 +64,9 @@ class Axis:
         self.wire = wire
         self.workspace = self.reducer = None
 
+    def __deepcopy__(self, memo):
+        return self  # a copy of a model is on the same ranks
+
     def __repr__(self):
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"
 
@@ -119,6 +122,12 @@ class Grid:
         self.world = Axis("world", self.comm, node, self.wire)
         for name in TENSOR:
             setattr(self.tensor, name, self._planes[name,])
+
+    def __deepcopy__(self, memo):
+        return self  # a copy of a model is on the same ranks
+
+    def __reduce_ex__(self, protocol):
+        raise ValueError("a grid of ranks cannot be pickled; of a model, save ht.gather_state_dict(model)")
 
     def plane(self, *names: str) -> Axis:
         """The ranks that differ from this one only along these tensor axes, in row-major order."""

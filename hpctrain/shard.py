@@ -37,6 +37,16 @@ class Shard:
         return first and (not self.holders or coords["pipeline"] == self.holders[0])
 
 
+def check_shards(model) -> None:
+    """Raise ValueError for a parameter without its `Shard`."""
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "shard"):
+            raise ValueError(
+                f"the weight {name!r} is of a layer that was added after parallelize, or that is none of ht.layers;"
+                " add it before, and list it in replicate where it is to stay whole"
+            )
+
+
 def split(length: int, parts: int, index: int, unit: int = 1) -> slice:
     """Range `index` of `parts` balanced ranges of `length`, cut only at multiples of `unit`.
 

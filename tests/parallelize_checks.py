@@ -86,5 +86,6 @@ def held_once(model, grid):
     """Every element of every weight lies on one rank of the tensor axis."""
     for parameter in model.parameters():
         whole = parameter.whole_shape
-        assert grid.tensor.comm.allreduce(parameter.numel()) == torch.Size(whole).numel()
+        assert grid.tensor.comm.allreduce(parameter.detach().numel()) == torch.Size(whole).numel()
         assert parameter.dim() == len(whole)
+        assert tuple(parameter.shape) == whole

@@ -245,8 +245,8 @@ def test_attention_is_divided(world):
         torch.manual_seed(0)
         model = ht.parallelize(nn.MultiheadAttention(16, 8), grid)
         features = 2 * split_sizes(8, world.size)[grid.tensor.rank]
-        assert model.in_proj_weight.shape == (3 * features, 16)
-        assert model.out_proj.weight.shape == (16, features)
+        assert model.in_proj_weight.detach().shape == (3 * features, 16)
+        assert model.out_proj.weight.detach().shape == (16, features)
 
 
 def test_one_exit_for_a_pair(world):
@@ -275,6 +275,5 @@ def test_kept_modules(world):
         for replicate in (["GRU"], ["1"], ["[1-9]"]):
             model = compare(make, grid, [numbers(5, 2, 6)], run, replicate)
             assert model[1].weight_ih_l0.shape == (12, 8)
-        square = sum(float((p.grad**2).sum()) for p in model[1].parameters())
-        square += grid.comm.allreduce(sum(float((p.grad**2).sum()) for p in model[0].parameters()))
+        square = sum(float((p.grad**2).sum()) for p in model.parameters())  # of whole gradients
         assert float(ht.clip_(model, math.inf)) == pytest.approx(square**0.5, rel=1e-12)

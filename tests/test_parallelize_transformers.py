@@ -76,8 +76,8 @@ def test_attention_is_divided(world):
         )
         attention = model.model.layers[0].self_attn
         features = 4 * split_sizes(8, world.size)[grid.tensor.rank]
-        assert attention.q_proj.weight.shape == (features, 16)
-        assert attention.o_proj.weight.shape == (16, features)
+        assert attention.q_proj.weight.detach().shape == (features, 16)
+        assert attention.o_proj.weight.detach().shape == (16, features)
 
 
 def adapted(make, *paths, **parts):
@@ -188,6 +188,71 @@ def test_saved_for_hugging_face(world, tmp_path):
         again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
         for name, tensor in serial.state_dict().items():
             assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_saved_whole(world, tmp_path):
+    """save_pretrained of the model, and of a part of it: the first rank writes what one rank would."""
+    tmp_path = world.bcast(tmp_path)
+    grid = tensor_grids(world)[-1]
+    for make in (gpt2, lambda: llama(tie_word_embeddings=False)):
+        serial = seeded(make)
+        model = ht.parallelize(copy.deepcopy(serial), grid)
+        for part, plain in ((model, serial), (model.base_model, serial.base_model)):
+            assert type(part).__name__ == type(plain).__name__
+            part.save_pretrained(tmp_path)
+            if grid.rank == 0:
+                again = type(plain).from_pretrained(tmp_path)
+                assert again.config.architectures == [type(plain).__name__]
+                for name, tensor in plain.state_dict().items():
+                    assert torch.equal(again.state_dict()[name], tensor), name
+            world.Barrier()
+
+
+def test_embeddings_resized_afterwards(world):
+    model = ht.parallelize(seeded(gpt2), tensor_grids(world)[-1])
+    with pytest.raises(ValueError, match=r"line \d+ of .*resize_token_embeddings of a GPT2LMHeadModel whose .* before"):
+        model.resize_token_embeddings(32)
+    assert model.resize_token_embeddings() is model.transformer.wte
+
+
+@pytest.mark.parametrize("make", [lambda: gpt2(attn_pdrop=0.3), lambda: llama(attention_dropout=0.3)])
+def test_eager_attention_afterwards(world, make):
+    """With dropout: the masks of one rank."""
+    serial = seeded(make).double().train()
+    for grid in tensor_grids(world):
+        model = ht.parallelize(copy.deepcopy(serial), grid)
+        losses = []
+        for trained in (copy.deepcopy(serial), model):
+            trained.set_attn_implementation("eager")
+            torch.manual_seed(9)
+            losses.append(trained(IDS, labels=IDS, attention_mask=PADDING).loss)
+        torch.testing.assert_close(losses[1], losses[0], **CLOSE)
+
+
+def test_whisper(world):
+    """Of which nothing but the positions, a module with a forward of its own, must stay whole."""
+    config = transformers.WhisperConfig(
+        vocab_size=31, d_model=12, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3, num_mel_bins=6,
+        decoder_attention_heads=3, encoder_ffn_dim=14, decoder_ffn_dim=14, max_source_positions=8, pad_token_id=0,
+        max_target_positions=12, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=[],
+        begin_suppress_tokens=[], use_cache=False,
+    )  # fmt: skip
+    serial = seeded(lambda: transformers.WhisperForConditionalGeneration(config)).double().train()
+    grid = tensor_grids(world)[-1]
+    model = ht.parallelize(copy.deepcopy(serial), grid, replicate=["model.decoder.embed_positions"])
+    losses = []
+    for trained in (serial, model):
+        optimizer = torch.optim.SGD(trained.parameters(), 0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = trained(numbers(2, 6, 16), labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-11)
+    gathered = ht.gather_state_dict(model)
+    if grid.rank == 0:
+        torch.testing.assert_close(gathered, dict(serial.state_dict()), rtol=1e-11, atol=1e-11)
 
 
 def test_attention_weights(world):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hpctrain.convert.boundary import enter, gather, leave
 from hpctrain.convert.plain import altered, is_plain, is_pointwise
 from hpctrain.convert.products import SplitLinear, split_linear, split_matrix
+from hpctrain.convert.sharded import local
 
 
 def kept(shape, p: float, dim: int, part: slice, like: torch.Tensor) -> torch.Tensor:
@@ -63,7 +64,7 @@ def attention(q, k, v, mask, *, scale: float, causal: bool, dropout: float, head
 class SplitMultiheadAttention:
     """Mixin for nn.MultiheadAttention.
 
-    Attributes: `axis`; `part`, the heads of this rank; `counts`, heads by rank.
+    Attributes: `axis`; `part`, the heads of this rank; `counts`, heads by rank; `gathers`, whether `out_proj` is whole.
     """
 
     def forward(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None,
@@ -79,15 +80,7 @@ class SplitMultiheadAttention:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         elif not self.batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        if self._qkv_same_embed_dim:
-            weights = self.in_proj_weight.chunk(3)
-        else:
-            weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        q, k, v = (
-            F.linear(x, weight, bias).unflatten(-1, (self.part.stop - self.part.start, self.head_dim)).transpose(1, 2)
-            for x, weight, bias in zip((q, k, v), weights, biases)
-        )
+        q, k, v = self._project(q, k, v)
         mask = self._mask(attn_mask, key_padding_mask, len(q), q.dtype)
         dropout = self.dropout if self.training else 0.0
         if dropout or need_weights or not q.shape[1]:  # of no heads, torch's kernel leaves the mask out of the graph
@@ -98,7 +91,10 @@ class SplitMultiheadAttention:
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask)
         # laid out in memory as torch's, (length, batch, features), since dropout masks follow the memory
-        out = self.out_proj(mixed.permute(2, 0, 1, 3).flatten(2))
+        mixed = mixed.permute(2, 0, 1, 3)
+        if self.gathers:
+            mixed = gather(mixed, self.axis, self.counts, 2)
+        out = self.out_proj(mixed.flatten(2))
         if not batched:
             out = out.squeeze(1)
         elif self.batch_first:
@@ -110,6 +106,20 @@ class SplitMultiheadAttention:
         else:
             weights = gather(weights, self.axis, self.counts, 1)
         return out, weights if batched else weights.squeeze(0)
+
+    def _project(self, *inputs):
+        """Queries, keys and values of this rank's heads, (batch, head, length, width)."""
+        with local():
+            if self._qkv_same_embed_dim:
+                weights = self.in_proj_weight.chunk(3)
+            else:
+                weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            heads = self.part.stop - self.part.start, self.head_dim
+            return [
+                F.linear(x, weight, bias).unflatten(-1, heads).transpose(1, 2)
+                for x, weight, bias in zip(inputs, weights, biases)
+            ]
 
     def _mask(self, attn_mask, key_padding_mask, batch, dtype):
         """Both masks as numbers to add, for this rank's heads: (batch, heads or 1, length, length); or None."""
@@ -144,15 +154,15 @@ def split_multihead_attention(plan, module) -> None:
         raise ValueError(f"out_proj: {why}")
     heads = plan.parts(module.num_heads)
     parts = [slice(part.start * module.head_dim, part.stop * module.head_dim) for part in heads]
-    part = parts[plan.axis.rank]
-    plan.split(module, "in_proj_weight", 0, part, fused=3)
-    plan.split(module, "in_proj_bias", 0, part, fused=3)
+    plan.split(module, "in_proj_weight", 0, parts, fused=3)
+    plan.split(module, "in_proj_bias", 0, parts, fused=3)
     for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-        plan.split(module, name, 0, part)
-    split_matrix(plan, module.out_proj, SplitLinear, 0, 1, by_output=False, parts=parts, enters=False)
+        plan.split(module, name, 0, parts)
+    if out not in plan.replicated:
+        split_matrix(plan, out, SplitLinear, 0, 1, by_output=False, parts=parts, enters=False)
     plan.become(
         module, SplitMultiheadAttention, axis=plan.axis, part=heads[plan.axis.rank],
-        counts=tuple(p.stop - p.start for p in heads),
+        counts=tuple(p.stop - p.start for p in heads), gathers=out in plan.replicated,
     )  # fmt: skip
 
 

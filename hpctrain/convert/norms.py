@@ -13,6 +13,7 @@ from hpctrain.comm import functional
 from hpctrain.convert.boundary import gather
 from hpctrain.convert.plain import altered
 from hpctrain.convert.plan import Refused
+from hpctrain.convert.sharded import local
 from hpctrain.shard import split_sizes
 
 
@@ -27,8 +28,9 @@ class Gathered:
     def forward(self, *args, **kwargs):
         parts = dict(self._parameters)
         try:
-            for name, (dim, counts) in self.divided.items():
-                self._parameters[name] = gather(parts[name], self.axis, counts, dim)
+            with local():
+                for name, (dim, counts) in self.divided.items():
+                    self._parameters[name] = gather(parts[name], self.axis, counts, dim)
             return super().forward(*args, **kwargs)
         finally:
             self._parameters.update(parts)
@@ -44,10 +46,11 @@ class GatheredBatchNorm(Gathered):
         if self.data.size == 1 or not (self.training or self.running_mean is None):
             return super().forward(x)
         parts = dict(self._parameters)
-        weight, bias = (
-            gather(parts[name], self.axis, self.divided[name][1], 0) if name in self.divided else parts[name]
-            for name in ("weight", "bias")
-        )
+        with local():
+            weight, bias = (
+                gather(parts[name], self.axis, self.divided[name][1], 0) if name in self.divided else parts[name]
+                for name in ("weight", "bias")
+            )
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
         # in float64 and in host memory: exact, and no GPU is waited for

@@ -15,6 +15,7 @@ from hpctrain.convert.initial import check_buffers, give_buffers
 from hpctrain.convert.optimizers import watch_optimizers
 from hpctrain.convert.plain import altered
 from hpctrain.convert.plan import Plan, Refused
+from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
 from hpctrain.layers.parameter import drawn_key
 
 # What divides a module of exactly this type. The units of Hugging Face go by name, as transformers need not be there.
@@ -48,8 +49,14 @@ def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] =
 
     Each element of a weight lies on one rank of the tensor axis: by columns of the first matrix and rows of the second
     of an MLP, by heads of attention, along the longer side of any other. Norms gather their weights and work on every
-    rank. A forward that reads the weights of its modules instead of calling them would see parts: list those modules in
-    `replicate`.
+    rank.
+
+    A weight that is read outside of its own module, as in `F.linear(h, self.table.weight)` or a penalty, is the whole
+    one, gathered and differentiable; so all ranks must read it. Its `.data`, `.detach()` and `.grad` are this rank's
+    part, on which optimizers work. Parameters stay the same objects, with their attributes; hooks on their gradients
+    are given the whole ones. `model.apply(f)` gives each module its whole weights, `reset_parameters()` and
+    `load_state_dict` work, and `save_pretrained` writes whole weights. What cannot be done to a divided weight is
+    refused by name.
 
     In a loop of one's own, torch's clip_grad_norm_ and GradScaler, and norms and sums of gradients, are of the whole
     gradient; every rank must call them. What else would be that of a part is refused: other reductions and products of
@@ -70,8 +77,9 @@ def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] =
 
     Raises:
         ValueError: on every rank, before anything is changed: when a module can be neither divided nor left as it is,
-            an option of one is not supported, weights are shared in a way that cannot be divided, the ranks' weights
-            differ, an entry of `replicate` matches nothing, or the grid has a pipeline axis.
+            an option of one is not supported, a weight has a hook that would see a part, weights are shared in a way
+            that cannot be divided, the ranks' weights differ, an entry of `replicate` matches nothing, or the grid has
+            a pipeline axis.
     """
     if grid.pipeline.size > 1:
         raise ValueError(
@@ -81,9 +89,10 @@ def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] =
     with comm.together(grid.comm):
         if hasattr(model, "hpctrain_grid"):
             raise ValueError("the model is already parallelized")
-        plan = Plan(model, grid)
-        replicated = _chosen(model, replicate)
-        _decide(model, plan, replicated)
+        plan = Plan(model, grid, _chosen(model, replicate))
+        _decide(model, plan, plan.replicated)
+        for module in filter(is_pretrained, model.modules()):
+            plan.become(module, DividedPretrained, hpctrain_grid=grid)
     _check_equal(model, grid)
     meta = any(parameter.is_meta for parameter in model.parameters())
     key = drawn_key(grid, None) if meta else None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from hpctrain.convert.divided import divided
 from hpctrain.convert.initial import initial_numbers
+from hpctrain.convert.sharded import Division, ReplicatedParameter, attach, hook_refused, hooked
 from hpctrain.grid import TENSOR
 from hpctrain.randomness import Key, fill_slice
 from hpctrain.shard import Shard, split
@@ -20,17 +23,20 @@ class Plan:
     Attributes:
         axis: the ranks of the tensor axis, x × y × z of them, in one line: whole activations at the border of every
             unit leave little for a box to save, so its ranks divide each weight along one dim.
+        replicated: modules that stay whole on every rank.
         claimed: modules that are dealt with.
     """
 
-    def __init__(self, model: torch.nn.Module, grid):
+    def __init__(self, model: torch.nn.Module, grid, replicated: set):
+        self.replicated = replicated
         self.axis, self.data, self.config = grid.tensor, grid.data, getattr(model, "config", None)
         self.names: dict[int, str] = {}
         self._shared = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if self.names.setdefault(id(parameter), name) != name:
                 self._shared.add(id(parameter))
-        self.claimed, self._shards, self._places, self._changes, self._draws = set(), {}, {}, [], {}
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.claimed, self._divisions, self._places, self._changes, self._draws = set(), {}, {}, [], {}
 
     def parts(self, length: int, unit: int = 1) -> list[slice]:
         """Every rank's range of `length`, balanced, cut at multiples of `unit`."""
@@ -40,8 +46,8 @@ class Plan:
         """Whether several modules have the parameter."""
         return id(parameter) in self._shared
 
-    def split(self, module, name: str, dim: int, part: slice | None = None, fused: int = 1) -> None:
-        """This rank keeps `part` of a parameter along `dim`, by default a balanced one.
+    def split(self, module, name: str, dim: int, parts: list[slice] | None = None, fused: int = 1) -> None:
+        """Each rank keeps its one of `parts` of a parameter along `dim`, by default balanced ones.
 
         Where `fused` equal matrices are stacked along that dim, it is the same part of each.
         """
@@ -53,8 +59,10 @@ class Plan:
             shape[dim : dim + 1] = fused, shape[dim] // fused
             dim += 1
         slices = [slice(0, length) for length in shape]
-        slices[dim] = self.parts(shape[dim])[self.axis.rank] if part is None else part
-        self._keep(module, name, Shard(tuple(shape), tuple(slices)))
+        parts = parts or self.parts(shape[dim])
+        slices[dim] = parts[self.axis.rank]
+        counts = tuple(part.stop - part.start for part in parts)
+        self._keep(module, name, Shard(tuple(shape), tuple(slices)), dim, counts)
 
     def whole(self, module) -> None:
         """Every rank keeps the module's own parameters whole, and computes their whole gradients."""
@@ -73,17 +81,32 @@ class Plan:
         """Attributes alone."""
         self._changes.append((module, None, attributes))
 
-    def _keep(self, module, name, shard):
+    def _keep(self, module, name, shard, dim=0, counts=()):
         parameter = module._parameters[name]
-        known = self._shards.setdefault(id(parameter), shard)
-        if known != shard:
+        path = self.names[id(parameter)]
+        self._check(parameter, path)
+        division = Division(path, self.axis, shard, dim, counts, tuple(parameter.shape), self.data.size)
+        known = self._divisions.setdefault(id(parameter), division)
+        if known != division:
             raise ValueError(
-                f"the weight {self.names[id(parameter)]!r} is shared by modules that need it divided in different ways;"
+                f"the weight {path!r} is shared by modules that need it divided in different ways;"
                 " give each its own, or list all of them in replicate"
             )
         self._places.setdefault(id(parameter), []).append((module, name))
         if parameter.is_meta and id(parameter) not in self._draws:
-            self._draws[id(parameter)] = initial_numbers(module, name, self.names[id(parameter)], self.config)
+            self._draws[id(parameter)] = initial_numbers(module, name, path, self.config)
+
+    def _check(self, parameter, path):
+        """Hooks and kinds of parameters that a part cannot have."""
+        if type(parameter) is not torch.nn.Parameter and not is_lazy(parameter):
+            raise ValueError(f"the weight {path!r} is a {type(parameter).__name__}, not a torch.nn.Parameter")
+        if self.data.size > 1 and parameter._backward_hooks:
+            raise ValueError(hook_refused(path))
+        if self.data.size * self.axis.size > 1 and parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"the weight {path!r} has a hook after its gradient is accumulated, which would see this rank's part;"
+                " register it after parallelize if it treats every element by itself"
+            )
 
     def carry_out(self, key: Key | None) -> None:
         """Replace parameters by this rank's slices, one by one, and change the modules.
@@ -93,23 +116,39 @@ class Plan:
         """
         for identity, places in self._places.items():
             module, name = places[0]
-            shard, original = self._shards[identity], module._parameters[name]
-            if original.is_meta:
-                data = torch.empty(shard.shape, dtype=original.dtype, device="cpu")
-                fill_slice(data, shard, self._draws[identity](key / self.names[identity]))
+            division, parameter = self._divisions[identity], module._parameters[name]
+            if parameter.is_meta:
+                data = torch.empty(division.shard.shape, dtype=parameter.dtype, device="cpu")
+                fill_slice(data, division.shard, self._draws[identity](key / self.names[identity]))
+                made = torch.nn.Parameter(data.view(division.part_shape), parameter.requires_grad)
+                made.__dict__.update(vars(parameter))
+                for module, name in places:
+                    module._parameters[name] = made
+                parameter = made
             else:
-                whole = original.detach().reshape(shard.global_shape)
-                data = whole[shard.slices].clone(memory_format=torch.contiguous_format)
-            if data.dim() > original.dim():  # as many dims as before: optimizers tell weights from biases by that
-                dim = next(d for d, length in enumerate(original.shape) if length != shard.global_shape[d])
-                data = data.flatten(dim, dim + 1)
-            part = torch.nn.Parameter(data, original.requires_grad)
-            part.shard, part.whole_shape = shard, tuple(original.shape)
-            for module, name in places:
-                module._parameters[name] = part
+                self._cut(parameter, division)
+            if division.counts and self.axis.size > 1:
+                attach(parameter, division)
+            else:
+                parameter.__class__ = ReplicatedParameter
+                parameter.shard, parameter.whole_shape = division.shard, division.whole_shape
         for module, mixin, attributes in self._changes:
             if mixin is not None:
-                base = type(module)
-                module.__class__ = type(f"Split{base.__name__}", (mixin, base), {"__module__": __name__})
+                path = self.paths[module]
+                held = (name for name, parameter in module._parameters.items() if parameter is not None)
+                module.divided_weights = {name: f"{path}.{name}".lstrip(".") for name in held}
+                module.__class__ = divided(mixin, type(module))
+                module.path = path or "the model itself"
             for name, value in attributes.items():
                 setattr(module, name, value)
+
+    @staticmethod
+    def _cut(parameter, division):
+        """The parameter stays the same object, so that lists of weights, optimizers and attributes keep their sense."""
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = division.take(parameter.data)
+        if gradient is not None:
+            parameter.grad = division.take(gradient)
+        for number, hook in (parameter._backward_hooks or {}).items():
+            if division.counts and division.axis.size > 1:
+                parameter._backward_hooks[number] = hooked(hook, division)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.convert.boundary import enter, gather, leave, take
+from hpctrain.convert.sharded import local
 from hpctrain.shard import split_sizes
 
 
@@ -27,6 +28,10 @@ class SplitLinear:
         return self.run(x, self.enters, self.leaves)
 
     def run(self, x: torch.Tensor, enters: bool, leaves: bool) -> torch.Tensor:
+        with local():
+            return self._run(x, enters, leaves)
+
+    def _run(self, x, enters, leaves):
         axis, dim = self.axis, x.dim() + self.feature_dim
         if self.by_output:
             y = self.multiply(self.enter(x) if enters else x, self.bias)
@@ -105,9 +110,8 @@ def split_matrix(
         by_output = shape[out_dim] >= shape[in_dim]
     dim = out_dim if by_output else in_dim
     parts = parts or plan.parts(shape[dim] // fused)
-    part = parts[plan.axis.rank]
-    plan.split(module, "weight", dim, part, fused)
-    plan.split(module, "bias", 0, *[part, fused] if by_output else [])
+    plan.split(module, "weight", dim, parts, fused)
+    plan.split(module, "bias", 0, *[parts, fused] if by_output else [])
     plan.become(
         module, mixin, axis=plan.axis, by_output=by_output, counts=tuple(p.stop - p.start for p in parts),
         enters=enters, leaves=leaves,
@@ -119,8 +123,8 @@ def split_convolution(plan, module) -> None:
     unit = module.out_channels // groups if groups > 1 else 1
     parts = plan.parts(module.out_channels, unit)
     part = parts[plan.axis.rank]
-    plan.split(module, "weight", 0, part)
-    plan.split(module, "bias", 0, part)
+    plan.split(module, "weight", 0, parts)
+    plan.split(module, "bias", 0, parts)
     plan.become(
         module, SplitConv, axis=plan.axis, counts=tuple(p.stop - p.start for p in parts),
         groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,

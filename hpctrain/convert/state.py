@@ -25,7 +25,7 @@ def gather_state_dict(model: torch.nn.Module, grid=None) -> dict[str, torch.Tens
     gathered = {}
     for name, whole in whole_parameters(model, grid):
         if grid.rank == 0:
-            parameter = model.get_parameter(name)
+            parameter = held[name]
             whole = whole.view(getattr(parameter, "whole_shape", whole.shape))
             gathered.update(dict.fromkeys(aliases[id(parameter)], whole))
     if grid.rank:

@@ -8,6 +8,7 @@ from hpctrain import comm
 from hpctrain.convert.gradients import as_tensors, check_summed, mark_summed
 from hpctrain.replicas.clipping import clip, local_square
 from hpctrain.replicas.data_parallel import BUCKET_BYTES, summed_over
+from hpctrain.shard import check_shards
 
 
 def sync(model: torch.nn.Module, grid=None) -> None:
@@ -61,6 +62,7 @@ def grid_of(model, grid):
         raise ValueError("the model was not made by parallelize: pass its grid, as in ht.sync(model, grid)")
     if grid.pipeline.size > 1:
         raise ValueError(f"got pipeline={grid.pipeline.size}: models cut into stages are trained by `hpctrain train`")
+    check_shards(model)
     return grid
 
 

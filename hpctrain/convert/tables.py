@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.convert.boundary import gather, leave
+from hpctrain.convert.sharded import local
 
 
 class SplitEmbedding:
@@ -18,7 +19,11 @@ class SplitEmbedding:
     """
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        weight, axis = self.weight, self.axis
+        with local():
+            return self._look_up(ids, self._parameters["weight"])
+
+    def _look_up(self, ids, weight):
+        axis = self.axis
         _check(ids, self.num_embeddings)
         if not self.by_row:
             found = F.embedding(ids, weight, self.padding_idx)
@@ -53,6 +58,6 @@ def split_embedding(plan, module) -> None:
     by_row = rows >= width
     parts = plan.parts(rows if by_row else width)
     part = parts[plan.axis.rank]
-    plan.split(module, "weight", 0 if by_row else 1, part)
+    plan.split(module, "weight", 0 if by_row else 1, parts)
     counts = tuple(p.stop - p.start for p in parts)
     plan.become(module, SplitEmbedding, axis=plan.axis, by_row=by_row, part=part, counts=counts)

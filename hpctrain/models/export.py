@@ -114,7 +114,7 @@ def whole_parameters(model: torch.nn.Module, grid):
                     whole[part.slices] = comm.recv(torch.empty(part.shape, dtype=dtype), grid.world, rank)
             yield name, whole
         else:
-            if name in held and held[name].numel():
+            if name in held and math.prod(held[name].shard.shape):
                 comm.send(held[name].detach().cpu(), grid.world, 0)
             yield name, torch.empty(0)
         if layer is not None:

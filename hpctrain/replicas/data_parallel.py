@@ -117,11 +117,11 @@ class PartialBucket:
 
     def __init__(self, parameters, plane):
         self.parameters, self.plane, self.holders = parameters, plane, parameters[0].shard.holders
-        sizes = [p.numel() for p in parameters]
+        sizes = [p.detach().numel() for p in parameters]
         self.flat = self._room(sum(sizes))
         for parameter, part in zip(parameters, self.flat.split(sizes)):
             parameter.data = parameter.data.contiguous()  # fused optimizers take gradients to lie as their weights do
-            parameter.place = GradientPlace(part.view_as(parameter), part.dtype == parameter.dtype)
+            parameter.place = GradientPlace(part.view_as(parameter.detach()), part.dtype == parameter.dtype)
         self.missing = len(parameters)
         self.work = comm.done()
 

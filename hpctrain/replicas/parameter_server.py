@@ -92,8 +92,8 @@ class ServedBucket(PartialBucket):
         self.data = data
         self.counts = (0,) * workers + split_sizes(self.flat.numel(), data.size - workers)
         self.weights = torch.cat([p.detach().reshape(-1) for p in parameters])
-        for parameter, part in zip(parameters, self.weights.split([p.numel() for p in parameters])):
-            parameter.data = part.view_as(parameter)
+        for parameter, part in zip(parameters, self.weights.split([p.detach().numel() for p in parameters])):
+            parameter.data = part.view_as(parameter.detach())
         self.place = self.part(data.rank)
         self.own = self.weights[self.place]
         self.gradient = torch.zeros_like(self.own)
@@ -107,7 +107,7 @@ class ServedBucket(PartialBucket):
         """This server's, of the parameters, held as parameters themselves with a place for their gradients."""
         pieces, end = [], 0
         for parameter in self.parameters:
-            start, end = end, end + parameter.numel()
+            start, end = end, end + parameter.detach().numel()
             low, high = max(start, self.place.start), min(end, self.place.stop)
             if low < high:
                 within = slice(low - self.place.start, high - self.place.start)

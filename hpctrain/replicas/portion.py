@@ -39,7 +39,7 @@ class Portion:
                 self._parts.append(part)
                 self.pieces.append(Piece(parameter, start, stop, torch.nn.Parameter(self.master[part])))
             place = weights[first : first + len(flat)]
-            parameter.data = place.copy_(flat).view(parameter.shape)
+            parameter.data = place.copy_(flat).view(parameter.detach().shape)
             first += len(flat)
         if held is not None:
             held.copy_(weights[own])

@@ -114,7 +114,7 @@ class Whole(PartialBucket):
     """A bucket whose gradients every rank has, and the sums of its own range."""
 
     def __init__(self, parameters, plane, data, precision):
-        numel = sum(p.numel() for p in parameters)
+        numel = sum(p.detach().numel() for p in parameters)
         self._weights = comm.Copies(data, numel, parameters[0], precision.compute)
         self._summands = comm.Copies(data, numel, parameters[0], precision.reduce)
         own = self._own()

@@ -96,7 +96,7 @@ class Range:
 
     def __init__(self, parameters, plane, data, precision):
         self.parameters, self.plane, self.data = parameters, plane, data
-        self._sizes = [p.numel() for p in parameters]
+        self._sizes = [p.detach().numel() for p in parameters]
         self._hold(precision.compute)
         self.gradient = self.portion.weights.new_zeros(len(self.portion.weights), dtype=precision.reduce)
         self._wire = self.gradient.new_empty(0, dtype=precision.wire)
@@ -123,7 +123,7 @@ class Range:
             if parameter.grad is None:
                 part.zero_()
             else:
-                part.view(parameter.shape).copy_(parameter.grad)
+                part.view(parameter.grad.shape).copy_(parameter.grad)
                 parameter.grad = None
         if self.plane is not None:
             comm.all_reduce(room, self.plane)

@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.algorithms import MIXING_OPTIMIZERS
 from hpctrain.replicas import DataParallel
+from hpctrain.shard import check_shards
 
 log = logging.getLogger("hpctrain")
 
@@ -38,6 +39,7 @@ class Trainer:
                 f"{MIXING_OPTIMIZERS[kind.lower()]}; AdamW does"
             )
         self._check(grid)
+        check_shards(model)
         self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
         self.replicas = replicas or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)
         self.check = check_finite  # called before every update, with loss and norm; raises where it must not be made

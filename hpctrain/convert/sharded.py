@@ -1,0 +1,344 @@
+"""A weight of which this rank holds a part, and which is the whole one to all code outside of its own module.
+
+The module's own forward multiplies by the part, under `local()`. Whoever else reads the weight, be it a forward of the
+user's (`F.linear(h, self.table.weight)`, a penalty, a norm of the weights), gets the whole one, gathered then and there
+and differentiable: every rank computes the same from it, so that its gradient is whole on every rank, and each keeps
+its part of that. What changes the weight in place, as optimizers do, works on the parts where every element is changed
+by itself, and otherwise on the whole. `.grad`, `.data` and `.detach()` are the part.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch.optim import optimizer as _optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hpctrain.convert import boundary
+from hpctrain.shard import Shard
+
+local = torch._C.DisableTorchFunctionSubclass  # within it, weights are the parts that this rank holds; 0.2 µs
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a weight lies on the ranks.
+
+    Attributes:
+        path: its name in the model.
+        axis: the ranks that hold it.
+        shard: this rank's part. Its shape has one dim more than the weight where several matrices are stacked.
+        dim: of `shard.global_shape`, along which it is divided.
+        counts: how many of that dim each rank holds.
+        whole_shape: of the weight.
+        replicas: how many compute a gradient of their own, to be summed later.
+    """
+
+    path: str
+    axis: object
+    shard: Shard
+    dim: int
+    counts: tuple[int, ...]
+    whole_shape: tuple[int, ...]
+    replicas: int = 1
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole of what the ranks have parts of. Adjoint: `take`."""
+        whole = boundary.gather(part.view(self.shard.shape), self.axis, self.counts, self.dim)
+        return whole.reshape(self.whole_shape)
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part, in memory of its own; with as many dims as the weight."""
+        part = whole.reshape(self.shard.global_shape)[self.shard.slices].clone(memory_format=torch.contiguous_format)
+        return part.view(self.part_shape)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        shape = self.shard.shape
+        if len(shape) == len(self.whole_shape):
+            return shape
+        return (*shape[: self.dim - 1], shape[self.dim - 1] * shape[self.dim], *shape[self.dim + 1 :])
+
+
+class Sharded:
+    """Mixin for a tensor of which this rank has a part (see above). Attribute: `division`.
+
+    Gathering is collective over the tensor axis: as the model itself, all its ranks must read the weight, or none.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with local():
+            name = func.__name__
+            of_part = func.__self__ not in _OF_THE_WHOLE if name == "__get__" else name in _OF_THE_PART
+            return func(*args, **kwargs) if of_part else _as_whole(func, name, args, kwargs)
+
+    def __hash__(self):
+        return id(self)
+
+    def detach(self):
+        """The part."""
+        if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+            raise ValueError(refused("make another parameter of", self.division.path))
+        with local():
+            return super().detach().as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            data = self.detach().as_subclass(torch.Tensor).clone(memory_format=torch.preserve_format)
+            if isinstance(self, ShardedParameter):
+                memo[id(self)] = attach(torch.nn.Parameter(data, self.requires_grad), self.division)
+            else:
+                memo[id(self)] = _tagged(data, self.division)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol):
+        raise ValueError(unpicklable(f"the weight {self.division.path!r}"))
+
+
+class ShardedParameter(Sharded, torch.nn.Parameter):
+    """A weight. Attributes: `shard` and `whole_shape`, of its division."""
+
+
+class ReplicatedParameter(torch.nn.Parameter):
+    """A weight that every rank has whole. Attributes: `shard` and `whole_shape`, which copies keep."""
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            copied = super().__deepcopy__({})
+            copied.shard, copied.whole_shape = self.shard, self.whole_shape
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+
+class ShardedTensor(Sharded, torch.Tensor):
+    """What was made of a weight element by element, without a gradient, as optimizers do."""
+
+
+def _tagged(data, division):
+    data = data.as_subclass(ShardedTensor)
+    data.division = division
+    return data
+
+
+def refused(what: str, path: str) -> str:
+    """Of what may not be done to a weight after parallelize."""
+    return (
+        f"{place()} would {what} the weight {path!r}, which is divided over ranks; do it before parallelize, and list"
+        " its module in replicate where parallelize asks for it"
+    )
+
+
+def unpicklable(what: str) -> str:
+    return (
+        f"{what} is divided over ranks of a grid, which a file cannot hold: save ht.gather_state_dict(model), and load"
+        " it into the model as it was before parallelize"
+    )
+
+
+def attach(parameter: torch.nn.Parameter, division: Division) -> torch.nn.Parameter:
+    """The same object, whose data is the part already, as a ShardedParameter."""
+    parameter.__class__ = ShardedParameter
+    parameter.division, parameter.shard = division, division.shard
+    parameter.whole_shape = division.whole_shape
+    return parameter
+
+
+def whole(parameter: ShardedParameter) -> torch.Tensor:
+    """Gathered, differentiable. What does not require a gradient is a copy that nothing may be written to."""
+    division = parameter.division
+    layer = vars(parameter).get("layer")
+    if layer is not None:  # of ZeRO-3: there until the layer's next backward, or the end of the step
+        layer.gather()
+    gathered = division.gather(parameter)
+    return gathered if gathered.requires_grad else gathered.as_subclass(GatheredCopy)
+
+
+class GatheredCopy(torch.Tensor):
+    """A whole weight, to be read: writing to it, or to a view of it, would be lost.
+
+    Raises:
+        ValueError: for operations in place.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with local():
+            first = next(iter(tree_leaves((args, kwargs))), None)
+            if _writes(func.__name__) and isinstance(first, cls):
+                raise ValueError(
+                    f"{place()}: {func.__name__} writes to a view of a weight that is divided over ranks, and would be"
+                    " lost; write to the weight itself (weight[index] = value), or do it before parallelize"
+                )
+            return _read(func, args, kwargs)
+
+
+def _read(func, args, kwargs):
+    """Views of copies stay copies."""
+    made = func(*args, **kwargs)
+    copies = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, GatheredCopy)}
+
+    def keep(x):
+        is_view = copies and type(x) is torch.Tensor and x.untyped_storage()._cdata in copies
+        return x.as_subclass(GatheredCopy) if is_view else x
+
+    return tree_map(keep, made)
+
+
+def hooked(hook, division: Division):
+    """A hook on the gradient, for the whole of it: nobody knows whether it treats every element by itself.
+
+    Raises:
+        ValueError: where replicas would call it with parts of a sum.
+    """
+    if division.replicas > 1:
+        raise ValueError(hook_refused(division.path))
+
+    def on_part(gradient):
+        changed = hook(division.gather(gradient))
+        return None if changed is None else division.take(changed)
+
+    return on_part
+
+
+def hook_refused(path: str) -> str:
+    return (
+        f"the weight {path!r} has a hook on its gradient, which would see that of one replica's batch; remove it, and"
+        " change .grad after ht.sync(model)"
+    )
+
+
+def place() -> str:
+    """The line of the user's code that led here, as "line 12 of train.py"."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] not in _LIBRARIES:
+            return f"line {frame.f_lineno} of {frame.f_code.co_filename}"
+        frame = frame.f_back
+    return "torch"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+_SIZES = {getattr(torch.Tensor, name) for name in ("size", "numel", "nelement", "__len__")}
+_SIZES.add(torch.Tensor.shape.__get__)
+_LIBRARIES = ("torch", "hpctrain", "transformers", "typing_extensions", "contextlib", "functools")  # not the user's
+_VIEWS = {torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag}
+_OF_THE_WHOLE = {torch.Tensor.shape, *_VIEWS}  # of the attributes
+# What asks or makes something of the part: memory, gradients, what the state of an optimizer is made of.
+_OF_THE_PART = {
+    "grad", "detach", "detach_", "requires_grad_", "retain_grad", "share_memory_", "zeros_like", "ones_like",
+    "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "register_post_accumulate_grad_hook",
+    "data_ptr", "element_size", "storage", "untyped_storage", "_typed_storage", "storage_offset", "stride",
+    "is_contiguous", "is_floating_point", "is_complex", "is_shared", "is_pinned", "is_inference", "get_device",
+    "result_type", "dim", "ndimension", "__repr__", "__format__", "__delete__", "_is_view",
+}  # fmt: skip
+_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_OPERATORS = ("add", "sub", "mul", "truediv")
+# Element by element, all shapes alike. (Of random numbers every rank draws the whole, as one rank would.)
+_POINTWISE = {
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "abs", "pow", "sqrt", "rsqrt",
+    "exp", "log", "square", "reciprocal", "clamp", "clamp_min", "clamp_max", "clip", "fill", "zero", "copy", "lerp",
+    "addcmul", "addcdiv", "maximum", "minimum", "sign", "round", "floor", "ceil", "nan_to_num", "masked_fill", "where",
+    "erfinv", "tanh", "sigmoid", "clone",
+    *_OPERATORS, *(f"r{name}" for name in _OPERATORS), *(f"i{name}" for name in _OPERATORS),
+}  # fmt: skip
+# Of torch.nn.init, those that work from the shape, and cannot be told of the whole one by way of the tensor.
+_INITIAL = {"xavier_uniform_", "xavier_normal_", "kaiming_normal_", "orthogonal_", "eye_", "dirac_", "sparse_"}
+
+
+def _as_whole(func, name, args, kwargs):
+    first = next(iter(tree_leaves((args, kwargs))))
+    mine = isinstance(first, Sharded)
+    if func in _SIZES:
+        return func(torch.empty(first.division.whole_shape, device="meta"), *args[1:], **kwargs)
+    if name == "register_hook":
+        return func(first, hooked(args[1], first.division))
+    if name == "__set__":
+        return _set(func, *args)
+    if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):  # of optimizers, of parts and parts
+        return func(*args, **kwargs)
+    if mine and (_writes(name) or kwargs.get("out") is first):
+        return _write(func, name, first, args, kwargs)
+    if not torch.is_grad_enabled() and name.removeprefix("_foreach_").strip("_") in _POINTWISE:
+        division = _common_division(name, args, kwargs)
+        if division is not None:
+            made = func(*args, **kwargs)
+            return _tagged(made, division) if isinstance(division, Division) else made
+    return _read(func, *tree_map(_whole_of, (args, kwargs)))
+
+
+def _whole_of(x):
+    return whole(x) if isinstance(x, Sharded) else x
+
+
+def _writes(name):
+    return (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED or name == "__setitem__"
+
+
+def _set(func, parameter, value):
+    """An attribute; the data of a whole weight are taken to be it."""
+    division = parameter.division
+    if isinstance(value, torch.Tensor) and tuple(value.shape) == division.whole_shape != division.part_shape:
+        value = division.take(value)
+    return func(parameter, value)
+
+
+def _common_division(name, args, kwargs) -> Division | bool | None:
+    """That of the weights in an operation element by element, where all shapes are those of their parts.
+
+    True where they meet other tensors of the part's shape, such as gradients, so that the result is nothing but a part.
+    """
+    if name.startswith("_foreach_"):
+        lists = [value for value in args if isinstance(value, (list, tuple)) and isinstance(value[0], torch.Tensor)]
+        return True if len(lists) > 1 and all(len({x.shape for x in row}) == 1 for row in zip(*lists)) else None
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+    if len({x.shape for x in tensors}) != 1:
+        return None
+    divisions = [x.division if isinstance(x, Sharded) else None for x in tensors]
+    return divisions[0] if all(division is divisions[0] for division in divisions) else True
+
+
+def _write(func, name, parameter, args, kwargs):
+    """In place: on the part where every element is changed by itself, otherwise on the whole, and then the part."""
+    if parameter.requires_grad and torch.is_grad_enabled():
+        return func(*args, **kwargs)  # which torch refuses, in its own words
+    _refuse_initial()
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+    if name.strip("_") in _POINTWISE and all(x.shape == parameter.shape for x in tensors):
+        return func(*args, **kwargs)
+    division = parameter.division
+    full = division.gather(parameter.detach())
+    args, kwargs = tree_map(lambda x: full if x is parameter else _whole_of(x), (args, kwargs))
+    made = func(*args, **kwargs)
+    if tuple(full.shape) != division.whole_shape:
+        raise ValueError(
+            f"{place()}: {name} gives the weight {division.path!r}, which is divided over ranks, another shape; do it"
+            " before parallelize"
+        )
+    parameter.detach().copy_(division.take(full))
+    return parameter if made is full else made
+
+
+def _refuse_initial():
+    frame = sys._getframe(4)  # that of the operation
+    for _ in range(5):
+        if frame is None:
+            return
+        if frame.f_globals.get("__name__") == "torch.nn.init" and frame.f_code.co_name in _INITIAL:
+            raise ValueError(
+                f"{place()}: nn.init.{frame.f_code.co_name} would take the shape of a part for that of the weight; call"
+                " it before parallelize, or by model.apply(function), which gives each module its whole weights"
+            )
+        frame = frame.f_back
+
+
+# As torch's own DTensor does: optimizers on GPUs go on in few kernels.
+_optimizer._foreach_supported_types += [ShardedParameter, ReplicatedParameter]

@@ -1,0 +1,130 @@
+"""What is done to a model after the line: the right thing, or an error that names module, line and remedy."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from parallelize_checks import CLOSE, compare, numbers, tensor_grids
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import hpctrain as ht
+
+pytestmark = pytest.mark.mpi
+
+SOME = [numbers(2, 3, 4)]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4)).double()
+
+
+def replace(model):
+    model[0].weight = nn.Parameter(torch.zeros(6, 4))
+
+
+CHANGES = {
+    "weight_norm": lambda m: parametrizations.weight_norm(m[0]),
+    "spectral_norm": lambda m: parametrizations.spectral_norm(m[0]),
+    "orthogonal": lambda m: parametrizations.orthogonal(m[0]),
+    "old weight_norm": lambda m: nn.utils.weight_norm(m[0]),
+    "old spectral_norm": lambda m: nn.utils.spectral_norm(m[0]),
+    "prune": lambda m: prune.l1_unstructured(m[0], "weight", 0.5),
+    "replace": replace,
+    "delete": lambda m: delattr(m[0], "weight"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_changes_of_a_weight(world, case):
+    model = ht.parallelize(network(), ht.Grid(tensor=world.size))
+    text = r"^line \d+ of .*test_parallelize_afterwards\.py would .* the weight '0\.weight', which is divided .*; do it"
+    with pytest.raises(ValueError, match=text + " before parallelize, and list its module in replicate") as error:
+        CHANGES[case](model)
+    assert len(set(world.allgather(str(error.value)))) == 1
+
+
+def test_weights_shared_afterwards(world):
+    """As `head.weight = table.weight`: where both are divided alike."""
+    grid = ht.Grid(tensor=world.size)
+
+    def make():
+        torch.manual_seed(0)
+        return nn.ModuleDict({"table": nn.Embedding(7, 4), "head": nn.Linear(4, 7)}).double()
+
+    def tie(model):
+        model["head"].weight = model["table"].weight
+        return model
+
+    serial, model = tie(make()), tie(ht.parallelize(make(), grid))
+    assert model["head"].weight is model["table"].weight
+    ids = torch.arange(7)
+    for m in (serial, model):
+        m["head"](m["table"](ids)).square().sum().backward()
+        torch.optim.SGD(m.parameters(), 0.1).step()
+    gathered = ht.gather_state_dict(model)
+    if grid.rank == 0:
+        torch.testing.assert_close(gathered, dict(serial.state_dict()), **CLOSE)
+
+
+def test_state_dicts(world):
+    """Whole ones, and those of the part, are taken back."""
+    grid = ht.Grid(tensor=world.size)
+    serial, model = network(), ht.parallelize(network(), grid)
+    with torch.no_grad():
+        for p in serial.parameters():
+            p.add_(1.0)
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict(serial.state_dict())
+    torch.testing.assert_close(model(*SOME), serial(*SOME), **CLOSE)
+    model.load_state_dict(kept)
+    torch.testing.assert_close(model(*SOME), network()(*SOME), **CLOSE)
+    model.float().double()
+    assert type(model[0].weight).__name__ == ("ShardedParameter" if world.size > 1 else "ReplicatedParameter")
+    torch.testing.assert_close(model(*SOME), network()(*SOME), rtol=1e-6, atol=1e-6)
+
+
+def test_pickled(world):
+    model = ht.parallelize(nn.ModuleList([network()]), ht.Grid(tensor=world.size))
+    with pytest.raises(ValueError, match=r"the module 0 is divided .*: save ht\.gather_state_dict\(model\)"):
+        pickle.dumps(model)
+    with pytest.raises(ValueError, match=r"grid.* cannot be pickled"):
+        pickle.dumps(model.hpctrain_grid)
+
+
+def test_a_layer_added_afterwards(world):
+    grid = ht.Grid(tensor=world.size)
+    model = ht.parallelize(network(), grid)
+    model.append(nn.Linear(4, 2).double())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    calls = (
+        lambda: ht.sync(model), lambda: ht.clip_(model, 1.0), lambda: ht.gather_state_dict(model),
+        lambda: ht.Trainer(model, grid, optimizer),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(ValueError, match=r"'4\.weight' is of a layer that was added after .*add it before"):
+            call()
+
+
+@pytest.mark.parametrize("path", ["self_attn.out_proj", "self_attn", "linear2"])
+def test_parts_of_a_layer_that_stay_whole(world, path):
+    for grid in tensor_grids(world):
+        make = lambda: nn.TransformerEncoderLayer(6, 3, 8, batch_first=True)  # noqa: E731
+        model = compare(make, grid, [numbers(2, 5, 6)], replicate=[path])
+        whole = model.get_submodule(path)
+        assert all(p.detach().shape == p.whole_shape for p in whole.parameters())
+        for name, p in model.named_parameters():
+            if not name.startswith(path):
+                assert grid.tensor.comm.allreduce(p.detach().numel()) == torch.Size(p.whole_shape).numel()
+
+
+def test_attention_alone_with_its_output_whole(world):
+    """Unbatched, and with as few heads as to leave ranks without."""
+    for heads in (1, 3):
+        make = lambda heads=heads: nn.MultiheadAttention(6, heads)  # noqa: E731
+        for grid in tensor_grids(world):
+            run = lambda model, x: model(x, x, x)  # noqa: E731
+            compare(make, grid, [numbers(5, 6)], run, replicate=["out_proj"])

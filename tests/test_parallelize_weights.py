@@ -1,0 +1,409 @@
+"""Weights that are read, written or watched outside of their own module, in parallelized models: as in plain torch."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parallelize_checks import CLOSE, numbers, tensor_grids
+from torch import nn
+
+import hpctrain as ht
+from hpctrain.shard import split
+
+pytestmark = pytest.mark.mpi
+
+IDS = torch.arange(12).view(3, 4) * 5 % 7
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.first, self.second = nn.Embedding(7, 5), nn.Linear(5, 6), nn.Linear(6, 5)
+        self.filter, self.norm = nn.Conv1d(4, 3, 2), nn.LayerNorm(5)
+        self.attention = nn.MultiheadAttention(6, 3, bias=False, batch_first=True)
+        self.kept = [self.first.weight, self.norm.bias]  # a plain list
+
+    def body(self, ids):
+        h = self.norm(self.table(ids))
+        h = self.second(self.attention(*[self.first(h).tanh()] * 3)[0])
+        return self.filter(h)
+
+
+class Tied(Body):
+    def forward(self, ids):
+        weight = self.table.weight.to(torch.float64)
+        return F.linear(self.body(ids)[..., :1].expand(-1, -1, 5), weight) / weight.shape[1] ** 0.5
+
+
+class Transposed(Body):
+    def forward(self, ids):
+        h = F.linear(self.first(self.table(ids)), self.first.weight.t(), self.second.bias)
+        return F.linear(h, self.attention.in_proj_weight[:, :5]) + self.body(ids).sum()
+
+
+class Standardised(Body):
+    def forward(self, ids):
+        weight = self.filter.weight
+        weight = (weight - weight.mean((1, 2), keepdim=True)) / (weight.std((1, 2), keepdim=True) + 1e-3)
+        return self.body(ids) + F.conv1d(self.table(ids), weight, self.filter.bias)
+
+
+class Penalised(Body):
+    def forward(self, ids):
+        h = self.body(ids)
+        for module in (self.first, self.second, self.attention.out_proj):
+            square = module.weight @ module.weight.mT
+            h = h + (square - torch.eye(module.weight.size(0), dtype=h.dtype)).square().sum() / len(module.weight)
+        return h * self.first.weight.abs().max() + sum(p.square().sum() / p.numel() for p in self.parameters())
+
+
+class Listed(Body):
+    def forward(self, ids):
+        return (
+            self.body(ids) + F.linear(self.table(ids), *self.kept[:1]).sum() + (self.kept[1] * self.norm.weight).sum()
+        )
+
+
+class Looked(Body):
+    """Without a gradient, and of a weight that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.second.weight.requires_grad_(False)
+
+    def forward(self, ids):
+        with torch.no_grad():
+            scale = (0.5 * self.first.weight).norm() + torch.stack([p.sum() for p in self.parameters()]).sum()
+            scale = scale + self.table.weight[3, 2] + F.embedding(ids, self.table.weight).mean()
+        return self.body(ids) * scale + self.second.weight.square().sum()
+
+
+READS = {kind.__name__: kind for kind in (Tied, Transposed, Standardised, Penalised, Listed, Looked)}
+
+
+def made(kind):
+    torch.manual_seed(3)
+    return kind().double()
+
+
+def train(model, optimizer, steps=3):
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(IDS).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def check_weights(model, serial, grid, **close):
+    gathered = ht.gather_state_dict(model)
+    if grid.rank == 0:
+        for name, tensor in serial.state_dict().items():
+            torch.testing.assert_close(
+                gathered[name], tensor, **(close or CLOSE), msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+@pytest.mark.parametrize("case", READS)
+def test_reads(world, case):
+    for grid in tensor_grids(world):
+        serial = made(READS[case])
+        model = ht.parallelize(made(READS[case]), grid)
+        losses = [train(m, torch.optim.SGD(m.parameters(), 0.002)) for m in (serial, model)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-11), case
+        assert len(set(world.allgather(tuple(losses[1])))) == 1
+        check_weights(model, serial, grid)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "sgd foreach": lambda p: torch.optim.SGD(p, 0.05, weight_decay=0.1, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
+    "adam foreach": lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1, foreach=True, amsgrad=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, weight_decay=0.1, momentum=0.5, centered=True),
+    "rprop": lambda p: torch.optim.Rprop(p, 0.01),
+    "one's own": lambda p: Own(p),
+}
+
+
+class Own(torch.optim.Optimizer):
+    """As people write them."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                speed = self.state[p].setdefault("speed", torch.zeros_like(p.data))
+                speed.mul_(0.5).add_(p.grad + 0.1 * p)
+                p.data.add_(speed, alpha=-0.05)
+                p *= 0.99
+                slow = self.state[p].setdefault("slow", p.clone())
+                slow += (p.data - slow) * 0.5
+                p -= 0.01 * p.grad
+                p.clamp_(-2.0, 2.0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(world, name):
+    """On the parts alone, without a message; made before the line, too."""
+    grid = tensor_grids(world)[-1]
+    serial, model = made(Tied), made(Tied)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    ht.parallelize(model, grid)
+    expected = train(serial, OPTIMIZERS[name](serial.parameters()))
+    assert train(model, optimizer) == pytest.approx(expected, rel=1e-9)
+    check_weights(model, serial, grid, rtol=1e-8, atol=1e-9)
+    before = grid.wire.traffic.total("calls")
+    optimizer.step()
+    assert grid.wire.traffic.total("calls") == before
+
+
+def test_writes(world):
+    """In place: every rank keeps its part of what one rank would make."""
+
+    def change(model):
+        with torch.no_grad():
+            model.first.weight.normal_()
+            nn.init.kaiming_uniform_(model.second.weight, a=2.0)
+            nn.init.trunc_normal_(model.filter.weight, std=0.1)
+            nn.init.ones_(model.norm.bias)
+            model.table.weight[2] = 0.25
+            model.norm.weight.copy_(torch.arange(5.0))
+            model.attention.in_proj_weight += numbers(18, 6)
+            model.attention.out_proj.weight.div_(model.attention.out_proj.weight.norm())
+            torch.mul(model.first.bias, 3.0, out=model.first.bias)
+        model.second.bias.data = torch.arange(5, dtype=torch.float64)
+
+    grid = tensor_grids(world)[-1]
+    serial, model = made(Tied), ht.parallelize(made(Tied), grid)
+    identities = [id(p) for p in model.parameters()]
+    for m in (serial, model):
+        torch.manual_seed(8)
+        change(m)
+    assert identities == [id(p) for p in model.parameters()]
+    state = torch.get_rng_state()
+    assert all(torch.equal(state, other) for other in world.allgather(state))
+    check_weights(model, serial, grid)
+
+
+def test_whole_weights_of_the_module_in_apply(world):
+    """Distributions that follow the shape, and reset_parameters, are those of the whole weight."""
+
+    def initialise(module):
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            with torch.no_grad():
+                module.weight += module.weight.shape[0] + module.weight.std()
+        elif isinstance(module, nn.Embedding):
+            nn.init.orthogonal_(module.weight)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    grid = tensor_grids(world)[-1]
+    serial, model = made(Tied), ht.parallelize(made(Tied), grid)
+    for m in (serial, model):
+        m.first.weight.grad = torch.full_like(m.first.weight, 2.0)
+        torch.manual_seed(8)
+        m.apply(initialise)
+        m.filter.reset_parameters()
+    assert model.first.weight.grad.shape == model.first.weight.detach().shape
+    check_weights(model, serial, grid)
+    assert train(model, torch.optim.SGD(model.parameters(), 0.002)) == pytest.approx(
+        train(serial, torch.optim.SGD(serial.parameters(), 0.002)), rel=1e-11
+    )
+
+
+WRITES = {
+    "a view": (lambda m: m.table.weight[2].fill_(0), r"fill_ writes to a view of a weight .* would be lost"),
+    "transposed": (lambda m: m.first.weight.t().zero_(), r"zero_ writes to a view of a weight"),
+    "by shape": (lambda m: nn.init.xavier_normal_(m.first.weight), r"xavier_normal_ would take the shape of a part"),
+    "orthogonal": (lambda m: nn.init.orthogonal_(m.first.weight), r"orthogonal_|writes to a view of a weight"),
+    "dirac": (lambda m: nn.init.dirac_(m.filter.weight), r"dirac_ would take the shape of a part"),
+    "resize": (lambda m: m.first.weight.resize_(2, 2), r"resize_ gives the weight 'first\.weight'.* another shape"),
+}
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_writes_that_would_be_lost(world, case):
+    if world.size == 1:
+        return
+    write, text = WRITES[case]
+    model = ht.parallelize(made(Tied), ht.Grid(tensor=world.size))
+    with torch.no_grad(), pytest.raises(ValueError, match=rf"line \d+ of .*test_parallelize_weights\.py.*{text}"):
+        write(model)
+
+
+def test_the_part(world):
+    """What optimizers and the library itself work on; and the whole shape for everybody else."""
+    model = ht.parallelize(made(Tied), ht.Grid(tensor=world.size))
+    weight = model.first.weight
+    rows = weight.detach().shape[0]
+    assert world.allreduce(rows) == 6
+    assert weight.shape == (6, 5)
+    assert weight.numel() == 30
+    assert len(weight) == weight.size(0) == 6
+    assert weight.data.shape == torch.zeros_like(weight).shape == (rows, 5)
+    model(IDS).sum().backward()
+    assert weight.grad.shape == (rows, 5)
+    again = torch.autograd.grad(model(IDS).sum(), [weight])[0]
+    torch.testing.assert_close(again, weight.grad, **CLOSE)
+
+
+def test_hooks_and_attributes(world):
+    """Hooks see the whole gradient, made before the line or after; attributes stay."""
+    grid = tensor_grids(world)[-1]
+    seen = {"serial": [], "model": []}
+
+    def watch(model, key):
+        def hook(gradient):
+            seen[key].append((tuple(gradient.shape), gradient.norm().item()))
+            return gradient / gradient.norm()
+
+        model.first.weight.no_weight_decay, model.table.weight.lr_scale = True, 0.5
+        removed = model.second.weight.register_hook(lambda gradient: gradient * 0)
+        model.attention.in_proj_weight.register_hook(hook)
+        model.first.weight.register_hook(hook)
+        return removed, hook
+
+    serial, model = made(Tied), made(Tied)
+    for m, key in ((serial, "serial"), (model, "model")):
+        removed, hook = watch(m, key)
+        if m is model:
+            ht.parallelize(model, grid)
+        removed.remove()
+        m.table.weight.register_hook(hook)
+    assert model.first.weight.no_weight_decay
+    assert model.table.weight.lr_scale == 0.5
+    losses = [train(m, torch.optim.SGD(m.parameters(), 0.002)) for m in (serial, model)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-11)
+    assert len(seen["serial"]) == 9
+    for expected, got in zip(seen["serial"], seen["model"], strict=True):
+        assert got[0] == expected[0]
+        assert got[1] == pytest.approx(expected[1], rel=1e-10)
+    check_weights(model, serial, grid)
+
+
+def test_attributes_of_weights_on_meta(world):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 3))
+    model[0].weight.lr_scale = 0.5
+    torch.manual_seed(0)
+    assert ht.parallelize(model, ht.Grid(tensor=world.size))[0].weight.lr_scale == 0.5
+
+
+def test_hooks_refused(world):
+    """Of replicas, each would see a part of the sum; after accumulation there is no whole gradient to be seen."""
+
+    def refused(register, grid, text):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+        register(model[0].weight)
+        with pytest.raises(ValueError, match=text) as error:
+            ht.parallelize(model, grid)
+        assert len(set(world.allgather(str(error.value)))) == 1
+
+    if world.size > 1:
+        replicas = ht.Grid(data=world.size)
+        one = r"0 \(Linear\): the weight '0\.weight' has a hook on its gradient, .* change \.grad after ht\.sync"
+        refused(lambda p: p.register_hook(lambda g: g), replicas, one)
+        later = r"'0\.weight' has a hook after its gradient is accumulated, .*register it after parallelize if"
+        for grid in (replicas, ht.Grid(tensor=world.size)):
+            refused(lambda p: p.register_post_accumulate_grad_hook(lambda p: None), grid, later)
+
+
+def test_hooks_after_accumulation_see_the_part(world):
+    """As for an optimizer within backward."""
+    grid = tensor_grids(world)[-1]
+    serial, model = made(Tied), ht.parallelize(made(Tied), grid)
+    for m in (serial, model):
+        for p in m.parameters():
+            optimizer = torch.optim.SGD([p], 0.02)
+            p.register_post_accumulate_grad_hook(lambda p, o=optimizer: o.step() or o.zero_grad())
+        for _ in range(2):
+            m(IDS).square().mean().backward()
+    check_weights(model, serial, grid)
+
+
+def test_a_gradient_from_before(world):
+    grid = tensor_grids(world)[-1]
+    serial, model = made(Tied), made(Tied)
+    for m in (serial, model):
+        m(IDS).square().mean().backward()
+    ht.parallelize(model, grid)
+    for m in (serial, model):
+        m(IDS).square().mean().backward()
+        torch.optim.SGD(m.parameters(), 0.002).step()
+    check_weights(model, serial, grid)
+
+
+def test_kinds_of_parameters_that_have_no_parts(world):
+    class Quantised(nn.Parameter):
+        pass
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3))
+    model[0].weight = Quantised(model[0].weight.detach())
+    with pytest.raises(ValueError, match=r"0 \(Linear\): the weight '0\.weight' is a Quantised, not a torch\.nn\.Par"):
+        ht.parallelize(model, ht.Grid(tensor=world.size))
+
+
+def test_copies(world):
+    """copy.deepcopy, and averaged models made of it."""
+    grid = tensor_grids(world)[-1]
+    serial, model = made(Tied), ht.parallelize(made(Tied), grid, replicate=["filter"])
+    copies = [torch.optim.swa_utils.AveragedModel(m, avg_fn=lambda a, b, n: a * 0.5 + b * 0.5) for m in (serial, model)]
+    for m, average in zip((serial, model), copies):
+        optimizer = torch.optim.SGD(m.parameters(), 0.002)
+        for _ in range(3):
+            train(m, optimizer, 1)
+            average.update_parameters(m)
+    torch.testing.assert_close(copies[1](IDS), copies[0](IDS), **CLOSE)
+    check_weights(copies[1].module, copies[0].module, grid)
+    twin = copy.deepcopy(model)
+    assert twin.first.weight is not model.first.weight
+    assert twin.first.weight.shard == model.first.weight.shard
+    assert train(twin, torch.optim.SGD(twin.parameters(), 0.002)) == pytest.approx(
+        train(serial, torch.optim.SGD(serial.parameters(), 0.002)), rel=1e-11
+    )
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 5)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, ids):
+        h = self.table(ids)
+        for layer in self.layers:
+            h = layer(h).tanh()
+        return F.linear(h, self.layers[0].weight) * self.layers[1].weight.norm()
+
+
+@pytest.mark.parametrize("method", ["DataParallel", "Zero1", "Zero2", "Zero3"])
+def test_replicas(world, method):
+    """ZeRO-3 has freed a layer's weights when they are read outside of it."""
+    sizes = {1: {}, 2: {"tensor": 2}, 4: {"data": 2, "tensor": 2}}
+    grid = ht.Grid(**sizes.get(world.size, {"tensor": world.size}))
+    serial, model = made(Stacked), ht.parallelize(made(Stacked), grid)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    parameters = model if method == "Zero3" else list(model.parameters())
+    replicas = getattr(ht.replicas, method)(parameters, grid, optimizer)
+    trainer = ht.Trainer(model, grid, optimizer, replicas=replicas)
+    whole = torch.optim.AdamW(serial.parameters(), 0.01)
+    ids = IDS[:2]
+    mine = ids[split(2, grid.data.size, grid.data.rank)]
+    for _ in range(3):
+        whole.zero_grad()
+        expected = serial(ids).square().sum()
+        expected.backward()
+        whole.step()
+        loss, _ = trainer.step([mine], lambda model, batch: model(batch).square().sum())
+        assert loss == pytest.approx(expected.item(), rel=1e-10)
