@@ -349,6 +349,30 @@ def test_chunks_are_hdf5_s(tmp_path, dtype):
 
 
 @pytest.mark.skipif(not AVAILABLE, reason="this HDF5 does not tell where chunks lie")
+def test_chunks_that_do_not_follow_each_other(tmp_path):
+    """As HDF5 lays them while a file grows; each is checked, also where one before it has been."""
+    true = np.arange(2000, dtype="<u2")
+    with h5py.File(tmp_path / "a.h5", "w", libver="v110") as file:
+        dataset = file.create_dataset("x", (0,), "<u2", maxshape=(None,), chunks=(10,), fletcher32=True)
+        for start in range(0, 2000, 100):
+            dataset.resize((start + 100,))
+            dataset[start:] = true[start : start + 100]
+    with h5py.File(tmp_path / "a.h5") as file, (tmp_path / "a.h5").open("r+b") as raw:
+        chunks = Chunks(file["x"], Scratch(10, np.dtype("<u2")), 2000)
+        assert len(chunks._places) > 1
+        out = np.empty(2000, np.int64)
+        chunks.read(raw.fileno(), 0, out)
+        assert np.array_equal(out, true)
+        chunks = Chunks(file["x"], Scratch(10, np.dtype("<u2")), 2000)
+        chunks.read(raw.fileno(), 0, out[:10])
+        raw.seek(file["x"].id.get_chunk_info(1).byte_offset)
+        raw.write(b"\7")
+        raw.flush()
+        with pytest.raises(OSError, match="chunk 1 fails its checksum"):
+            chunks.read(raw.fileno(), 0, out)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="this HDF5 does not tell where chunks lie")
 @pytest.mark.parametrize("fill", ["random", "largest", "zero", "last"])
 @pytest.mark.parametrize("size", [1, 2, 256, 257, 1000, 70_001])
 def test_checksums_of_chunks_of_any_size(tmp_path, size, fill):

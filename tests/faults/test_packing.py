@@ -43,6 +43,22 @@ def test_a_full_disk(tmp_path, data, capfd, room):
     assert bytes(ShardedTokens(data).read(0, 23).tolist()) == b"hello, world of tokens\n"
 
 
+def test_a_disk_that_is_full_when_the_index_is_written(tmp_path, data, monkeypatch):
+    """The shards are whole by then; they are removed with it."""
+    before, write = sorted(data.parent.iterdir()), os.pwrite
+
+    def full(file, content, place):
+        if "-index.h5.part" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(28, "No space left on device")
+        return write(file, content, place)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        pack([str(tmp_path / "text.txt")], data)
+    assert sorted(data.parent.iterdir()) == before
+    assert ShardedTokens(data).tokens == 24
+
+
 def test_ctrl_c_while_hdf5_writes(tmp_path, data, monkeypatch):
     """It must not reach HDF5, which crashes when a write fails."""
     before = sorted(data.parent.iterdir())
