@@ -1,4 +1,4 @@
-"""Part of ten_thousand.py: the grid, its table, collectives by messages, the watchdog's reports."""
+"""Part of ten_thousand.py: the grid and its table, the messages of a started collective, the watchdog's reports."""
 
 import time
 import tracemalloc
@@ -7,18 +7,30 @@ import mpi4py
 
 mpi4py.rc.initialize = False  # datatypes and constants are used, no communication
 
+import torch  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
 import hpctrain as ht  # noqa: E402
+from hpctrain import comm  # noqa: E402
+
+
+class Done:
+    """A request that is complete."""
+
+    def Test(self):
+        return True
 
 
 class StandIn:
     """A communicator of `size` ranks as one of them sees it, on nodes of 8; nothing is sent."""
 
     def __init__(self, size, rank=0, dims=None):
-        self.size, self.rank, self.dims = size, rank, dims
+        self.size, self.rank, self.dims, self.messages = size, rank, dims, 0
+
+    made = 0
 
     def Create_cart(self, dims, periods, reorder):
+        StandIn.made += 1
         return StandIn(self.size, self.rank, dims)
 
     @property
@@ -30,8 +42,8 @@ class StandIn:
         return places[::-1]
 
     def Sub(self, remain):
-        size = rank = 1
-        rank = 0
+        StandIn.made += 1
+        size, rank = 1, 0
         for keep, place, dim in zip(remain, self.coords, self.dims):
             if keep:
                 size, rank = size * dim, rank * dim + place
@@ -44,6 +56,13 @@ class StandIn:
     def Free(self):
         pass
 
+    def Isend(self, message, rank, tag):
+        self.messages += 1
+        return Done()
+
+    def Irecv(self, message, rank, tag):
+        return Done()
+
     def bcast(self, value):
         return value
 
@@ -54,11 +73,26 @@ class StandIn:
 def rows(ranks):
     tracemalloc.start()
     start = time.perf_counter()
+    StandIn.made = 0
     grid = ht.Grid(data=ranks // 8, tensor=(8, 1, 1), comm=StandIn(ranks))
-    seconds, memory = time.perf_counter() - start, tracemalloc.get_traced_memory()[0]
+    seconds, communicators, memory = time.perf_counter() - start, StandIn.made, tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
+    flat, start = ht.Grid(data=ranks, comm=StandIn(ranks)).data, time.perf_counter()
+    bucket = torch.zeros(1 << 20)
+    counts = [len(bucket) // ranks + (rank < len(bucket) % ranks) for rank in range(ranks)]
+    comm.reduce_scatter_start(bucket, flat, counts).wait()
+    exchange = time.perf_counter() - start
+    watch = comm.Watch(grid, 600.0)
+    in_full = len(watch.report(0.0, 600.0, grid.world, "all_reduce", None))
+    grid.rank = 1
+    said = 16 * in_full + (ranks - 16) * len(watch.report(0.0, 600.0, grid.world, "all_reduce", None))
     return [
         {"case": "building the grid", "value": round(seconds, 4), "unit": "s", "limit": 1.0},
         {"case": "memory of the grid", "value": memory, "unit": "bytes", "limit": 2_000_000},
+        {"case": "communicators of the grid", "value": communicators, "unit": "communicators", "limit": 10},
         {"case": "describe()", "value": len(grid.describe().splitlines()), "unit": "lines", "limit": 40},
+        # one to each rank: what is left to do for ZeRO between nodes
+        {"case": "reduce-scatter of 4 MiB", "value": flat.comm.messages, "unit": "messages", "limit": ranks - 1},
+        {"case": "begun and added, in Python", "value": round(exchange, 4), "unit": "s", "limit": None},
+        {"case": "reports of all ranks, all stuck", "value": said, "unit": "bytes", "limit": 1000 * ranks},
     ]
