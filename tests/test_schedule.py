@@ -2,11 +2,13 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
 from hpctrain.cli import main
 from hpctrain.pipeline import NAMES, Action, Edge, Fused, StageGraph, schedule
+from hpctrain.pipeline.simulate import Costs, peaks
 
 SIZES = list(itertools.product((1, 2, 3, 4, 6), (1, 2, 3, 5, 8, 13)))
 
@@ -158,3 +160,12 @@ def test_command(tmp_path, capsys):
     assert "use 4" in capsys.readouterr().err
     assert main([*arguments[:-2], "1,1"]) == 2
     assert main([*arguments, "--plot", "out.txt"]) == 2
+
+
+def test_peaks_of_other_costs_need_no_second_simulation():
+    for name in ("pipedream", "zb-v", "dualpipe"):
+        made = schedule(name, 4, 8)
+        costs = Costs(1, 1, 1, latency=0.5, activation=2.0)
+        for memory in ({"activation": 0.0, "weights": 3.0}, {"activation": 5.0}):
+            other = replace(costs, **memory)
+            assert peaks(made, other, made.simulate(costs)) == made.simulate(other).peak

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from hpctrain.pipeline.actions import BACKWARD, FORWARD, REDUCE, UPDATE, Action, Fused, flat
+from hpctrain.pipeline.actions import BACKWARD, FORWARD, REDUCE, UPDATE, Action, Fused
 from hpctrain.pipeline.graph import StageGraph
 from hpctrain.pipeline.schedules import Schedule
 
@@ -119,11 +119,11 @@ def with_flush(
 def present(entries: Iterable[Action | Fused], microbatches: int) -> Iterable[Action | Fused]:
     """The entries of microbatches below `microbatches`; of a fused pair, the half that is left."""
     for entry in entries:
-        left = [action for action in flat([entry]) if action.microbatch < microbatches]
-        if len(left) == 2:
+        if isinstance(entry, Fused):
+            left = [action for action in entry if action.microbatch < microbatches]
+            yield from [entry] if len(left) == 2 else left
+        elif entry.microbatch < microbatches:
             yield entry
-        else:
-            yield from left
 
 
 def chain_placement(ranks: int) -> dict[tuple[int, int], int]:

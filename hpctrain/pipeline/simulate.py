@@ -177,7 +177,7 @@ def simulate(schedule, costs: Costs, tasks: Tasks) -> Simulation:
     return Simulation(
         makespan,
         [math.fsum(times) for times in busy],
-        _peaks(schedule, costs, delay, tasks, starts, ends),
+        _peaks(schedule, costs, tasks, starts, ends),
         staleness(schedule),
         path[::-1],
         tasks,
@@ -203,7 +203,12 @@ def staleness(schedule) -> dict[tuple[int, int], int]:
     return worst
 
 
-def _peaks(schedule, costs: Costs, delay, tasks: Tasks, starts, ends) -> list[float]:
+def peaks(schedule, costs: Costs, done: Simulation) -> list[float]:
+    """The most bytes each rank holds at once in a simulation that is done, for the memory of other costs."""
+    return _peaks(schedule, costs, done.tasks, done.starts, done.ends)
+
+
+def _peaks(schedule, costs: Costs, tasks: Tasks, starts, ends) -> list[float]:
     """Every change as (time, before or after what begins then, bytes), summed in that order."""
     graph, stages = schedule.graph, schedule.graph.stages
     held, weights = _table("activation", costs.activation, stages), _table("weights", costs.weights, stages)
@@ -214,7 +219,8 @@ def _peaks(schedule, costs: Costs, delay, tasks: Tasks, starts, ends) -> list[fl
     for at, task in enumerate(tasks.order):
         place[task] = at
     carries = any(edge.bytes for edge in graph.edges)
-    for task, actions in enumerate(tasks.actions):
+    moves = carries or schedule.delayed or any(held) or any(kept)
+    for task, actions in enumerate(tasks.actions if moves else ()):
         rank, start, end, at = tasks.ranks[task][0], starts[task], ends[task], 2 * place[task]
         if carries:  # before the forward below: the message becomes a part of what it holds
             for giver, edge in tasks.before[task]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.pipeline.actions import (
-    BACKWARD,
     FORWARD,
     GRADIENT,
     INPUT_GRADIENT,
@@ -59,45 +58,49 @@ class Tasks:
 
     def __init__(self, schedule):
         graph, slices, replicas = schedule.graph, schedule.slices, schedule.replicas
-        self.actions: list[tuple[Action, ...]] = []
-        self.ranks: list[tuple[int, ...]] = []
-        self.before: list[list[tuple[int, int | None]]] = []
-        done: dict[str, dict[tuple, int]] = {FORWARD: {}, INPUT_GRADIENT: {}}  # by unit, the task that gives it
+        tasks: list[tuple[Action, ...]] = []
+        carriers: list[tuple[int, ...]] = []
+        waits: list[list[tuple[int, int | None]]] = []
+        self.actions, self.ranks, self.before = tasks, carriers, waits
+        forwards: dict[tuple, int] = {}  # by unit, the task that gives it
+        gradients: dict[tuple, int] = {}
+        self._done = done = {FORWARD: forwards, INPUT_GRADIENT: gradients}
         reductions: dict[tuple, int] = {}  # (stage, how many before) -> task
         reduced: dict[tuple, int] = {}
         for rank, order in enumerate(schedule.order):
-            previous = None
+            alone, previous = (rank,), None
             for entry in order:
                 actions = entry if isinstance(entry, Fused) else (entry,)
-                task = len(self.actions)
+                task = new = len(tasks)
                 if entry[0] == REDUCE and replicas > 1:
                     place = entry.replica, entry.stage
                     key = entry.stage, reduced.get(place, 0)
                     reduced[place] = key[1] + 1
                     task = reductions.setdefault(key, task)
-                if task < len(self.actions):
-                    self.actions[task] += actions
-                    self.ranks[task] += (rank,)
+                if task < new:
+                    tasks[task] += actions
+                    carriers[task] += alone
                 else:
-                    self.actions.append(actions)
-                    self.ranks.append((rank,))
-                    self.before.append([])
+                    tasks.append(actions)
+                    carriers.append(alone)
+                    waits.append([])
                 if previous is not None:
-                    self.before[task].append((previous, None))
+                    waits[task].append((previous, None))
                 previous = task
                 for action in actions:
-                    if action.kind in (FORWARD, BACKWARD, INPUT_GRADIENT):
-                        kind = FORWARD if action.kind == FORWARD else INPUT_GRADIENT
-                        done[kind][action[1:5]] = task
-        for task, actions in enumerate(self.actions):
-            before, ranks = self.before[task], self.ranks[task]
+                    kind = action[0]
+                    if kind == FORWARD:
+                        forwards[action[1:5]] = task
+                    elif kind in GRADIENT:
+                        gradients[action[1:5]] = task
+        for actions, before, ranks in zip(tasks, waits, carriers):
             for action in actions:
                 for kind, unit, edge in needs(action, graph, slices):
                     giver = done[kind].get(unit)
                     if giver is None:
                         raise ValueError(f"{action} waits for {Action(kind, *unit)}, which no rank does")
-                    before.append((giver, None if self.ranks[giver] == ranks else edge))
-        self._graph, self._slices, self._done = graph, slices, done
+                    before.append((giver, None if carriers[giver] == ranks else edge))
+        self._graph, self._slices = graph, slices
         self.order = self._sort()
 
     def transfers(self) -> Iterator[tuple[int, int, Need]]:
