@@ -50,6 +50,16 @@ def test_adaptive(grids, output, size):
         check(grid, AdaptiveAvgPool2d(grid, output), torch.nn.AdaptiveAvgPool2d(output), (3, 5, *size))
 
 
+@pytest.mark.parametrize("make", [MaxPool2d, AvgPool2d, lambda *window: AvgPool2d(*window, count_include_pad=False)])
+def test_images_smaller_than_the_window_are_refused(grids, make):
+    for grid in grids:
+        for size, dim in [((9, 3), "width is 3"), ((3, 9), "height is 3")]:
+            with pytest.raises(
+                ValueError, match=rf"kernel_size \(4, 4\) .* does not fit images whose {dim}; use larger"
+            ):
+                make(grid, 4)(block(grid, torch.zeros(3, 5, *size)))
+
+
 def test_bytes(grids):
     n, channels, height, width = 8, 8, 16, 6
     if n % grids[0].size:

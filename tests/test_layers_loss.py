@@ -52,6 +52,28 @@ def test_all_rows_ignored(world):
         assert not gradient.any()
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("ignore_index", [-100, 1])
+@pytest.mark.parametrize("anything", [math.nan, math.inf, -math.inf])
+def test_ignored_rows_may_hold_anything(world, anything, ignore_index, smoothing):
+    """As where the logits of padding overflow."""
+    targets = torch.arange(ROWS) * 5 % 13
+    targets[3:7] = ignore_index
+    ignored = targets == ignore_index
+    logits = whole((ROWS, 13), "logits", False)
+    arguments = {"label_smoothing": smoothing, "ignore_index": ignore_index}
+    leaf = logits.clone().requires_grad_()
+    expected = F.cross_entropy(leaf, targets, reduction="sum", **arguments)
+    expected.backward()
+    assert not leaf.grad[ignored].any()
+    logits[ignored] = anything
+    for grid in tensor_grids(world):
+        layout = Layout(grid, SEQUENCES, LENGTH)
+        loss, gradient = shares(layout, CrossEntropy(grid, 13, **arguments), logits, targets, 1.0)
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        torch.testing.assert_close(gradient, layout.inner(leaf.grad), rtol=1e-12, atol=1e-14)
+
+
 def test_words_that_are_masked_out(world):
     """With logits of -inf, all that a rank holds: no weight, no gradient."""
     logits, targets = whole((ROWS, 8), "logits", False), torch.arange(ROWS) % 2 + 4

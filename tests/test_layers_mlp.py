@@ -70,6 +70,18 @@ def test_an_unknown_activation_is_refused(world):
         MLP(Grid(tensor=world.size), 4, 8, "tanh", key=KEY)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gelu_tanh_is_torch_s_far_out(dtype):
+    """Where the cube of x is infinite in 32 bits; x itself is finite, and so is the gradient."""
+    x = torch.tensor([sign * 10.0**power for power in (2, 4, 9, 13, 13.5, 15, 18) for sign in (1, -1)], dtype=dtype)
+    (ours,), (theirs,) = (
+        torch.autograd.grad(function(leaf).sum(), leaf)
+        for function in (gelu_tanh, lambda x: F.gelu(x, approximate="tanh"))
+        for leaf in [x.clone().requires_grad_()]
+    )
+    assert ours.tolist() == theirs.tolist() == [1.0, 0.0] * 7
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 5), (700, 301)])  # none, few, and more than one chunk
 def test_gelu_tanh_is_torch_s(dtype, shape):

@@ -44,7 +44,8 @@ class _TanhGELU(torch.autograd.Function):
             torch.sigmoid(v, out=sigma)
             torch.mul(a, sigma, out=y.view(-1)[part])
             if wanted:
-                v.sub_(a, alpha=SLOPE * 2 / 3)
+                # the logistic function is 0 or 1 out there, and v may be infinite: times 0, that is NaN
+                v.clamp_(-1e3, 1e3).sub_(a, alpha=SLOPE * 2 / 3)
                 v.addcmul_(v, sigma, value=-1)
                 sigma.addcmul_(sigma, v, value=3)
         ctx.save_for_backward(derivative)

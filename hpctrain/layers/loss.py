@@ -17,7 +17,7 @@ class CrossEntropy(torch.nn.Module):
 
     Args:
         label_smoothing: the part of the target, from 0 to 1, that is spread evenly over the whole vocabulary.
-        ignore_index: rows of this target count nothing and get no gradient; any integer.
+        ignore_index: rows of this target count nothing and get no gradient, whatever their logits; any integer.
         algorithm: of the layer that makes the logits; see `Linear`.
 
     Shapes: logits (rows, vocabulary) in the inner layout, targets (rows,) int64. Each rank returns its share of the
@@ -57,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, targets, scale, layer):
         rows, held = logits.shape
         plane, sharp, smooth = layer.plane, 1 - layer.label_smoothing, layer.label_smoothing / layer.vocabulary
-        local = targets - layer.first
+        local, ignored = targets - layer.first, targets == layer.ignore_index
         found = ((local >= 0) & (local < held)).nonzero().squeeze(1)
         place = found, local[found]
         # One exchange: each rank's log-sum-exp, and its part of the logits weighted by the target.
@@ -66,7 +66,8 @@ class _CrossEntropy(torch.autograd.Function):
         if held:
             highest = logits.amax(1)
             partial[0] = highest - softmax.amax(1).log_()
-            masked = (highest == -math.inf).nonzero().squeeze(1)  # these have no weight here; torch's softmax is NaN
+            # These have no weight here. torch's softmax of -inf is NaN, and what is ignored may hold anything.
+            masked = ((highest == -math.inf) | ignored).nonzero().squeeze(1)
             partial[0, masked] = -math.inf
             softmax[masked] = 0
         else:
@@ -79,8 +80,8 @@ class _CrossEntropy(torch.autograd.Function):
         weights = layer.row_weights(targets, logits.dtype)
         ctx.softmax, ctx.place, ctx.sharp, ctx.smooth = softmax, place, sharp, smooth
         ctx.weights = weights * scale
-        ctx.share = (partial[0] - normaliser).exp_()  # of the whole row's softmax that lies here
-        loss = (normaliser - parts[:, 1].sum(0)) @ ctx.weights
+        ctx.share = (partial[0] - normaliser).exp_().masked_fill_(ignored, 0)  # of the row's softmax that lies here
+        loss = (normaliser - parts[:, 1].sum(0)).masked_fill_(ignored, 0) @ ctx.weights
         return loss if plane.rank == 0 else torch.zeros_like(loss)
 
     @staticmethod
