@@ -7,7 +7,8 @@ import copy
 
 import torch
 
-from hpctrain.convert.sharded import ShardedParameter, attach, local, refused, unpicklable, whole
+from hpctrain.convert.refusals import refused, unpicklable
+from hpctrain.convert.sharded import ShardedParameter, attach, local, whole
 
 
 class Divided:

@@ -7,7 +7,8 @@ from torch.nn.parameter import is_lazy
 
 from hpctrain.convert.divided import divided
 from hpctrain.convert.initial import initial_numbers
-from hpctrain.convert.sharded import Division, ReplicatedParameter, attach, hook_refused, hooked
+from hpctrain.convert.refusals import hook_refused
+from hpctrain.convert.sharded import Division, ReplicatedParameter, attach, hooked
 from hpctrain.grid import TENSOR
 from hpctrain.randomness import Key, fill_slice
 from hpctrain.shard import Shard, split

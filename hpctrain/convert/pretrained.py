@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain import comm
-from hpctrain.convert.sharded import place
+from hpctrain.convert.refusals import place
 from hpctrain.convert.state import gather_state_dict
 
 

@@ -32,28 +32,28 @@ class SplitLinear:
             return self._run(x, enters, leaves)
 
     def _run(self, x, enters, leaves):
-        axis, dim = self.axis, x.dim() + self.feature_dim
+        axis, dim, bias = self.axis, x.dim() + self.feature_dim, self._parameters["bias"]
         if self.by_output:
-            y = self.multiply(self.enter(x) if enters else x, self.bias)
+            y = self.multiply(self.enter(x) if enters else x, bias)
             return gather(y, axis, self.counts, dim) if leaves else y
         y = self.multiply(take(x, axis, self.counts, dim) if enters else x, None)
-        if self.bias is not None:  # each rank adds its part of the bias to its summand
-            start = self.bias.shard.slices[0].start
-            y.narrow(dim, start, len(self.bias)).add_(self.bias.view(-1, *[1] * (-1 - self.feature_dim)))
+        if bias is not None:  # each rank adds its part of the bias to its summand
+            start = bias.shard.slices[0].start
+            y.narrow(dim, start, len(bias)).add_(bias.view(-1, *[1] * (-1 - self.feature_dim)))
         return leave(y, axis)
 
     def enter(self, x):
         return enter(x, self.axis)
 
     def multiply(self, x, bias):
-        return F.linear(x, self.weight, bias)
+        return F.linear(x, self._parameters["weight"], bias)
 
 
 class SplitConv1D(SplitLinear):
     """Mixin for Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
 
     def multiply(self, x, bias):
-        return F.linear(x, self.weight.t(), bias)
+        return F.linear(x, self._parameters["weight"].t(), bias)
 
 
 class SplitConv(SplitLinear):

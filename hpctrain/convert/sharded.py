@@ -17,6 +17,7 @@ from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpctrain.convert import boundary
+from hpctrain.convert.refusals import hook_refused, place, refused, unpicklable
 from hpctrain.shard import Shard
 
 local = torch._C.DisableTorchFunctionSubclass  # within it, weights are the parts that this rank holds; 0.2 µs
@@ -126,21 +127,6 @@ def _tagged(data, division):
     return data
 
 
-def refused(what: str, path: str) -> str:
-    """Of what may not be done to a weight after parallelize."""
-    return (
-        f"{place()} would {what} the weight {path!r}, which is divided over ranks; do it before parallelize, and list"
-        " its module in replicate where parallelize asks for it"
-    )
-
-
-def unpicklable(what: str) -> str:
-    return (
-        f"{what} is divided over ranks of a grid, which a file cannot hold: save ht.gather_state_dict(model), and load"
-        " it into the model as it was before parallelize"
-    )
-
-
 def attach(parameter: torch.nn.Parameter, division: Division) -> torch.nn.Parameter:
     """The same object, whose data is the part already, as a ShardedParameter."""
     parameter.__class__ = ShardedParameter
@@ -207,29 +193,10 @@ def hooked(hook, division: Division):
     return on_part
 
 
-def hook_refused(path: str) -> str:
-    return (
-        f"the weight {path!r} has a hook on its gradient, which would see that of one replica's batch; remove it, and"
-        " change .grad after ht.sync(model)"
-    )
-
-
-def place() -> str:
-    """The line of the user's code that led here, as "line 12 of train.py"."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in _LIBRARIES:
-            return f"line {frame.f_lineno} of {frame.f_code.co_filename}"
-        frame = frame.f_back
-    return "torch"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 _SIZES = {getattr(torch.Tensor, name) for name in ("size", "numel", "nelement", "__len__")}
 _SIZES.add(torch.Tensor.shape.__get__)
-_LIBRARIES = ("torch", "hpctrain", "transformers", "typing_extensions", "contextlib", "functools")  # not the user's
 _VIEWS = {torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag}
 _OF_THE_WHOLE = {torch.Tensor.shape, *_VIEWS}  # of the attributes
 # What asks or makes something of the part: memory, gradients, what the state of an optimizer is made of.

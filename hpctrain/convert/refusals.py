@@ -1,0 +1,40 @@
+"""The words of what cannot be done to a divided weight, with the line of the user's code that would."""
+
+from __future__ import annotations
+
+import sys
+
+_LIBRARIES = ("torch", "hpctrain", "transformers", "typing_extensions", "contextlib", "functools")  # not the user's
+
+
+def refused(what: str, path: str) -> str:
+    """Of what may not be done to a weight after parallelize."""
+    return (
+        f"{place()} would {what} the weight {path!r}, which is divided over ranks; do it before parallelize, and list"
+        " its module in replicate where parallelize asks for it"
+    )
+
+
+def unpicklable(what: str) -> str:
+    return (
+        f"{what} is divided over ranks of a grid, which a file cannot hold: save ht.gather_state_dict(model), and load"
+        " it into the model as it was before parallelize"
+    )
+
+
+def hook_refused(path: str) -> str:
+    return (
+        f"the weight {path!r} has a hook on its gradient, which would see that of one replica's batch; remove it, and"
+        " change .grad after ht.sync(model)"
+    )
+
+
+def place() -> str:
+    """The line of the user's code that led here, as "line 12 of train.py"."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] not in _LIBRARIES:
+            return f"line {frame.f_lineno} of {frame.f_code.co_filename}"
+        frame = frame.f_back
+    return "torch"
