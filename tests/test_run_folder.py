@@ -226,6 +226,6 @@ def test_a_full_disk_costs_no_metrics(config, monkeypatch, caplog):
     monkeypatch.setattr(os, "write", write)
     assert caplog.text.count("metrics.jsonl is not up to date: [Errno 28]") == 1
     folder.log({"step": 3})
-    folder.close()
     lines = (folder.path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    folder.close()
