@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import pickle
+import random
+import zlib
 
 import numpy as np
 import torch
@@ -127,3 +130,16 @@ def _mix(words: np.ndarray) -> np.ndarray:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
+
+
+def generator_states() -> dict[str, int]:
+    """Checksums of the states of the generators that code which is not ours draws from: torch's, on the GPU in use
+    too, Python's and numpy's."""
+    states = {
+        "torch": torch.get_rng_state().numpy(),
+        "random": pickle.dumps(random.getstate()),
+        "numpy": pickle.dumps(np.random.get_state()),
+    }
+    if torch.cuda.is_initialized():
+        states["torch.cuda"] = torch.cuda.get_rng_state().numpy()
+    return {name: zlib.crc32(state) for name, state in states.items()}

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hpctrain import Grid, Key
@@ -179,6 +180,47 @@ def test_two_replicas_of_each_stage(world):
     for number in network.stages:
         for parameter, other in zip(network.stage[str(number)].parameters(), reference[number].parameters()):
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
+class Deep(nn.Linear):
+    """Left out at random, as torchvision's StochasticDepth does it."""
+
+    def forward(self, x):
+        keep = torch.empty(len(x), 1, dtype=x.dtype).bernoulli_(0.5) if self.training else 1
+        return x + keep * super().forward(x)
+
+
+class Dropping(nn.Linear):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+@pytest.mark.parametrize("kind", [Deep, Dropping])
+def test_stages_that_draw(world, kind):
+    """Their draws would be others on another grid: all ranks say so, before the first update."""
+    grid, last = Grid(pipeline=world.size), world.size - 1
+    made = list_schedule(StageGraph(2, [Edge(0, 1, (4, 2))]), {(0, 0): 0, (0, 1): last}, 1)
+    pair = torch.ones(4, 2), torch.ones(4, 2)
+    for functions, stage in (([lambda: kind(2, 2), nn.MSELoss], 0), ([lambda: nn.Linear(2, 2), lambda: Loss(kind)], 1)):
+        network = Network(grid, made, functions)
+        before = [p.detach().clone() for p in network.parameters()]
+        trainer = Trainer(network, grid, torch.optim.SGD([{"params": list(network.parameters())}], 0.1), made)
+        trainer.evaluate([[pair]])
+        for _ in range(2):  # however often it is tried
+            with pytest.raises(ValueError) as refused:
+                trainer.step([pair])
+            assert str(refused.value).startswith(f"stage {stage} draws random numbers from the generator of torch in ")
+            assert len(set(world.allgather(str(refused.value)))) == 1
+        assert all(torch.equal(p, q) for p, q in zip(network.parameters(), before))
+
+
+class Loss(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = kind(2, 2)
+
+    def forward(self, x, target):
+        return (self.layer(x) - target).square().sum()
 
 
 def test_refusals(world):

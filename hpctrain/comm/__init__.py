@@ -33,6 +33,7 @@ from hpctrain.comm.device import decide_cuda_aware, local_device
 from hpctrain.comm.halo import Halo
 from hpctrain.comm.summed import Summed
 from hpctrain.comm.watch import Watch, Watched
+from hpctrain.comm.watchdog import start_watchdog
 from hpctrain.comm.workspaces import workspace
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "scatter",
     "send",
     "send_start",
+    "start_watchdog",
     "together",
     "workspace",
 ]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 
 REMEMBERED = 12  # operations
@@ -66,7 +67,8 @@ class Watch:
         self._current: tuple | None = None
         self._done: deque[tuple] = deque(maxlen=REMEMBERED)
         grid.wire.watch = self
-        threading.Thread(target=self._look, name="hpctrain watchdog", daemon=True).start()
+        watched = weakref.ref(self)
+        threading.Thread(target=_look, args=(watched, limit), name="hpctrain watchdog", daemon=True).start()
 
     def begin(self, axis, name: str, peer: int | None, patience: int = 1) -> None:
         """An operation starts: along an axis, with one rank of it or, for None, with all."""
@@ -85,18 +87,6 @@ class Watch:
             yield
         finally:
             self.end()
-
-    def _look(self):
-        interval = min(1.0, self.limit / 4)
-        alarm = Alarm(interval, time.monotonic())
-        while True:
-            time.sleep(interval)
-            current = self._current
-            action = alarm.look(time.monotonic(), current)
-            if action == "report":
-                print(self.report(*current), file=sys.stderr, flush=True)
-            elif action == "abort":
-                abort(self.grid.comm)
 
     def report(self, start: float, limit: float, axis, name: str, peer: int | None) -> str:
         """Where this rank is and whom it waits for; on some ranks also what it did before, and its stack."""
@@ -119,6 +109,24 @@ class Watch:
         frame = sys._current_frames().get(self._main)
         lines += [line.rstrip() for line in traceback.format_stack(frame)[-FRAMES:]] if frame else []
         return "\n".join(lines)
+
+
+def _look(watched, limit: float) -> None:
+    """The thread of a `Watch`, given by a weak reference: it ends with its grid."""
+    interval = min(1.0, limit / 4)
+    alarm = Alarm(interval, time.monotonic())
+    while True:
+        time.sleep(interval)
+        watch = watched()
+        if watch is None:
+            return
+        current = watch._current
+        action = alarm.look(time.monotonic(), current)
+        if action == "report":
+            print(watch.report(*current), file=sys.stderr, flush=True)
+        elif action == "abort":
+            abort(watch.grid.comm)
+        del watch, current
 
 
 class Watched:

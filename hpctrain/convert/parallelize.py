@@ -10,12 +10,14 @@ from torch import nn
 
 from hpctrain import comm
 from hpctrain.convert import attention, chains, encoder, huggingface, norms, products, tables
+from hpctrain.convert.first_steps import FirstSteps
 from hpctrain.convert.gradients import mark_gradients
 from hpctrain.convert.initial import check_buffers, give_buffers
 from hpctrain.convert.optimizers import watch_optimizers
 from hpctrain.convert.plain import altered
 from hpctrain.convert.plan import Plan, Refused
 from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
+from hpctrain.convert.wrappers import refuse_ddp
 from hpctrain.layers.parameter import drawn_key
 
 # What divides a module of exactly this type. The units of Hugging Face go by name, as transformers need not be there.
@@ -40,7 +42,9 @@ _UNITS = {
 }
 
 
-def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] = ()) -> nn.Module:
+def parallelize(
+    model: nn.Module, grid, replicate: list[str] | tuple[str, ...] = (), check_steps: int = 3
+) -> nn.Module:  # fmt: skip
     """Divide a model's weights and work over the tensor axis of `grid`, in place; returns the model.
 
     Every rank runs the same script with the same model, seed and batch (along the data axis: its own batch), and gets
@@ -60,7 +64,8 @@ def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] =
 
     In a loop of one's own, torch's clip_grad_norm_ and GradScaler, and norms and sums of gradients, are of the whole
     gradient; every rank must call them. What else would be that of a part is refused: other reductions and products of
-    gradients, optimizers that mix the elements of a weight (LBFGS, Adafactor, Muon), replicas without `sync`.
+    gradients, optimizers that mix the elements of a weight (LBFGS, Adafactor, Muon), replicas without `sync`, torch's
+    DistributedDataParallel.
 
     Divided are: nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.MultiheadAttention,
     nn.TransformerEncoderLayer and DecoderLayer, nn.Conv*d, nn.BatchNorm*d, and Hugging Face's GPT-2 and Llama. Modules
@@ -74,6 +79,13 @@ def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] =
     Args:
         replicate: modules to leave whole on every rank: paths, patterns of paths ("blocks.*.gate") or names of types;
             with all that is in them.
+        check_steps: calls of the model in which the ranks of the tensor axis compare what they do: the inputs, the
+            order of its modules, the generators that it draws from, the gradients that reach its outputs. Costs a small
+            message for each call of a module meanwhile; 0 leaves it out. Where they differ, all of them raise
+            ValueError.
+
+    From here on a watchdog ends the job where an operation of communication takes longer than HPCTRAIN_WATCHDOG seconds
+    (600; 0 is never), as where only some ranks call the model, and every rank that waits says for whom.
 
     Raises:
         ValueError: on every rank, before anything is changed: when a module can be neither divided nor left as it is,
@@ -81,11 +93,14 @@ def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] =
             that cannot be divided, the ranks' weights differ, an entry of `replicate` matches nothing, or the grid has
             a pipeline axis.
     """
+    if not isinstance(check_steps, int) or isinstance(check_steps, bool) or check_steps < 0:
+        raise ValueError(f"check_steps must be an integer of at least 0, got {check_steps!r}")
     if grid.pipeline.size > 1:
         raise ValueError(
             f"parallelize divides over the tensor and data axes, got a grid with pipeline={grid.pipeline.size};"
             " set pipeline=1, or build the model from ht.models with stages"
         )
+    comm.start_watchdog(grid)
     with comm.together(grid.comm):
         if hasattr(model, "hpctrain_grid"):
             raise ValueError("the model is already parallelized")
@@ -102,6 +117,9 @@ def parallelize(model: nn.Module, grid, replicate: list[str] | tuple[str, ...] =
             give_buffers(module)
     mark_gradients(model, grid)
     watch_optimizers()
+    refuse_ddp(model)
+    if check_steps and grid.tensor.size > 1:
+        FirstSteps(model, grid, plan.claimed, check_steps)
     model.hpctrain_grid = grid
     return model
 

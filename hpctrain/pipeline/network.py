@@ -9,7 +9,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.pipeline.schedules import Schedule
-from hpctrain.randomness import Key
+from hpctrain.randomness import Key, generator_states
 from hpctrain.shard import Shard
 
 
@@ -51,7 +51,8 @@ class Network(torch.nn.Module):
     Raises:
         ValueError: on every rank, for a schedule with token slices or versions of weights, and when stages are missing,
             an edge has no shape or is not of floating point numbers, two stages share a parameter, a stage of plain
-            torch meets a tensor axis, or one has torch's dropout or, with replicas, batch norm.
+            torch meets a tensor axis, or one has torch's dropout or, with replicas, batch norm. In the trainer's first
+            step, when a stage draws random numbers in training.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class Network(torch.nn.Module):
         super().__init__()
         self.graph, self.placement, self.device = schedule.graph, schedule.placement, device
         self._shape = shape
+        self._drawing: dict[int, str] = {}  # stages, and the generators from which they drew in training
+        self._checked, self._world = False, grid.comm
         if schedule.slices > 1 or schedule.delayed:
             raise ValueError(
                 f"schedule {schedule.name} cuts microbatches or keeps several versions of weights, which a Network "
@@ -135,10 +138,36 @@ class Network(torch.nn.Module):
         x, target = microbatch
         arguments = inputs if self.graph.into[stage] else [x]
         if not self.graph.out[stage]:
-            return self.stage[str(stage)](*arguments, target)
-        y = self.stage[str(stage)](*arguments)
+            return self._call(stage, *arguments, target)
+        y = self._call(stage, *arguments)
         self._check(stage, y, microbatch)
         return y
+
+    def _call(self, stage, *arguments):
+        if self._checked or not self.training:
+            return self.stage[str(stage)](*arguments)
+        before = generator_states()
+        y = self.stage[str(stage)](*arguments)
+        if drawn := [name for name, state in generator_states().items() if state != before.get(name)]:
+            self._drawing[stage] = drawn[0]
+        return y
+
+    def check_draws(self) -> None:
+        """After the first step, before its update: refuse stages that drew numbers which depend on the grid.
+
+        Raises:
+            ValueError: on every rank. Collective the first time, and nothing later.
+        """
+        if self._checked:
+            return
+        with comm.together(self._world):
+            for stage, generator in self._drawing.items():
+                raise ValueError(
+                    f"stage {stage} draws random numbers from the generator of {generator} in training, as F.dropout "
+                    "and StochasticDepth do, which would be others on another grid; leave it out, or draw in the stage "
+                    "by hpctrain.Key, as hpctrain.layers.Dropout does"
+                )
+        self._checked = True
 
     def _check(self, stage: int, y, microbatch) -> None:
         """What leaves is what the other ranks make room for."""

@@ -112,6 +112,8 @@ class Trainer(step.Trainer):
             return self._totals([loss / len(self.schedule.updates) for loss in losses])
         work = self._work(microbatches, self.slices, self.replicas.loss_scale)
         losses = self._train.run(work, self._last_backward)
+        if hasattr(self.model, "check_draws"):
+            self.model.check_draws()
         return self._update(losses)
 
     def _check_number(self, microbatches):

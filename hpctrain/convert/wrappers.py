@@ -1,0 +1,34 @@
+"""torch's DistributedDataParallel around a parallelized model, as accelerate puts it there, is refused.
+
+It would overwrite every rank's parts of the weights by those of rank 0, and sum their gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_TEXT = (
+    "torch's DistributedDataParallel would take the parts of weights that the ranks hold for replicas of one model, "
+    "but ht.parallelize divided them; for replicas use the data axis of the grid, as in ht.Grid(data=2, tensor=4), and "
+    "ht.sync(model) after backward. accelerate, Hugging Face's Trainer and Lightning put it there where MASTER_ADDR or "
+    "WORLD_SIZE are set: unset them, or run one device"
+)
+
+
+class _Refusal:
+    """In the place of the names that DistributedDataParallel is to ignore, which it reads first."""
+
+    def __iter__(self):
+        raise ValueError(_TEXT)
+
+
+def refuse_ddp(model: torch.nn.Module) -> None:
+    """Around the model or one of its modules when it is made; around what holds the model, when that is called."""
+    for module in model.modules():
+        module._ddp_params_and_buffers_to_ignore = _Refusal()
+    model.register_forward_pre_hook(_check)
+
+
+def _check(model, arguments) -> None:
+    if not torch.compiler.is_compiling() and torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        raise ValueError(_TEXT)

@@ -1,0 +1,36 @@
+"""Scripts of one's own: where some ranks call the model and others do not, the job ends, and says where."""
+
+import re
+import sys
+
+import pytest
+
+CALLED_ON_ONE_RANK = """
+import time, torch, hpctrain as ht
+torch.manual_seed(0)
+model = ht.parallelize(torch.nn.Linear(2, 2), ht.Grid(tensor=2), check_steps=STEPS)
+if model.hpctrain_grid.rank == 0:
+    model(torch.ones(1, 2))
+else:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("check_steps", [0, 3])
+def test_a_model_called_on_one_rank_ends_the_job(start, tmp_path, check_steps):
+    """No watchdog was asked for: scripts of one's own have one."""
+    script = tmp_path / "script.py"
+    script.write_text(CALLED_ON_ONE_RANK.replace("STEPS", str(check_steps)))
+    ended = start(2, sys.executable, "-m", "mpi4py", str(script), HPCTRAIN_WATCHDOG="1.5").wait(50)
+    assert ended.status != 0
+    told = r"hpctrain: rank 0 of 2 \(.*\) is stuck: .* along x\+y\+z has taken \d+ s, it waits for rank 1 \("
+    assert re.search(told, ended.output)
+
+
+def test_watchdog_of_no_number(start, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CALLED_ON_ONE_RANK.replace("STEPS", "3"))
+    ended = start(2, sys.executable, "-m", "mpi4py", str(script), HPCTRAIN_WATCHDOG="ten").wait(50)
+    told = "ValueError: HPCTRAIN_WATCHDOG must be a number of seconds, or 0 for no watchdog, got 'ten'"
+    assert ended.status != 0
+    assert told in ended.output
