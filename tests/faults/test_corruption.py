@@ -20,7 +20,7 @@ import pytest
 import torch
 from checkpoint_checks import Alone, Numbers
 
-from hpctrain.train.checkpoint import Checkpointer, Corrupt, checks, folder, index, shards
+from hpctrain.train.checkpoint import Checkpointer, Corrupt, checks, folder, index, load, shards
 from hpctrain.train.checkpoint.verify import verify
 
 SIZES = ((3,), (7, 5))
@@ -224,6 +224,32 @@ def test_a_manifest_that_lies(root, caplog, name, lie):
         assert str(root / "step-2") in str(found.value)
         assert resumed(root) == (1, True)
     assert "step-2" in caplog.text
+
+
+@pytest.mark.parametrize("lie", COUNTS)
+def test_memory_that_no_file_fills(root, lie):
+    """A manifest that lacks a piece, with all checksums as they then are: nothing is left as it was allocated."""
+    path = root / "step-2"
+
+    def without(values):
+        COUNTS[lie](values)
+        places = sorted((p["start"], p["stop"]) for pieces in _first(values)["pieces"].values() for p in pieces)
+        _first(values)["crc32"] = checks.rest(path / SHARDS, (path / SHARDS).stat().st_size, places)
+
+    rewrite(path, without)
+    with pytest.raises(Corrupt, match="step-2/manifest.json: the files hold 0 of 3 elements of 0/float32.0"):
+        load.load(index.read(path), Numbers(9, SIZES))
+    assert resumed(root) == (1, True)
+
+
+def test_a_part_outside_of_the_checkpoint(root):
+    """Right in all but its place."""
+    path = root / "step-2"
+    (path / "ranks-00000").rename(root / "ranks-00000")
+    rewrite(path, lambda values: _part(values).update(name="../ranks-00000/manifest.json"), "manifest.json")
+    with pytest.raises(Corrupt, match="step-2/manifest.json: '../ranks-00000/manifest.json' is not the name of a part"):
+        index.read(path)
+    assert resumed(root) == (1, True)
 
 
 TABLES = {
