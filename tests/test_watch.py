@@ -28,6 +28,12 @@ def test_an_operation_that_ends_in_its_grace_is_forgiven(after):
     assert looks(*seen) == [(110.5, "report")]
 
 
+def test_the_next_one_that_is_stuck_is_reported_too():
+    second = (111.0, 10.0, "data", "all_reduce", None)
+    seen = [(100.5 + n, STUCK) for n in range(11)] + [(111.5 + n, second) for n in range(13)]
+    assert looks(*seen) == [(110.5, "report"), (121.5, "report"), (123.5, "abort")]
+
+
 def test_each_operation_has_its_own_age():
     """A new one, equal to the last, begins every five seconds."""
     operations = [(100.0 + 5 * n, 10.0, "data", "all_reduce", None) for n in range(8)]
