@@ -40,6 +40,11 @@ CASES = {
         rows(sum(a.rank + s + 1 for s in range(a.size)), a),
         lambda x: f.all_to_all(x, a, *[tuple(a.rank + s + 1 for s in range(a.size))] * 2),
     ),
+    "all_to_all one way": lambda a: (
+        # every rank sends s + 1 rows to rank s
+        rows(sum(range(a.size + 1)), a),
+        lambda x: f.all_to_all(x, a, tuple(range(1, a.size + 1)), (a.rank + 1,) * a.size),
+    ),
 }
 
 
