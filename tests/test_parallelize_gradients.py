@@ -269,3 +269,15 @@ def test_weights_that_thaw(world):
         m(numbers(2, 3)).square().sum().backward()
     norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (serial, model)]
     torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)
+
+
+def test_what_is_changed_in_place_stays_itself(world):
+    """The state of an optimizer does not become a gradient because one is added to it."""
+    torch.manual_seed(0)
+    model = ht.parallelize(nn.Linear(3, 8).double(), ht.Grid(tensor=world.size))
+    model(numbers(2, 3)).square().sum().backward()
+    gradient = model.weight.grad
+    state = torch.zeros(gradient.shape, dtype=torch.float64)
+    for changed in (state.add_(gradient), torch.mul(gradient, 2, out=state), state.lerp_(gradient, 0.5)):
+        assert changed is state
+    assert gradient.mul_(2) is gradient
