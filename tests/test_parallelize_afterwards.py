@@ -128,3 +128,12 @@ def test_attention_alone_with_its_output_whole(world):
         for grid in tensor_grids(world):
             run = lambda model, x: model(x, x, x)  # noqa: E731
             compare(make, grid, [numbers(5, 6)], run, replicate=["out_proj"])
+
+
+def test_changes_of_a_module_that_is_whole(world):
+    """It is as any other of torch's."""
+    grid = ht.Grid(tensor=world.size)
+    serial, model = network(), ht.parallelize(network(), grid, replicate=["0"])
+    for m in (serial, model):
+        parametrizations.weight_norm(m[0])
+    torch.testing.assert_close(model(*SOME), serial(*SOME), **CLOSE)

@@ -8,7 +8,7 @@ import copy
 import torch
 
 from hpctrain.convert.refusals import refused, unpicklable
-from hpctrain.convert.sharded import ShardedParameter, attach, local, whole
+from hpctrain.convert.sharded import ReplicatedParameter, ShardedParameter, attach, local, whole
 
 
 class Divided:
@@ -112,6 +112,8 @@ def _same_division(parameter, held) -> bool:
     """Whether a weight may be shared with another module, as `head.weight = table.weight`."""
     if parameter is held:
         return True
+    if isinstance(parameter, ReplicatedParameter) and isinstance(held, ReplicatedParameter):
+        return parameter.shard == held.shard
     if not (isinstance(parameter, ShardedParameter) and isinstance(held, ShardedParameter)):
         return False
     mine, other = held.division, parameter.division

@@ -111,10 +111,13 @@ class ReplicatedParameter(torch.nn.Parameter):
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
-            copied = super().__deepcopy__({})
-            copied.shard, copied.whole_shape = self.shard, self.whole_shape
-            memo[id(self)] = copied
+            copied = memo[id(self)] = super().__deepcopy__({})
+            copied.__dict__.update({key: value for key, value in vars(self).items() if key in ("shard", "whole_shape")})
         return memo[id(self)]
+
+    def detach(self):
+        is_new = sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__  # which wants the same type
+        return super().detach().as_subclass(ReplicatedParameter if is_new else torch.Tensor)
 
 
 class ShardedTensor(Sharded, torch.Tensor):
