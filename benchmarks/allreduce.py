@@ -23,6 +23,7 @@ import time
 from functools import partial
 
 import numpy as np
+import pairs
 import torch
 import torch.distributed as dist
 from gloo import gloo
@@ -134,7 +135,7 @@ def main():
                     case=f"{name}, {label(nbytes)}, {world.size} ranks", peer=peer,
                     ours=round(1e6 * statistics.median(times[name]), 1),
                     theirs=round(1e6 * statistics.median(times[peer]), 1), unit="us",
-                    ratio=round(statistics.median(b / a for a, b in zip(times[name], times[peer])), 3),
+                    **pairs.compared(times[name], times[peer]),
                     goal=goal(name, peer, nbytes),
                 )  # fmt: skip
     gamma = seconds_a_byte_added()

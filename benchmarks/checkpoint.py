@@ -21,6 +21,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import pairs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -133,14 +134,15 @@ def main():
             ("save", "save", "SHA-256 alone", "sha", None),
             ("load", "load", "torch DCP", "dcp load", 0.9),
         ]:
-            report(f"{what}, {case}", peer, rate[mine], rate[other], "MiB/s", rate[mine] / rate[other], goal)
-        stall, whole = median["stall"], median["save"]
-        report(f"stall, {case}", "blocking save", stall, whole, "s", whole / stall, 10)
+            ratio = pairs.compared(seconds[mine], seconds[other])
+            report(f"{what}, {case}", peer, rate[mine], rate[other], "MiB/s", ratio, goal)
+        ratio = pairs.compared(seconds["stall"], seconds["save"])
+        report(f"stall, {case}", "blocking save", median["stall"], median["save"], "s", ratio, 10)
     dist.destroy_process_group()
 
 
 def report(case, peer, ours, theirs, unit, ratio, goal):
-    values = {"ours": round(ours, 4), "theirs": round(theirs, 4), "unit": unit, "ratio": round(ratio, 3), "goal": goal}
+    values = {"ours": round(ours, 4), "theirs": round(theirs, 4), "unit": unit, **ratio, "goal": goal}
     print(json.dumps({"benchmark": "checkpoint", "case": case, "peer": peer, **values}), flush=True)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pairs
 from mpi4py import MPI
 
 from hpctrain.data import ShardedTokens, pack
@@ -118,7 +119,7 @@ def compare(world, folder, rounds):
                 "benchmark": "hdf5", "case": f"{case}, {world.size} ranks", "peer": "numpy.memmap",
                 "ours": round(rates[name], 3), "theirs": round(rates["memmap"], 3),
                 "unit": "samples/s" if kind == "shuffled" else "GiB/s",
-                "ratio": round(rates[name] / rates["memmap"], 3),
+                **pairs.compared(times[kind, name], times[kind, "memmap"]),
                 "goal": round(GOALS[case], 3) if case in GOALS else None,
             }  # fmt: skip
             if world.rank == 0:

@@ -31,6 +31,8 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pairs
+
 ROOT = Path(__file__).parents[1]
 SIZES = {1024: 30, 2048: 15, 4096: 8}  # rounds of each
 OURS = {
@@ -249,8 +251,11 @@ def interleaved(rounds, sides):
 
 
 def report(case, peer, ours, theirs, unit, ratio, goal):
+    """`ratio`: a number, None, or the members that `pairs.compared` gives."""
     line = {"benchmark": "matmul", "case": case, "peer": peer, "ours": ours, "theirs": theirs, "unit": unit}
-    print(json.dumps({**line, "ratio": ratio and round(ratio, 3), "goal": goal}), flush=True)
+    if not isinstance(ratio, dict):
+        ratio = {"ratio": ratio and round(ratio, 3)}
+    print(json.dumps({**line, **ratio, "goal": goal}), flush=True)
 
 
 def compare(n, dtype, ranks, jobs, rounds):
@@ -264,7 +269,7 @@ def compare(n, dtype, ranks, jobs, rounds):
         return round(2 * n**3 / middle[name] / 1e9, 1)
 
     def beside(mine, peer, label, goal):
-        ratio = statistics.median(b / a for a, b in zip(seconds[mine], seconds[peer]))
+        ratio = pairs.compared(seconds[mine], seconds[peer])
         grid = "x".join(map(str, OURS[ranks][mine]))
         of = "" if dtype == "float32" else f" {dtype}"
         report(f"n={n}{of}, {ranks} ranks, {mine} {grid}", label, speed(mine), speed(peer), "GFLOP/s", ratio, goal)

@@ -19,7 +19,8 @@ Both sides live in the same processes: every rank holds an MPI and a gloo commun
 (layers 4, vocabulary 4096), initial weights, batch and fused AdamW, and takes a step of ours, then one of theirs, …
 Neither side clips. --matmul medium gives both sides oneDNN's faster float32 products. Prints one JSON object a line;
 `ratio` is the median over the pairs of steps of theirs / ours in seconds, so above 1 ours is faster: the speed of a
-shared machine drifts, and the steps of a pair see the same of it. `least` is their fastest step by our fastest, which
+shared machine drifts, and the steps of a pair see the same of it. The seconds of both are in `ours_samples` and
+`theirs_samples`; benchmarks/tables.py makes the tables of them. `least` is their fastest step by our fastest, which
 others on the machine disturb least. `losses_differ` is the relative difference of the losses in the [first, last] step.
 A peer that cannot be imported has `absent`, the reason, instead of figures.
 
@@ -36,6 +37,7 @@ import sys
 import threading
 import time
 
+import pairs
 import torch
 from gloo import gloo
 from mpi4py import MPI
@@ -101,7 +103,8 @@ def ours(method, shape, batch, messages):
     """A function that takes a step and returns the loss, and one that gives the whole weights, on every rank."""
     ranks = MPI.COMM_WORLD.size
     grid = ht.Grid(tensor=ranks) if method == "tensor" else ht.Grid(data=ranks)
-    grid.data.one_node &= not messages
+    for axis in (grid.data, *grid.planes()):
+        axis.one_node &= not messages
     model = GPT2(grid, _sizes(shape), key=ht.Key(0), dtype=torch.float32)
     optimizer = adamw(model.parameters(), 0.01)
     replicas = make(Replicas("ddp" if method == "tensor" else method), model, grid, optimizer)
@@ -158,7 +161,7 @@ def compared(peer, shape, steps, messages):
         "ours": round(tokens / statistics.median(mine)),
         "theirs": round(tokens / statistics.median(theirs)),
         "unit": "tokens/s",
-        "ratio": round(statistics.median(b / a for a, b in zip(mine, theirs)), 3),
+        **pairs.compared(mine, theirs),
         "least": round(min(theirs) / min(mine), 3),
         "losses_differ": [float(f"{difference:.1e}") for difference in (first, last)],
     }
@@ -198,7 +201,7 @@ def main():
     parser.add_argument("--shapes", default="base,communication-heavy", help="of: " + ", ".join(SHAPES))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--matmul", default="highest", choices=["highest", "high", "medium"])
-    parser.add_argument("--messages", action="store_true", help="our sums by messages instead of shared memory")
+    parser.add_argument("--messages", action="store_true", help="of ours, on all axes, instead of shared memory")
     parser.add_argument("--memory", choices=["ours", "theirs"], help="of one peer: memory instead of time")
     options = parser.parse_args()
     torch.set_num_threads(1)

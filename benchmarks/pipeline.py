@@ -13,7 +13,8 @@ Model, batch and optimizer are those of benchmarks/peers.py, embeddings untied, 
 same processes, one BLAS thread each, and have the same initial weights, microbatches and blocks a stage. A round is one
 step of every entry; `ratio` is the median over the rounds of theirs / ours in seconds, `least` their fastest step by
 our fastest, which others on the machine disturb least. `ours` and `theirs` are medians. "best" takes of each side the
-entry with the fastest step. Prints one JSON object a line.
+entry with the fastest step, of those that hold every weight once: Chimera has two copies of the model.
+Prints one JSON object a line.
 
 The lines of memory and time have the simulator's prediction as `theirs`, in MiB on the rank that holds most and in ms;
 `ratio` is predicted / measured. The step is the fastest one, costs are those of the fastest forward, backward, …:
@@ -29,6 +30,7 @@ import statistics
 import sys
 import time
 
+import pairs
 import torch
 from gloo import gloo
 from mpi4py import MPI
@@ -49,6 +51,7 @@ SIZES = SHAPES["base"]
 SHAPE = GPT2Shape(LAYERS, SIZES["width"], HEADS, SIZES["context"], VOCABULARY, tied=False)
 CUTS = {2: [(2, 2), (3, 1)], 4: [(1, 1, 1, 1)]}  # of as many stages; the head costs as much as a block and a half
 OURS = ("gpipe", "1f1b", "zb-h1", "chimera", "interleaved", "zb-v")
+TWICE = ("chimera",)  # these hold every weight on two ranks
 PEERS = {"torch": ("gpipe", "1f1b", "interleaved", "zb-v"), "deepspeed": ("1f1b",)}
 NAMES = {"torch": "torch pipelining", "deepspeed": "DeepSpeed PipelineModule"}
 
@@ -143,7 +146,7 @@ def compare(grid, batch, peers, seconds):
             "ours": round(tokens / statistics.median(mine)),
             "theirs": round(tokens / statistics.median(theirs)),
             "unit": "tokens/s",
-            "ratio": round(statistics.median(b / a for a, b in zip(mine, theirs)), 3),
+            **pairs.compared(mine, theirs),
             "least": round(min(theirs) / min(mine), 3),
             "goal": goal,
         }
@@ -158,8 +161,9 @@ def compare(grid, batch, peers, seconds):
             mine = times[peer, name, cut]
             found = {"ours": round(tokens / statistics.median(mine)), "unit": "tokens/s"}
             yield {"case": _case(name, cut), "peer": None} | found | {"fastest step": round(min(mine), 3)}
+    once = [entry for entry in times if entry[1] not in TWICE]
     best = {
-        side: min((e for e in times if (e[0] == "ours") == (side == "ours")), key=lambda e: min(times[e]))
+        side: min((e for e in once if (e[0] == "ours") == (side == "ours")), key=lambda e: min(times[e]))
         for side in ("ours", "theirs")
     }
     (_, *mine), (peer, *theirs) = best.values()

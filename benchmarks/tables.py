@@ -1,0 +1,286 @@
+"""Write the tables of README.md and benchmarks/README.md from the lines in benchmarks/results.
+
+    python benchmarks/tables.py              writes what lies between <!-- table NAME --> and <!-- end -->
+    python benchmarks/tables.py --machine    says of this machine that the lines are from it, then does the same
+    python benchmarks/tables.py --check      writes nothing; status 1, and the file's name, where it would differ
+
+One rule makes every figure: the median over the pairs of theirs / ours in seconds, above 1 where hpctrain is faster,
+and in brackets the interval in which 95 of 100 medians lie when the pairs are drawn again (bootstrap). Where it holds 1
+the two are equal within noise. Of lines that keep no pairs (†) there is the ratio alone.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+from pairs import interval
+
+ROOT = Path(__file__).parents[1]
+TEXTS = ("README.md", "benchmarks/README.md")
+MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NO_PAIRS = "†"
+
+
+def lines(name):
+    """The lines of a file of results, but for those that say that a peer was absent, which have no figures."""
+    text = (ROOT / f"benchmarks/results/{name}.jsonl").read_text(encoding="utf-8")
+    found = [json.loads(line) for line in text.splitlines()]
+    return [line for line in found if "absent" not in line and line.get("ratio", 0) is not None]
+
+
+def figure(line):
+    """
+    >>> figure({"ratio": 1.0512})
+    '1.05 †'
+    >>> figure({"ratio": 2.0, "ours_samples": [1, 1, 1], "theirs_samples": [2, 2, 2]})
+    '2.00 (2.00–2.00)'
+    >>> figure({"ratio": 1.0, "ours_samples": [1, 1, 1], "theirs_samples": [0.9, 1, 1.1]})
+    'equal within noise (0.90–1.10)'
+    """
+    if "ours_samples" not in line:
+        return f"{line['ratio']:.2f} {NO_PAIRS}"
+    return median([b / a for a, b in zip(line["ours_samples"], line["theirs_samples"])])
+
+
+def median(ratios):
+    low, high = interval(ratios)
+    said = "equal within noise" if low <= 1 <= high else f"{statistics.median(ratios):.2f}"
+    return f"{said} ({low:.2f}–{high:.2f})"
+
+
+def table(header, rows):
+    """Markdown; a cell that is None is empty."""
+    text = [header, ["---"] * len(header), *([cell or "" for cell in row] for row in rows)]
+    return "".join("| " + " | ".join(row) + " |\n" for row in text)
+
+
+def cells(found, row_of, column_of):
+    """{row: {column: figure}} in the order of the lines. A later line takes an earlier one's place."""
+    made = {}
+    for line in found:
+        made.setdefault(row_of(line), {})[column_of(line)] = figure(line)
+    return made
+
+
+def pivot(found, row_of, column_of, titles, columns=None):
+    made = cells(found, row_of, column_of)
+    columns = columns or sorted({column for row in made.values() for column in row})
+    header = [*titles, *map(str, columns)]
+    return table(header, ([*row, *(each.get(column) for column in columns)] for row, each in made.items()))
+
+
+# One function a table -----------------------------------------------------------------------------------------------
+
+PEERS = {
+    "ddp": ("data parallel", "torch's DDP"),
+    "zero-redundancy": ("ZeRO-1", "torch's ZeroRedundancyOptimizer"),
+    "deepspeed-1": ("ZeRO-1", "DeepSpeed's"),
+    "fsdp2": ("ZeRO-2", "torch's FSDP2 that keeps its weights"),
+    "deepspeed-2": ("ZeRO-2", "DeepSpeed's"),
+    "fsdp2-reshard": ("ZeRO-3", "torch's FSDP2 that frees them"),
+    "deepspeed-3": ("ZeRO-3", "DeepSpeed's"),
+    "tensor": ("tensor parallel", "torch's"),
+    "megatron": ("tensor parallel, sequence-parallel norms", "Megatron-core's, whole norms on every rank"),
+}
+WIDTHS = {"base": "256", "communication-heavy": "512"}
+
+
+def machine():
+    (found,) = lines("machine")
+    return table(["measured on", ""], ([name, str(value)] for name, value in found.items() if name != "benchmark"))
+
+
+def peers():
+    def row(line):
+        shape, _, way, _ = line["case"].split(", ")
+        return WIDTHS[shape], *PEERS[line["peer"]], way.split(" by ")[1]
+
+    def ranks(line):
+        return line["case"].split(", ")[1]
+
+    return pivot(lines("peers"), row, ranks, ["width", "ours", "theirs, over gloo", "our transport"])
+
+
+def summary():
+    """The first shape of the table of peers, short."""
+    found = [line for line in lines("peers") if line["case"].startswith("base, ")]
+
+    def way(line):
+        return ", ".join([line["case"].split(", ")[1], line["case"].split(" by ")[1].split(",")[0]])
+
+    return pivot(found, lambda line: PEERS[line["peer"]], way, ["ours", "theirs, over gloo"])
+
+
+def memory():
+    made = {}
+    for line in lines("peers_memory"):
+        key = *PEERS[line["peer"]], ", ".join(line["case"].split(", ")[:2])
+        made.setdefault(key, {})[line["side"]] = f"{line['peak_mib']:.0f}"
+    rows = ([*key, each.get("ours"), each.get("theirs")] for key, each in made.items())
+    return table(["ours", "theirs", "shape", "our MiB", "their MiB"], rows)
+
+
+def pipeline():
+    """Chimera is left out: it holds every weight twice, and no peer does."""
+    found = [line for line in lines("pipeline") if line["peer"] not in (None, "simulator")]
+    found = [line for line in found if "chimera" not in line["case"]]
+    return pivot(found, lambda line: (line["case"],), lambda line: line["peer"], ["schedule"])
+
+
+def simulator():
+    rows = []
+    for what in ("step time", "peak activation memory"):
+        ratios = [line["ratio"] for line in lines("pipeline") if line["case"].startswith(what)]
+        rows.append([what, str(len(ratios)), f"{min(ratios):.2f} to {max(ratios):.2f}"])
+    return table(["simulated / measured", "schedules and cuts", "least to most"], rows)
+
+
+def matmul():
+    """Of ours the algorithm that was the fastest of the case, by the line that names the best of all."""
+    found, best = lines("matmul"), {}
+    for line in found:
+        if line["peer"].startswith("best of all"):
+            case, algorithm = line["case"].rsplit(", ", 1)
+            best[case] = algorithm
+    chosen = [
+        line
+        for line in found
+        if not line["peer"].startswith(("best of all", "least", "lower")) and line["case"].rsplit(", ", 1)[0] in best
+    ]
+
+    def row(line):
+        case, algorithm = line["case"].rsplit(", ", 1)
+        return (case, algorithm) if algorithm == best[case] else None
+
+    return pivot([line for line in chosen if row(line)], row, lambda line: line["peer"], ["n, ranks", "ours, fastest"])
+
+
+def words():
+    found = [line for line in lines("matmul") if line["peer"] == "lower bound"]
+    rows = ([*line["case"].rsplit(", ", 1), f"{1 / line['ratio']:.2f}"] for line in found)
+    return table(["n, ranks", "algorithm", "words received / lower bound"], rows)
+
+
+def allreduce():
+    found = [line for line in lines("allreduce") if line["case"].startswith("auto, ") and line["peer"] == "Open MPI"]
+
+    def both(line):
+        return f"{figure(line)}: {line['ours']:g} / {line['theirs']:g}"
+
+    made = {}
+    for line in found:
+        _, size, ranks = line["case"].split(", ")
+        made.setdefault(size, {})[ranks] = both(line)
+    columns = sorted({ranks for each in made.values() for ranks in each})
+    rows = ([size, *(each.get(ranks) for ranks in columns)] for size, each in made.items())
+    return table(["sum of", *(f"{ranks}: ratio: µs of ours / Open MPI" for ranks in columns)], rows)
+
+
+def weak_scaling():
+    rows = []
+    for line in lines("weak_scaling"):
+        rows.append([line["case"], "more ranks than cores" if line["efficiency"] is None else median(line["rounds"])])
+    return table(["axis", "efficiency, the same work a rank"], rows)
+
+
+def hidden():
+    rows = (
+        [line["case"], f"{100 * line['sums'] / line['during']:.0f} %", f"{line['hidden']:.2f}"]
+        for line in lines("hidden")
+    )
+    return table(["case", "sums alone / step", "part of them that backward hides"], rows)
+
+
+def equality():
+    rows = []
+    for name in ("equivalence", "equivalence-algorithms", "equivalence_replicas"):
+        found = lines(name)
+        runs = sum(line.get("runs", 1) for line in found)
+        largest = max(line["largest_relative_difference"] for line in found)
+        rows.append([name, str(len(found)), str(runs), f"{largest:.1e}"])
+    return table(["results", "cases", "runs", "largest relative difference from one rank"], rows)
+
+
+def hdf5():
+    found = [line for line in lines("hdf5") if "peer" in line]
+
+    def kind(line):
+        return (line["case"].rsplit(", ", 1)[0],)
+
+    return pivot(found, kind, lambda line: line["case"].rsplit(", ", 1)[1], ["samples"])
+
+
+def reading():
+    found = [line for line in lines("hdf5") if "peer" not in line]
+    rows = ([line["case"], f"{100 * line['ours']:.2f} %"] for line in found)
+    return table(["case", "of the step"], rows)
+
+
+def checkpoint():
+    return pivot(lines("checkpoint"), lambda line: (line["case"],), lambda line: line["peer"], ["case"])
+
+
+TABLES = {
+    made.__name__: made
+    for made in (
+        machine, peers, summary, memory, pipeline, simulator, matmul, words, allreduce, weak_scaling, hidden, equality,
+        hdf5, reading, checkpoint,
+    )
+}  # fmt: skip
+
+
+def this_machine():
+    import torch
+    from mpi4py import MPI
+
+    from hpctrain import cores
+
+    processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    flags = {"avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
+    present = Path("/proc/cpuinfo").read_text().split()
+    return {
+        "processor": ", ".join([
+            processor[1] if processor else "unknown", *[name for flag, name in flags.items() if flag in present][:1]
+        ]),
+        "cores": cores.find().count,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "mpi": MPI.Get_library_version().split(",")[0],
+    }  # fmt: skip
+
+
+def filled(text):
+    """The text with every table made anew.
+
+    Raises:
+        KeyError: for a table that there is not.
+    """
+    return MARKED.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--machine", action="store_true")
+    options = parser.parse_args()
+    if options.machine:
+        line = json.dumps({"benchmark": "machine", **this_machine()})
+        (ROOT / "benchmarks/results/machine.jsonl").write_text(line + "\n", encoding="utf-8")
+    differ = 0
+    for name in TEXTS:
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        made = filled(text)
+        if made != text:
+            differ = 1
+            print(f"{name}: " + ("its tables differ from benchmarks/results" if options.check else "written"))
+            if not options.check:
+                path.write_text(made, encoding="utf-8")
+    return differ if options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
