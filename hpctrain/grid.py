@@ -67,6 +67,9 @@ class Axis:
     def __deepcopy__(self, memo):
         return self  # a copy of a model is on the same ranks
 
+    def __reduce_ex__(self, protocol):
+        raise ValueError("a grid of ranks cannot be pickled; of a model, save ht.gather_state_dict(model)")
+
     def __repr__(self):
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"
 

@@ -90,6 +90,8 @@ def test_state_dicts(world):
 def test_pickled(world):
     model = ht.parallelize(nn.ModuleList([network()]), ht.Grid(tensor=world.size))
     with pytest.raises(ValueError, match=r"the module 0 is divided .*: save ht\.gather_state_dict\(model\)"):
+        pickle.dumps(model[0])
+    with pytest.raises(ValueError, match=r"save ht\.gather_state_dict\(model\)"):
         pickle.dumps(model)
     with pytest.raises(ValueError, match=r"grid.* cannot be pickled"):
         pickle.dumps(model.hpctrain_grid)
