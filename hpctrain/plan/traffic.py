@@ -40,7 +40,8 @@ def step_traffic(
         algorithm: the matrix product of the layers.
         overlap: as in `layers.algorithm_of`.
         cut: blocks of each stage, by default as equal as can be.
-        method: of `replicas`: "ddp", "zero1", "zero2" or "zero3".
+        method: of `replicas`: "ddp", "zero1", "zero2" or "zero3"; to this one, where weights travel by messages, come 8
+            bytes from each other replica before each layer's forward and backward, and once a step.
     """
     plane = algorithm in ("cannon", "summa", "two_half_d")
     d, p, x, y, z = (grid[axis] for axis in ("data", "pipeline", "x", "y", "z"))
@@ -123,9 +124,10 @@ def step_traffic(
         shared = 0
     pipeline += shared if method == "ddp" else shared / d
 
-    scalars = 8  # the loss and the squared norm travel as float64
+    scalars = 8  # the loss and the squared norm travel as float64, as does what precedes each round of sums, or none
+    numbers = {"ddp": 1, "zero1": 2, "zero2": 2 + passes + 1, "zero3": 2 + passes + 1}[method]
     return {
-        "data": itemsize * data + 2 * part(d) * scalars * (1 if method == "ddp" else 2),
+        "data": itemsize * data + 2 * part(d) * scalars * numbers,
         "pipeline": itemsize * pipeline + 2 * part(p) * 2 * scalars,
         "tensor": itemsize * tensor + 2 * part(x * y * z) * 2 * scalars,
     }

@@ -41,6 +41,8 @@ class Method:
 
     def __init__(self, parameters, grid, optimizer: torch.optim.Optimizer | None = None):
         self.parameters, self.grid, self.optimizer = list(parameters), grid, optimizer
+        for parameter in self.parameters:
+            parameter.__dict__.pop("place", None)  # of an earlier method, for which a layer may put gradients off
 
     def clear(self) -> None:
         for parameter in self.parameters:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
+
 from hpctrain import comm
 from hpctrain.replicas.data_parallel import BUCKET_BYTES, grouped, sum_over_holders, summed_over
 from hpctrain.replicas.method import on_arrival
@@ -18,7 +20,10 @@ class Zero2(Spread):
 
     With m microbatches the gradients travel m times, where ZeRO-1 adds the microbatches up first.
 
-    Every replica's backwards must reach the same parameters.
+    Buckets are summed in rounds: all of them, in one order, each round after a number that says that there is one. What
+    a backward reaches, and how many backwards a replica has, decides when a rank starts a sum, never which comes next:
+    replicas may differ in both. A bucket that a backward fills in part waits, and all after it, for a later backward or
+    for `finish()`; until then their gradients are held whole.
 
     Args: as of `Zero1`.
     """
@@ -32,7 +37,8 @@ class Zero2(Spread):
         ]
         hand_over(optimizer, self._pieces())
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self._turn = 0  # of the buckets
+        self._turn = 0  # of the buckets, in a round
+        self._round = comm.done()  # how many ranks have another round
         self._summing: Range | None = None  # the bucket whose sum is under way
         for parameter in self.parameters:
             on_arrival(parameter, self._arrived)
@@ -45,18 +51,17 @@ class Zero2(Spread):
 
     def clear(self):
         super().clear()
-        self._settle()  # where the last backward failed on its way
-        self._turn = 0
+        self._turn = 0  # anew, where the last backward failed on its way
         for bucket in self.buckets:
             bucket.clear()
 
     def finish(self):
-        # What only some backwards reached is summed once more; the same buckets on all ranks.
-        for bucket in self.buckets:
-            if max(bucket.arrived.values(), default=0) > bucket.launches:
+        while self._turn:
+            self._launch_next()
+        while self.buckets and self._another_round():
+            for bucket in self.buckets:
                 self._launch(bucket)
         self._settle()
-        self._turn = 0
         for bucket in self.buckets:
             if not bucket.launches:
                 bucket.gradient.zero_()
@@ -67,12 +72,29 @@ class Zero2(Spread):
 
     def _arrived(self, parameter) -> None:
         self._bucket_of[parameter].arrived[parameter] += 1
-        # In turn, whatever the order of arrival: the other replicas must start the same sums in the same order.
-        while (bucket := self.buckets[self._turn]).full():
-            self._launch(bucket)
-            self._turn = (self._turn + 1) % len(self.buckets)
+        self._advance()
         if self._summing is not None:
             self._summing.work.test()  # MPI makes little progress by itself
+
+    def _advance(self) -> None:
+        """Start the sums of what is there."""
+        while self.buckets[self._turn].full():
+            self._launch_next()
+
+    def _another_round(self) -> bool:
+        """Whether any rank has gradients left that were not summed."""
+        self._begin_round(any(p.grad is not None for p in self.parameters))
+        return bool(self._round.wait())
+
+    def _begin_round(self, mine: bool) -> None:
+        self._round.wait()
+        self._round = comm.all_reduce_start(torch.tensor([mine], dtype=torch.float64), self.grid.data)
+
+    def _launch_next(self) -> None:
+        if self._turn == 0:
+            self._begin_round(True)
+        self._launch(self.buckets[self._turn])
+        self._turn = (self._turn + 1) % len(self.buckets)
 
     def _launch(self, bucket) -> None:
         self._settle()

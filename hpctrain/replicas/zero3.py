@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
 
 from hpctrain import comm
 from hpctrain.replicas.data_parallel import BUCKET_BYTES, grouped
@@ -26,11 +27,17 @@ class Zero3(Zero2):
     the whole model computes. Elsewhere, parameters have no memory to be read: use `with parameter.layer:`, collective
     over the data axis.
 
+    Where weights travel by messages a gather is a collective: all replicas must compute the same layers in the same
+    order, forward and backward, of which they may use different parameters. A number before each layer says whether
+    they do. Sums are then started where a backward comes to a layer, of those after it, which all replicas do at the
+    same place among the gathers.
+
     Args:
         model: whose `parameters()` the optimizer has; the other arguments are as of `Zero1`.
 
     Raises:
-        ValueError: on every rank, when the model's linear layers gather their weights ahead over z.
+        ValueError: on every rank, when the model's linear layers gather their weights ahead over z; from forward,
+            backward or `finish()`, when replicas compute different layers and weights travel by messages.
     """
 
     alike = False  # ranks hold different parts of the weights
@@ -43,7 +50,16 @@ class Zero3(Zero2):
         inside = {module: [p for p in module.parameters() if uses[p] == 1 and p.requires_grad] for module in modules}
         self._parameters_of = {**inside, model: [p for p in trained if uses[p] != 1]}
         super().__init__(trained, grid, optimizer, bucket_bytes, precision)
-        self._layers = [_Layer(self._buckets_of(parameters)) for parameters in self._parameters_of.values()]
+        self._by_messages = not (grid.data.one_node and all(p.is_cpu for p in trained))
+        self._tracker = ModuleTracker()
+        self._backwards = 0  # that came to what is outside of the layers, in this step
+        self._reached: list[_Layer] = []  # by the backward that is under way, and not left
+        names = {module: name or "the whole model" for name, module in model.named_modules()}
+        self._layers = [
+            _Layer(self, names[module], self._buckets_of(parameters))
+            for module, parameters in self._parameters_of.items()
+        ]
+        self._places = ["the end of a step", *(p for layer in self._layers for p in (layer.forward, layer.backward))]
         self._layer_of = {p: layer for layer in self._layers for b in layer.buckets for p in b.parameters}
         order = self._layers[:-1]  # the last one is what the model has outside of them
         first, last = (order[0], order[-1]) if order else (None, None)
@@ -58,7 +74,8 @@ class Zero3(Zero2):
         self.loaded()  # ranks that share the weights wrote all of them, which nobody may do when others have gone on
 
     def _groups(self, bucket_bytes):
-        for parameters in reversed(self._parameters_of.values()):
+        *layers, rest = self._parameters_of.values()  # the rest has gradients from both ends of backward
+        for parameters in [*reversed(layers), rest]:
             yield from grouped(reversed(parameters), self.grid, bucket_bytes)
 
     def _buckets_of(self, parameters):
@@ -71,8 +88,68 @@ class Zero3(Zero2):
         super()._arrived(parameter)
         self._layer_of[parameter].arrived(parameter)
 
+    def clear(self):
+        super().clear()
+        self._backwards = 0
+        self._release()  # where the last backward failed on its way
+
+    def in_backward(self) -> bool:
+        """Forward may run inside backward, where activations are computed once more."""
+        return self._tracker.is_bw
+
+    def forward_reaches(self) -> None:
+        """A forward that is no part of a backward comes to a layer: backwards are over."""
+        for layer in self._reached:
+            layer.release()
+        self._reached = []
+
+    def backward_reaches(self, layer: _Layer) -> None:
+        """Leave the layer before; start the sums of all that come before this layer's, on all ranks at the same place
+        among the gathers."""
+        around = self._layers[-1]
+        # What is around the layers is reached before or after the last of them, which may return the same tensor; what
+        # is reached again, is so by another backward.
+        left = [other for other in self._reached if other is layer or around not in (other, layer)]
+        for other in left:
+            other.release()
+        self._reached = [other for other in self._reached if other not in left] + [layer]
+        if not self._by_messages:
+            return
+        if layer is around:  # another backward begins
+            while self.buckets[-1].launches < self._backwards:
+                self._launch_next()
+            self._backwards += 1
+        else:
+            while self.buckets[self._turn] is not layer.first:
+                self._launch_next()
+
+    def _advance(self):
+        if not self._by_messages:
+            super()._advance()
+
     def finish(self):
+        self.come_to(self._places[0])
         super().finish()
+        self._release()
+
+    def come_to(self, place: str) -> None:
+        """Make sure that all replicas do, where what follows is a collective: of weights of one size, those of
+        different layers would be mixed."""
+        if not self._by_messages:
+            return
+        told = comm.all_gather(torch.tensor([self._places.index(place)]), self.grid.data).tolist()
+        if len(set(told)) > 1:
+            self._settle()  # what is under way is so on all replicas
+            self._release()
+            where = ", ".join(f"replica {told.index(p)} comes to {self._places[p]}" for p in dict.fromkeys(told))
+            raise ValueError(
+                "zero3 between nodes needs replicas that compute the same layers in the same order, equally often; "
+                f"{where}: compute every layer on all replicas, its output times 0 where it is not used, or choose "
+                "zero2, where replicas may differ"
+            )
+
+    def _release(self):
+        self._reached = []
         for layer in self._layers:
             layer.awaited.clear()
             layer.release()
@@ -88,17 +165,24 @@ class Zero3(Zero2):
 class _Layer:
     """The weights of a layer, gathered and freed together.
 
-    Attributes: `awaited`, how many gradients of each parameter are to come from backwards that have begun.
+    Attributes: `forward` and `backward`, what they are called; `first`, the first of its buckets to be summed;
+    `awaited`, how many gradients of each parameter are to come from backwards that have begun.
     """
 
-    def __init__(self, buckets):
-        self.buckets = buckets
+    def __init__(self, owner, name, buckets):
+        self.owner, self.buckets = owner, buckets
+        self.forward, self.backward = f"the forward of {name}", f"the backward of {name}"
+        self.first = next((bucket for bucket in owner.buckets if bucket in buckets), None)
         self.awaited: Counter = Counter()
+        # A gather is a collective: whether there is to be one depends on the layers that forward and backward came to,
+        # alike on all ranks, and not on gradients that a rank still waits for.
+        self._in_use = False
         self._gathers: list[comm.Work] | None = None  # None where the weights are not there
 
     def gather_start(self) -> None:
-        if self._gathers is None:
+        if not self._in_use:
             self._gathers = [bucket.weights.gather_start() for bucket in self.buckets]
+            self._in_use = True
 
     def gather(self) -> None:
         self.gather_start()
@@ -106,10 +190,14 @@ class _Layer:
             work.wait()
 
     def release(self) -> None:
-        if self._gathers is None:
+        self._in_use = False
+        self._free()
+
+    def _free(self) -> None:
+        if self._in_use or self._gathers is None or any(count > 0 for count in self.awaited.values()):
             return
-        self.gather()
-        for bucket in self.buckets:
+        for work, bucket in zip(self._gathers, self.buckets):
+            work.wait()
             bucket.weights.release()
         self._gathers = None
 
@@ -121,19 +209,23 @@ class _Layer:
 
     def arrived(self, parameter) -> None:
         self.awaited[parameter] -= 1
-        if not any(count > 0 for count in self.awaited.values()):
-            self.release()
+        self._free()
 
     def forward_hook(self, after: _Layer | None):
         def before_forward(module, arguments):
+            self.owner.come_to(self.forward)
+            if not self.owner.in_backward():
+                self.owner.forward_reaches()
             self.gather()
-            if after is not None and not self._computes_backward():
+            if after is not None and not self.owner.in_backward():
                 after.gather_start()
 
         return before_forward
 
     def output_hook(self, before: _Layer | None):
         def before_backward(gradient):
+            self.owner.come_to(self.backward)
+            self.owner.backward_reaches(self)
             self.gather()
             self.awaited.update(p for bucket in self.buckets for p in bucket.parameters)
             if before is not None:
@@ -143,14 +235,10 @@ class _Layer:
             given = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
             if (first := next(given, None)) is not None:
                 first.register_hook(before_backward)
-            if not self._computes_backward():
+            if not self.owner.in_backward():
                 self.release()
 
         return after_forward
-
-    def _computes_backward(self):
-        """Forward may run inside backward, where activations are computed once more."""
-        return any(count > 0 for count in self.awaited.values())
 
 
 class _Freed(Range):
