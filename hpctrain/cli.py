@@ -37,6 +37,7 @@ def train(options) -> int:
     limit_threads()
     from mpi4py import MPI
 
+    interrupts.take_over()
     world = MPI.COMM_WORLD
     interrupts.leads = world.rank == 0
     try:

@@ -39,11 +39,15 @@ class Interrupts:
         # Python's handlers wait for the end of a long operation; a thread need not
         signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(receiving,), name="hpctrain signals", daemon=True).start()
+        self.take_over()
+        atexit.register(_leave_in_peace)
+
+    def take_over(self) -> None:
+        """Once more after MPI has begun: Open MPI 5 takes SIGHUP, and does nothing with it."""
         for number in CODES:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note)
         signal.signal(signal.SIGUSR2, lambda *_: None)  # which the thread hears
-        atexit.register(_leave_in_peace)
 
     @property
     def code(self) -> int:

@@ -12,12 +12,12 @@ pytestmark = pytest.mark.job
 
 
 def test_stops(tmp_path):
-    kinds = "INT:group,TERM:mpirun,HUP:rank,TERM:timeout"
+    kinds = "INT:group,TERM:mpirun,HUP:rank"
     command = [sys.executable, "benchmarks/stops.py", "--moments", "1", "--kinds", kinds]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=220)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     told = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert len(told) == 8
+    assert len(told) == 6
     for stop, finished in zip(told[::2], told[1::2]):
         assert f"{stop['signal']}:{stop['to']}" in kinds
         assert (stop["status"], stop["saved"]) == (85, stop["last_step"])
