@@ -36,7 +36,7 @@ class State(Protocol):
     """What can be saved and loaded. ZeRO's flat shards are entries by way of `rectangles`."""
 
     def to_save(self) -> list[Entry]:
-        """What this rank writes: over all ranks, each element of every global tensor once."""
+        """What this rank writes: over all ranks, each element of every global tensor once. Communicates nothing."""
 
     def to_load(self, saved: dict[str, Described]) -> list[Entry]:
         """Memory of all that this rank needs, to be filled. Elements that several ranks hold are needed by each."""

@@ -13,6 +13,7 @@ from hpctrain.models.gpt2 import GPT2
 from hpctrain.replicas import AsyncParameterServer, ParameterServer
 from hpctrain.shard import Shard
 from hpctrain.train import step, trainer
+from hpctrain.train.checkpoint import Checkpointer, TrainingState, folder
 from hpctrain.train.optimizer import adamw
 
 pytestmark = pytest.mark.mpi
@@ -177,6 +178,45 @@ def test_what_is_not_finite_is_never_pushed(world):
     if not training.replicas.serves:
         with pytest.raises(RuntimeError, match=f"loss nan .* of worker {grid.data.rank} are not finite"):
             training.replicas.totals(torch.tensor(float("nan"), dtype=torch.float64))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("staleness", [None, 2])
+def test_a_save_that_fails_on_the_first_rank_changes_nothing(world, tmp_path, staleness):
+    """Saving moves no tensor, so that a rank that cannot save leaves none waiting, nor keeps older weights. With one
+    worker the asynchronous servers are exact too; a frozen weight is saved once."""
+    root, grid = world.bcast(tmp_path), Grid(data=world.size)
+    servers, wanted = (1, {}) if staleness is None else (world.size - 1, {"staleness": staleness})
+    made = ParameterServer if staleness is None else AsyncParameterServer
+    parameter, take, training = line(
+        grid, lambda *given: made(*given, servers, **wanted), [3.0, -1.0, 2.0, 0.5],
+        lambda model, number: (model[0] - 1).square().sum() / (world.size - servers), 0.25,
+    )  # fmt: skip
+    frozen = torch.nn.Parameter(torch.tensor([7.0, 8.0]), requires_grad=False)
+    frozen.shard = Shard((2,), (slice(0, 2),))
+    state = TrainingState(torch.nn.ParameterList([parameter, frozen]), training.replicas)
+    take(0)
+    grid.wire.traffic.clear()
+    saver = Checkpointer(root, grid.comm, background=False)
+    error = saver.save(1, state, {})
+    moved = [name for axis, name in grid.wire.traffic.table() if axis == "data"]
+    assert world.allgather((error, moved)) == [(None, [])] * world.size
+
+    if world.rank == 0:
+        (root / "step-2").write_text("in the way")
+    error = saver.save(2, state, {})
+    assert f"{folder.place(root, 2)} exists already" in error
+    take(1)
+    with training.replicas.whole():  # halfway to 1 in each step
+        assert parameter.tolist() == [1.5, 0.5, 1.25, 0.875]
+
+    with torch.no_grad():
+        parameter.zero_(), frozen.zero_()
+    if world.rank == 0:
+        (root / "step-2").unlink()
+    world.Barrier()
+    assert Checkpointer(root, grid.comm).resume(state).step == 1
+    assert (parameter.tolist(), frozen.tolist()) == ([2.0, 0.0, 1.5, 0.75], [7.0, 8.0])
 
 
 def test_refusals(world):

@@ -100,7 +100,8 @@ class Method:
         return {}
 
     def to_save(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
-        """What this rank writes to a checkpoint; see `state.State`. Parameters are `names` in it."""
+        """What this rank writes to a checkpoint; see `state.State`. Parameters are `names` in it. Communicates nothing:
+        another rank may have failed."""
         return state.to_save(names, self.optimizer, self.grid)
 
     def to_load(self, names: dict[torch.nn.Parameter, str], saved: dict[str, Described]) -> list[Entry]:
@@ -110,6 +111,11 @@ class Method:
             ValueError: when that is of another model.
         """
         return state.to_load(names, self.optimizer, saved)
+
+    def _divided(self, names):
+        """Names of what is trained, and of what is not, which every replica has whole."""
+        trained = set(self.parameters)
+        return [{p: name for p, name in names.items() if (p in trained) is which} for which in (True, False)]
 
     def loaded(self) -> None:
         """What `to_load` gave has been filled: bring it to wherever else it is held. Collective."""

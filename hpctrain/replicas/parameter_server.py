@@ -65,9 +65,10 @@ class ParameterServer(DataParallel):
         self._pull()
 
     def to_save(self, names):
-        self._pull()
-        pieces = state.pieces_to_save(names, self.pieces, self.optimizer, self.grid, weights=False)
-        return state.parameters_to_save(names, self.grid) + pieces
+        # The servers' weights are the latest: nothing is communicated, as another rank may fail at the same time.
+        trained, frozen = self._divided(names)
+        pieces = state.pieces_to_save(trained, self.pieces, self.optimizer, self.grid, weights=True)
+        return pieces + state.parameters_to_save(frozen, self.grid)
 
     def to_load(self, names, saved):
         pieces = state.pieces_to_load(names, self.pieces, self.optimizer, saved, weights=False)

@@ -74,11 +74,6 @@ class Spread(Method):
             entries.append(self.scaling.entry())
         return entries + self._weights_to_load(trained)
 
-    def _divided(self, names):
-        """Names of what is trained, and of what is not, which every replica has whole."""
-        trained = set(self.parameters)
-        return [{p: name for p, name in names.items() if (p in trained) is which} for which in (True, False)]
-
     def _weights_to_load(self, names):
         """What the model computes with: of every rank, and rounded where the masters are in another precision."""
         return [Entry(f"model/{name}", p.shard, p.detach()) for p, name in names.items()]
