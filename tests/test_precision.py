@@ -13,9 +13,10 @@ from hpctrain import Grid, Key
 from hpctrain.config import Replicas, load_config
 from hpctrain.models.export import whole_parameters
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.replicas import Precision, make
+from hpctrain.replicas import Precision, make, precision
 from hpctrain.replicas.precision import GROWTH, LossScale
 from hpctrain.shard import Shard
+from hpctrain.train.checkpoint import Checkpointer, TrainingState
 from hpctrain.train.optimizer import adamw
 from hpctrain.train.precision import dtypes
 from hpctrain.train.trainer import Trainer
@@ -153,3 +154,47 @@ def test_an_overflow_is_left_out_on_all_ranks(world, method):
         assert told["loss_scale"] == 2.0 ** (18 - scale)
     assert changed[:1] == [False]
     assert changed[-1]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_is_resumed_has_the_same_loss_scales(world, tmp_path, monkeypatch, method):
+    """To the bit: of gradients so small that float16 rounds them by their scale. Every second good step doubles it, one
+    of them after the first step since the resume, whose own first scale is another one."""
+    monkeypatch.setattr(precision, "GROWTH", 2)
+    root, grid = world.bcast(tmp_path), Grid(data=world.size)
+
+    def made(scale):
+        model = Times()
+        optimizer = torch.optim.SGD([model.p], lr=1.0)
+        return model, make(Replicas(method), model, grid, optimizer, Precision(FP16, FP32, FP32, loss_scale=scale))
+
+    def take(model, replicas, value):
+        replicas.clear()
+        replicas.overlap()
+        (model(value) * replicas.loss_scale).backward()
+        replicas.finish()
+        loss, norm = replicas.totals(torch.zeros((), dtype=torch.float64))
+        if not replicas.overflows(loss, norm):
+            replicas.update(norm, 0.0)
+        return replicas.loss_scale
+
+    def weights(replicas):
+        return [piece.held.detach().clone() for bucket in replicas.buckets for piece in bucket.portion.pieces]
+
+    values, first = [(n + 11) * 2.0**-31 for n in range(8)], made(4.0)
+    assert [take(*first, value) for value in values[:3]] == [4.0, 8.0, 8.0]
+    assert Checkpointer(root, grid.comm, background=False).save(3, TrainingState(*first), {}) is None
+    assert [take(*first, value) for value in values[3:]] == [16.0, 16.0, 32.0, 32.0, 64.0]
+
+    # by the scale before each step, not by that after it
+    used = [4.0, 4.0, 8.0, 8.0, 16.0, 16.0, 32.0, 32.0]
+    rounded = [torch.tensor(value * scale).half().float() / scale for value, scale in zip(values, used)]
+    expected = -world.size * sum(rounded)
+    assert all(torch.equal(held, expected.expand(held.shape)) for held in weights(first[1]))
+
+    again = made(1.0)
+    assert Checkpointer(root, grid.comm).resume(TrainingState(*again)).step == 3
+    assert again[1].loss_scale == 8.0
+    assert [take(*again, value) for value in values[3:]] == [16.0, 16.0, 32.0, 32.0, 64.0]
+    assert all(map(torch.equal, weights(again[1]), weights(first[1])))

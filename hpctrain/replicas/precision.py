@@ -52,7 +52,7 @@ class LossScale:
 
     def __init__(self, scale: float):
         self._scale = torch.tensor(scale, dtype=torch.float64)
-        self._good = 0
+        self._good = torch.zeros((), dtype=torch.int64)  # steps since it last changed
         self.overflowed = False  # in the last step
 
     @property
@@ -66,16 +66,18 @@ class LossScale:
             FloatingPointError: when gradients overflow at the smallest scale too.
         """
         self.overflowed = math.isfinite(loss) and not math.isfinite(norm)
-        self._good = 0 if self.overflowed else self._good + 1
+        self._good += 1
         if self.overflowed:
+            self._good.zero_()
             self._scale /= 2
         elif self._good == GROWTH:
-            self._good = 0
+            self._good.zero_()
             self._scale.mul_(2).clamp_(max=LARGEST)
         if self.scale < SMALLEST:
             raise FloatingPointError(f"gradients overflow even where the loss is scaled by {2 * self.scale}")
         return self.overflowed
 
-    def entry(self) -> Entry:
+    def entries(self) -> list[Entry]:
         """For checkpoints."""
-        return Entry("loss_scale", Shard((), ()), self._scale)
+        number = Shard((), ())
+        return [Entry("loss_scale", number, self._scale), Entry("loss_scale_good_steps", number, self._good)]

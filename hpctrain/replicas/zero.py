@@ -61,7 +61,7 @@ class Spread(Method):
 
     def to_save(self, names):
         pieces = self._pieces() if self.spreads or self.grid.data.rank == 0 else []
-        scale = [self.scaling.entry()] if self.scaling and self.grid.rank == 0 else []
+        scale = self.scaling.entries() if self.scaling and self.grid.rank == 0 else []
         trained, frozen = self._divided(names)
         entries = state.pieces_to_save(trained, pieces, self.optimizer, self.grid, weights=True)
         return entries + state.parameters_to_save(frozen, self.grid) + scale
@@ -70,8 +70,8 @@ class Spread(Method):
         trained, frozen = self._divided(names)
         entries = state.pieces_to_load(trained, self._pieces(), self.optimizer, saved, weights=True)
         entries += state.parameters_to_load(frozen, saved)
-        if self.scaling and "loss_scale" in saved:
-            entries.append(self.scaling.entry())
+        if self.scaling:
+            entries += [entry for entry in self.scaling.entries() if entry.name in saved]
         return entries + self._weights_to_load(trained)
 
     def _weights_to_load(self, names):
