@@ -13,7 +13,7 @@ from hpctrain import Grid, Key
 from hpctrain.config import Replicas, load_config
 from hpctrain.models.export import whole_parameters
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.replicas import Precision, make, precision
+from hpctrain.replicas import MixedDataParallel, Precision, Zero1, Zero2, make, precision
 from hpctrain.replicas.precision import GROWTH, LossScale
 from hpctrain.shard import Shard
 from hpctrain.train.checkpoint import Checkpointer, TrainingState
@@ -198,3 +198,44 @@ def test_a_run_that_is_resumed_has_the_same_loss_scales(world, tmp_path, monkeyp
     assert again[1].loss_scale == 8.0
     assert [take(*again, value) for value in values[3:]] == [16.0, 16.0, 32.0, 32.0, 64.0]
     assert all(map(torch.equal, weights(again[1]), weights(first[1])))
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in the group, as a number and as a tensor, and from the first on; subtracts the gradients times
+    the counts."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"steps": 0, "tensor": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["tensor"] += 1
+            group["made"] = group.get("made", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= p.grad * group["steps"] * group["tensor"] * group["made"]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", [MixedDataParallel, Zero1, Zero2])
+def test_an_optimizer_counts_its_steps_in_its_group(world, method):
+    """Three buckets, whose gradients are converted one after the other, are one step."""
+    model = torch.nn.ModuleList([Times() for _ in range(3)])
+    grid, weights = Grid(data=world.size), list(model.parameters())
+    optimizer = Counting(weights)
+    (group,) = optimizer.param_groups
+    tensor = group["tensor"]
+    replicas = method(weights, grid, optimizer, bucket_bytes=1, precision=Precision(BF16, BF16, BF16))
+    assert len(replicas.buckets) == 3
+    for count in (1, 2):
+        replicas.clear()
+        replicas.overlap()
+        sum(times(1.0) for times in model).backward()
+        replicas.finish()
+        _, norm = replicas.totals(torch.zeros((), dtype=torch.float64))
+        replicas.update(norm, 0.0)
+        assert (group["steps"], group["tensor"].item(), group["made"]) == (count, count, count)
+    assert group["tensor"] is tensor
+    assert all(torch.equal(p, torch.full((5,), -(1.0 + 8.0) * world.size).to(BF16)) for p in weights)

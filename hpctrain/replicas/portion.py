@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from hpctrain.replicas.clipping import square
@@ -97,14 +99,35 @@ def update(optimizer: torch.optim.Optimizer, buckets: list, factor: float):
     """Let the optimizer update the `portion` of each bucket by its `gradient` times `factor`; yields buckets done.
 
     Gradients in another precision than the weights are converted one bucket at a time, so that no more than one is
-    held twice. Optimizers pass over weights without gradients.
+    held twice: the optimizer passes over weights without gradients, and what it counts in its groups, such as steps, is
+    put back in between.
     """
     converted = any(bucket.gradient.dtype != bucket.portion.master.dtype for bucket in buckets)
-    for together in [[bucket] for bucket in buckets] if converted else [buckets]:
+    before = _options(optimizer) if converted else []
+    for number, together in enumerate([[bucket] for bucket in buckets] if converted else [buckets]):
         for bucket in together:
             gradient = bucket.gradient.to(bucket.portion.master.dtype)
             bucket.portion.give(gradient if factor == 1 else gradient.mul_(factor))
+        if number:
+            _put_back(optimizer, before)
         optimizer.step()
         for bucket in together:
             bucket.portion.updated()
             yield bucket
+
+
+def _options(optimizer) -> list[dict]:
+    """What the optimizer has in its groups beside parameters; copies."""
+    return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+
+
+@torch.no_grad()
+def _put_back(optimizer, options: list[dict]) -> None:
+    for group, before in zip(optimizer.param_groups, options):
+        for key in group.keys() - before.keys() - {"params"}:
+            del group[key]
+        for key, value in before.items():
+            if isinstance(value, torch.Tensor):  # which others may refer to
+                group[key].copy_(value)
+            else:
+                group[key] = copy.deepcopy(value)
