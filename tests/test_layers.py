@@ -107,6 +107,18 @@ def test_embedding(world, vocabulary):
                 torch.testing.assert_close(gradient, weights["weight"].grad, rtol=1e-12, atol=1e-12)
 
 
+def test_the_gradient_of_a_frequent_word_is_summed_in_float32(world):
+    """In bfloat16, 256 + 1 is 256."""
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 4, 250)
+        layer = Embedding(grid, 7, 5, key=KEY, dtype=torch.bfloat16)
+        y = layer(torch.full((1000,), 3)[layout.block], layout.tokens)
+        y.backward(torch.ones_like(y))
+        rows, columns = layer.weight.shard.slices
+        expected = torch.zeros(7, 5).index_fill_(0, torch.tensor(3), 1000.0)[rows, columns]
+        assert torch.equal(layer.weight.grad.float(), expected)
+
+
 def test_dropout_masks_do_not_depend_on_the_grid(world):
     alone = Dropout(Grid(comm=world.__class__(world.Split(world.rank))), 0.4, 6, key=KEY)
     ones = torch.ones(20, 6)

@@ -9,6 +9,7 @@ from layer_checks import DOUBLE, KEY, Layout, check, randomise, tensor_grids, wh
 
 from hpctrain import Grid
 from hpctrain.layers import Attention, Tokens
+from hpctrain.layers.attention import _softmax
 from hpctrain.layers.past import Past
 
 pytestmark = pytest.mark.mpi
@@ -168,3 +169,15 @@ def test_attention_moves_what_its_projections_move(world):
 def test_bad_arguments(world, arguments, message):
     with pytest.raises(ValueError, match=message):
         Attention(Grid(tensor=world.size), key=KEY, **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_softmax_of_16_bits_is_taken_in_float32(world, dtype):
+    """Each of 300 equal probabilities is rounded the same way: their sum is off by as much, and with it the gradient,
+    which is zero where that of all probabilities is the same."""
+    scores = torch.zeros(2, 300, dtype=dtype, requires_grad=True)
+    probabilities = _softmax(scores)
+    probabilities.backward(torch.full_like(scores, 64.0))
+    assert (scores.grad.dtype, probabilities.dtype) == (dtype, dtype)
+    assert probabilities[0, 0].item() == pytest.approx(1 / 300, rel=torch.finfo(dtype).eps)
+    assert scores.grad.abs().max() < 1e-6

@@ -54,6 +54,28 @@ def test_rms_norm_in_half_precision_is_as_good_as_torch_s(world, dtype):
         torch.testing.assert_close(y.detach(), layout.residual(expected), rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layer_norm_over_y_in_half_precision_is_that_in_float32_rounded(world, dtype):
+    """Forward and backward, of values far from zero, whose mean 16 bits do not hold."""
+    width, eps = 600, torch.finfo(dtype).eps
+    far, seed = (whole((8, width), "x", False) + 30).to(dtype), whole((8, width), "seed", False).to(dtype)
+    x, weight = far.float().requires_grad_(), torch.ones(width, requires_grad=True)
+    expected = F.layer_norm(x, (width,), weight)
+    expected.backward(seed.float())
+    for grid in (grid for grid in tensor_grids(world) if grid.tensor.y.size > 1):  # on one rank it is torch's own
+        layout = Layout(grid, 2, 4)
+        layer = LayerNorm(grid, width, key=KEY, dtype=dtype)
+        block = layout.residual(far).clone().requires_grad_()
+        y = layer(block, layout.tokens)
+        y.backward(layout.residual(seed))
+        torch.testing.assert_close(y.float(), layout.residual(expected).detach(), rtol=eps, atol=1e-5)
+        torch.testing.assert_close(block.grad.float(), layout.residual(x.grad), rtol=eps, atol=1e-5)
+        if grid.tensor.x.size * grid.tensor.z.size == 1:  # the gradient of the weight is whole
+            torch.testing.assert_close(layer.weight.grad.float(), weight.grad[layer.weight.shard.slices],
+                                       rtol=eps, atol=1e-5)  # fmt: skip
+
+
 def test_rms_norm_sums_one_number_a_row(world):
     grid = Grid(tensor=(1, world.size, 1))
     layout = Layout(grid, 2, 3)
