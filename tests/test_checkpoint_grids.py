@@ -13,7 +13,7 @@ from hpctrain.models.gpt2 import GPT2
 from hpctrain.replicas import make
 from hpctrain.state import Entry, rectangles, replicas_part
 from hpctrain.train.checkpoint import Checkpointer, TrainingState, manifest
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -42,10 +42,10 @@ def _many_writers(world, monkeypatch):
 class Run:
     """A little training on a grid."""
 
-    def __init__(self, grid, method="ddp", **options):
+    def __init__(self, grid, method="ddp", optimizer="adamw", **options):
         self.grid = grid
         self.model = GPT2(grid, SHAPE, key=Key(3), dtype=torch.float64)
-        self.optimizer = adamw(self.model.parameters(), 0.1)
+        self.optimizer = make_optimizer(self.model.parameters(), 0.1, optimizer)
         replicas = make(Replicas(method=method, **options), self.model, grid, self.optimizer)
         self.trainer = Trainer(self.model, grid, self.optimizer, 2, 1.0, replicas)
         self.state = TrainingState(self.model, replicas)
@@ -124,7 +124,7 @@ def test_every_grid_to_every_other(world, tmp_path):
     ],
 )
 def test_methods(world, tmp_path, method, options):
-    """Each goes on with the same bits; what others than local SGD saved, data parallelism loads."""
+    """Each goes on with the same bits; what others than local SGD saved, data parallelism loads, and local SGD."""
     if world.size != 3:
         pytest.skip("on three ranks")
     folder = world.bcast(tmp_path)
@@ -142,11 +142,41 @@ def test_methods(world, tmp_path, method, options):
     assert asynchronous or run.steps(2, 3) == losses
     other = Run(grid)
     if method == "local_sgd":
-        with pytest.raises(ValueError, match="of another model"):
+        with pytest.raises(ValueError, match="replicas.method=local_sgd; go on with that method"):
             Checkpointer(folder, grid.comm).resume(other.state)
     else:
         Checkpointer(folder, grid.comm).resume(other.state)
+        loaded = other.wholes()
         assert asynchronous or other.steps(2, 3) == pytest.approx(losses, rel=1e-12)
+        own = Run(grid, "local_sgd", average_every=2)
+        own.steps(0, 1)
+        Checkpointer(folder, grid.comm).resume(own.state)
+        assert all(torch.equal(whole, loaded[name]) for name, whole in own.wholes().items())
+        own.steps(2, 3)  # the first since an average
+        assert len(set(world.allgather(next(own.model.parameters()).detach().numpy().tobytes()))) == 3
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero1", "parameter_server"])
+def test_another_optimizer_is_refused(world, tmp_path, method):
+    """By name, on all ranks, and nothing is changed. What the state lacks is needed; what it has beside that is not."""
+    if world.size < 2:
+        pytest.skip("on several ranks")
+    folder, grid = world.bcast(tmp_path), Grid(data=world.size)
+    source = Run(grid, method, "sgd")
+    source.steps(0, 1)
+    assert Checkpointer(folder, grid.comm, background=False).save(1, source.state, {}) is None
+    other = Run(grid, method)
+    other.steps(0, 1)
+    before, kept = other.weights(), {p: dict(found) for p, found in other.optimizer.state.items()}
+    said = (
+        "of another optimizer .train.optimizer.: it has momentum_buffer of .*, without the exp_avg, exp_avg_sq, step "
+    )
+    with pytest.raises(ValueError, match=said):
+        Checkpointer(folder, grid.comm).resume(other.state)
+    assert {p: dict(found) for p, found in other.optimizer.state.items()} == kept
+    assert all(torch.equal(weight, before[name]) for name, weight in other.weights().items())
+    again = Run(grid, method, "sgd")
+    assert Checkpointer(folder, grid.comm).resume(again.state).step == 1
 
 
 # For each number of ranks: the grid of the first and last run, and the method and grid of the one between.
@@ -213,7 +243,8 @@ def test_each_rank_reads_only_what_it_needs(world, tmp_path):
     run = Run(grid)
     run.steps(0, 1)
     assert Checkpointer(folder, grid.comm, background=False).save(1, run.state, {}) is None
-    read = load.load(index.read(folder / "step-1"), run.state)
+    node = index.read(folder / "step-1")
+    read = load.load(node, run.state.to_load(load.described(node.manifest)))
     assert read == sum(3 * p.nbytes for p in run.model.parameters())
 
 

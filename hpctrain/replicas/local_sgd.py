@@ -81,13 +81,15 @@ class LocalSGD(DataParallel):
             torch._foreach_copy_(self.parameters, own)
 
     def to_save(self, names):
-        count = Entry("steps_since_average", Shard((), ()), self._steps)
-        return [count, *state.own_to_save(names, self.optimizer, self.grid)]
+        return [self._count(), *state.own_to_save(names, self.optimizer, self.grid)]
 
     def to_load(self, names, saved):
-        count = Entry("steps_since_average", Shard((), ()), self._steps)
-        own = {name: value for name, value in saved.items() if name != count.name}
-        return [count, *state.own_to_load(names, self.optimizer, own, self.grid)]
+        self._steps.zero_()
+        counts = [self._count()] if state.SINCE_AVERAGE in saved else []  # otherwise of another method
+        return counts + state.own_to_load(names, self.optimizer, saved, self.grid)
+
+    def _count(self) -> Entry:
+        return Entry(state.SINCE_AVERAGE, Shard((), ()), self._steps)
 
     def _states(self) -> list[torch.Tensor]:
         """The optimizer's tensors that are as large as their parameter, in an order that all replicas share."""

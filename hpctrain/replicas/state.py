@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import dataclasses
 import itertools
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from hpctrain.shard import Shard
 from hpctrain.state import Described, Entry, rectangles, replicas_part
 
 Names = dict[torch.nn.Parameter, str]
+SINCE_AVERAGE = "steps_since_average"  # a number of checkpoints in which each replica has its own weights
 
 
 # Whole on every replica ---------------------------------------------------------------------------------------------
@@ -27,10 +30,12 @@ def to_load(names: Names, optimizer, saved: dict[str, Described]) -> list[Entry]
     """Memory of the parameters, and of an optimizer's state made anew with what the checkpoint has of it.
 
     Raises:
-        ValueError: listing all parameters that the checkpoint lacks or has in another shape or type.
+        ValueError: listing all parameters that the checkpoint lacks or has in another shape or type; where it is of
+            another optimizer.
     """
     entries = parameters_to_load(names, saved)
     kept = _kept_states(saved)
+    _check_states(optimizer, kept, names)
     optimizer.state.clear()
     for p, name in names.items():
         for key, value in kept.get(name, ()):
@@ -111,6 +116,7 @@ def pieces_to_load(names: Names, pieces: list[Piece], optimizer, saved: dict[str
         for piece in pieces:
             entries += piece.entries(f"model/{names[piece.parameter]}", piece.held.detach())
         _check(entries, saved)
+    _check_states(optimizer, kept, {piece.held: names[piece.parameter] for piece in pieces})
     optimizer.state.clear()
     for piece in pieces:
         for key, value in kept.get(names[piece.parameter], ()):
@@ -131,12 +137,15 @@ def own_to_save(names: Names, optimizer, grid) -> list[Entry]:
 
 
 def own_to_load(names: Names, optimizer, saved: dict[str, Described], grid) -> list[Entry]:
-    """Raises ValueError as `to_load`, and for another number of replicas."""
+    """Where all replicas have the same in the checkpoint, each begins with that. Raises ValueError as `to_load`, and
+    for another number of replicas."""
+    if SINCE_AVERAGE not in saved:
+        return to_load(names, optimizer, saved)
     if counts := {value.shape[0] for value in saved.values() if value.shape} - {grid.data.size}:
         raise ValueError(
             f"the checkpoint holds {min(counts)} replicas that trained by themselves; use grid.data={min(counts)}"
         )
-    one = {name: Described(value.shape[1:], value.dtype) for name, value in saved.items()}
+    one = {name: Described(value.shape[1:], value.dtype) for name, value in saved.items() if name != SINCE_AVERAGE}
     return [_of_replica(entry, grid) for entry in to_load(names, optimizer, one)]
 
 
@@ -160,12 +169,45 @@ def _kept_states(saved) -> dict[str, list]:
     return kept
 
 
+def _check_states(optimizer, kept, names: Names) -> None:
+    """Raise ValueError where the optimizer would miss tensors, finding others."""
+    for group in optimizer.param_groups:
+        told = {name: {key for key, _ in kept.get(name, ())} for name in (names.get(p) for p in group["params"])}
+        if not any(told.values()):
+            continue
+        made = _keys_made(optimizer, group)
+        for name, keys in told.items():
+            if keys and (missing := made - keys):
+                raise ValueError(
+                    f"the checkpoint is of another optimizer (train.optimizer): it has {', '.join(sorted(keys))} of "
+                    f"{name}, without the {', '.join(sorted(missing))} that {type(optimizer).__name__} needs"
+                )
+
+
+def _keys_made(optimizer, group: dict) -> set[str]:
+    """Of an optimizer's state of a parameter after a step: known from a copy's, of a group with one number."""
+    number = torch.nn.Parameter(group["params"][0].detach().new_zeros(1))
+    number.grad = torch.zeros_like(number)
+    options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+    alone = object.__new__(type(optimizer))
+    vars(alone).update(vars(optimizer))
+    alone.state, alone.param_groups = collections.defaultdict(dict), [{**options, "params": [number]}]
+    alone._optimizer_step_pre_hooks, alone._optimizer_step_post_hooks = {}, {}
+    type(optimizer).step(alone)  # its own may be wrapped, as by schedulers
+    return {key for key, value in alone.state[number].items() if value is not None}
+
+
 def _room(shape, value: Described, like) -> torch.Tensor:
     # torch's optimizers have numbers on the host
     return torch.empty(shape, dtype=value.dtype, device=like.device if shape else None)
 
 
 def _check(entries, saved) -> None:
+    if SINCE_AVERAGE in saved:
+        raise ValueError(
+            "each replica has weights of its own in the checkpoint, as it is of replicas.method=local_sgd; go on with "
+            "that method, and as many replicas"
+        )
     wrong = {}
     for entry in entries:
         here, there = Described(entry.shard.global_shape, entry.tensor.dtype), saved.get(entry.name)

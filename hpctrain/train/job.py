@@ -47,7 +47,7 @@ log = logging.getLogger("hpctrain")
 SAME = {
     "model": ("kind", "layers", "width", "heads", "context", "vocabulary", "dropout", "tied"),
     "run": ("seed",),
-    "train": ("batch",),
+    "train": ("batch", "optimizer"),
     "data": ("validation",),
     "precision": None,
 }

@@ -238,7 +238,7 @@ def test_memory_that_no_file_fills(root, lie):
 
     rewrite(path, without)
     with pytest.raises(Corrupt, match="step-2/manifest.json: the files hold 0 of 3 elements of 0/float32.0"):
-        load.load(index.read(path), Numbers(9, SIZES))
+        load.load(index.read(path), Numbers(9, SIZES).to_save())
     assert resumed(root) == (1, True)
 
 

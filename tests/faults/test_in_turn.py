@@ -95,7 +95,7 @@ train('run.name=checked', 'comm.check=true', 'run.checkpoint_every=6')
 train('run.name=checked', 'comm.check=true', 'grid.data=1', 'grid.pipeline=2', 'run.steps=13', '--resume')
 
 # another training
-train('run.name=whole', 'model.width=16', 'train.batch=2', '--resume')
+train('run.name=whole', 'model.width=16', 'train.batch=2', 'train.optimizer=sgd', '--resume')
 """
 
 
@@ -279,4 +279,5 @@ def test_another_training_is_refused(told):
     assert "width = 8\n" in (runs / "whole/config.toml").read_text()
     (words,) = (words for words in status if "model.width" in words)
     assert status[words] == 2
-    assert "step-12 is of another training: model.width = 16, was 8; train.batch = 2, was 4" in output[words]
+    changed = "model.width = 16, was 8; train.batch = 2, was 4; train.optimizer = sgd, was adamw"
+    assert f"step-12 is of another training: {changed}." in output[words]

@@ -132,7 +132,9 @@ class Checkpointer:
             if not problem:
                 with comm.together(self.world):
                     suits(node.manifest)
-                _, problem = self._together(load.load, node, state)
+                # refused by one rank, nothing is read by another
+                entries, _ = self._together(state.to_load, load.described(node.manifest))
+                _, problem = self._together(load.load, node, entries)
             if not problem:
                 state.loaded()
                 self.saved = step

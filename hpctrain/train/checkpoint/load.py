@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hpctrain.shard import Shard
-from hpctrain.state import Described, Entry, State
+from hpctrain.state import Described, Entry
 from hpctrain.train.checkpoint import index
 from hpctrain.train.checkpoint.holders import Holders
 from hpctrain.train.checkpoint.index import Node
@@ -26,16 +26,15 @@ class Wanted(NamedTuple):
     filled: list[tuple[slice, ...]]
 
 
-def load(node: Node, state: State) -> int:
-    """Fill what the state needs. Returns how many bytes of shards this rank read: whole blocks.
+def load(node: Node, entries: list[Entry]) -> int:
+    """Fill what a state needs. Returns how many bytes of shards this rank read: whole blocks.
 
     Raises:
         Corrupt: naming the file that does not hold what the manifest says.
         OSError: when a file cannot be read, whatever it holds.
-        ValueError: when the state needs tensors that are not there, or in another shape or type.
     """
     wanted: dict[str, list[Wanted]] = {}
-    for entry in state.to_load(described(node.manifest)):
+    for entry in entries:
         if entry.name in node.manifest.scalars:
             entry.tensor.fill_(node.manifest.scalars[entry.name][1])
         elif entry.tensor.numel():
@@ -131,12 +130,5 @@ def whole(node: Node, name: str) -> torch.Tensor:
     """All of one tensor."""
     shape, dtype = described(node.manifest)[name]
     room = torch.empty(shape, dtype=dtype)
-    load(node, _One(Entry(name, Shard(shape, tuple(slice(0, size) for size in shape)), room)))
+    load(node, [Entry(name, Shard(shape, tuple(slice(0, size) for size in shape)), room)])
     return room
-
-
-class _One(NamedTuple):
-    entry: Entry
-
-    def to_load(self, saved):
-        return [self.entry]
