@@ -169,3 +169,6 @@ def test_peaks_of_other_costs_need_no_second_simulation():
         for memory in ({"activation": 0.0, "weights": 3.0}, {"activation": 5.0}):
             other = replace(costs, **memory)
             assert peaks(made, other, made.simulate(costs)) == made.simulate(other).peak
+    made = schedule("pipedream", 4, 8)
+    weights = Costs(activation=0.0, weights=3.0)  # versions of them: a stage's delay and one
+    assert peaks(made, weights, made.simulate()) == [12.0, 9.0, 6.0, 3.0]

@@ -94,6 +94,6 @@ def test_bad_options(options, message, monkeypatch, capsys):
 
 def test_one_kind_of_study_at_a_time(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["scale", "jobs/scale.toml", "--ranks=1,2", "--weak", "--strong"])
+        main(["scale", "jobs/scale.toml", "--ranks=1,2", "--weak", "--strong", "--repeat=0"])
     assert ended.value.code == 2
     assert "--strong: not allowed with argument --weak" in capsys.readouterr().err
