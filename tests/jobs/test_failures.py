@@ -77,17 +77,31 @@ def test_a_truncated_data_file(train, text, tmp_path, which):
     fails(train(2, "grid.data=2", f"data.path={tmp_path}/data.h5"), str(broken), "truncated", status=2)
 
 
-def test_a_corrupt_chunk_ends_the_job(train, text, tmp_path):
-    """A checksum fails on the rank that reads it, in the middle of training."""
+@pytest.mark.parametrize("where", ["everywhere", "where nobody looks at first"])
+def test_a_corrupt_chunk_ends_the_job(train, tmp_path, where):
+    """All ranks refuse at once what the first look at 16 places finds; a checksum that fails later, on the rank that
+    reads it, ends the job."""
+    import h5py
+    import numpy as np
+
     from hpctrain.data import pack
 
-    pack([str(text)], tmp_path / "data.h5")
+    (tmp_path / "long.txt").write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(40_000)))
+    pack([str(tmp_path / "long.txt")], tmp_path / "data.h5")
     (shard,) = tmp_path.glob("data-*.h5")
+    with h5py.File(shard) as file:
+        tokens = file["tokens"]
+        length, size = tokens.chunks[0], len(tokens)
+        starts = np.linspace(0, size - 256, 16, dtype=int)
+        seen = {int(start + end) // length for start in starts for end in (0, 255)} if where != "everywhere" else set()
+        chunks = [tokens.id.get_chunk_info(number).byte_offset for number in range(-(-size // length))]
     content = bytearray(shard.read_bytes())
-    place = content.find(b"1\x005\x00 \x00t\x00i\x00m\x00e\x00s\x00")
-    content[place + 8] ^= 1
+    for number, place in enumerate(chunks):
+        content[place] ^= number not in seen
     shard.write_bytes(content)
-    fails(train(2, "grid.data=2", f"data.path={tmp_path}/data.h5"), f"{shard} is corrupt", "failed:")
+    assert len(seen) < len(chunks) / 2
+    said = ("hpctrain: error:", 2) if where == "everywhere" else ("failed:", None)
+    fails(train(2, "grid.data=2", f"data.path={tmp_path}/data.h5"), f"{shard} is corrupt", said[0], status=said[1])
 
 
 def test_a_folder_that_cannot_be_made(train, tmp_path):
