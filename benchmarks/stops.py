@@ -140,6 +140,9 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.steps = 10 * options.moments + 10
+    for number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of a shell, and then by the jobs, too
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)

@@ -5,6 +5,7 @@ would hang, since the other ranks stand in a collective that the failed one neve
 """
 
 import os
+import signal
 import sys
 
 import hypothesis
@@ -30,6 +31,11 @@ hypothesis.settings.load_profile(os.environ.get("HPCTRAIN_HYPOTHESIS", "ci"))
 
 def pytest_configure(config):
     torch.set_num_threads(1)
+    # A shell's background job ignores SIGINT, nohup SIGHUP, and so would the jobs that tests start and stop by them; a
+    # handler is not inherited.
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     if RANKS > 1:
         from mpi4py import MPI
 
