@@ -47,7 +47,7 @@ class Holders:
         high, low = (np.zeros(len(self.numbers), np.int64) for _ in range(2))  # sums of what may be lies overflow
         np.add.at(high, self.rows[:, TENSOR], columns >> 31)
         np.add.at(low, self.rows[:, TENSOR], columns & (1 << 31) - 1)
-        return [(h << 31) + l for h, l in zip(high.tolist(), low.tolist())]  # noqa: E741
+        return [(upper << 31) + lower for upper, lower in zip(high.tolist(), low.tolist())]
 
     def hull(self) -> np.ndarray:
         """The rows of all parts taken as one, number 0."""

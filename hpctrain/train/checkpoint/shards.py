@@ -7,7 +7,6 @@ matters, and numbers go straight to where they are needed.
 from __future__ import annotations
 
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import h5py
 import numpy as np
 import torch
 
-from hpctrain.files import Disk
+from hpctrain.files import Disk, sync
 from hpctrain.state import Entry
 from hpctrain.train.checkpoint import checks
 from hpctrain.train.checkpoint.pieces import BLOCK, Corrupt, File, Piece, file_name
@@ -83,9 +82,8 @@ def _write(path: Path, entries: list[Entry]) -> dict[str, list[Piece]]:
 
 def _sync(path: Path) -> int:
     """The file's size, once it is on disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size
+    sync(path)
+    return path.stat().st_size
 
 
 class Reader:
