@@ -5,8 +5,8 @@
     $MPIRUN -n 4 python -m mpi4py benchmarks/allreduce.py --algorithms auto --sizes 65536
 
 Float32. "shared" and "auto" sum tensors that were made to be summed, as the gradients of DataParallel are
-(`comm.Summed`), which may lie in shared memory; the others sum any tensor. MPI's own is mpi4py's Allreduce in place,
-its arguments made beforehand; "mpi" is the same through `comm.all_reduce`, with its checks and its ledger.
+(`comm.AllReduceBuffer`), which may lie in shared memory; the others sum any tensor. MPI's own is mpi4py's Allreduce in
+place, its arguments made beforehand; "mpi" is the same through `comm.all_reduce`, with its checks and its ledger.
 
 Prints one JSON object a line: microseconds of the slowest rank, medians; `ratio` is the median over the rounds of
 theirs / ours, above 1 where ours is faster. Then, for each algorithm over messages, the model
@@ -31,7 +31,7 @@ from mpi4py import MPI
 
 import hpctrain as ht
 from hpctrain import comm
-from hpctrain.algorithms import ALL_REDUCE
+from hpctrain.choices import ALL_REDUCE
 from hpctrain.comm.algorithms.by_messages import SEGMENT
 
 SIZES = tuple(1024 * 4**k for k in range(9))  # bytes
@@ -43,7 +43,7 @@ def side(name, numel):
     """A function that takes one sum by the algorithm of this name."""
     axis = axes[name]
     if name in MADE_TO_BE_SUMMED:
-        return comm.Summed(axis, numel, torch.zeros(1)).all_reduce
+        return comm.AllReduceBuffer(axis, numel, torch.zeros(1)).all_reduce
     return partial(comm.all_reduce, torch.zeros(numel), axis)
 
 
@@ -85,8 +85,8 @@ def terms(name, p, n):
     messages, sent, added = {
         "naive": (2 * (p - 1), 2 * (p - 1) * n, (p - 1) * n),
         "ring": (2 * (p - 1), 2 * (p - 1) / p * n, (p - 1) / p * n),
-        "parallel": (2 * (p - 1), 2 * (p - 1) / p * n, (p - 1) / p * n),
-        "halving": (
+        "direct": (2 * (p - 1), 2 * (p - 1) / p * n, (p - 1) / p * n),
+        "rabenseifner": (
             2 * (q.bit_length() - 1) + 2 * fold, 2 * (q - 1) / q * n + 2 * fold * n, (q - 1) / q * n + fold * n
         ),
     }[name]  # fmt: skip
@@ -139,7 +139,7 @@ def main():
                     goal=goal(name, peer, nbytes),
                 )  # fmt: skip
     gamma = seconds_a_byte_added()
-    for name in ("naive", "ring", "parallel", "halving"):
+    for name in ("naive", "ring", "direct", "rabenseifner"):
         if name in axes:
             a, b, error = fitted(name, taken[name], gamma)
             say(

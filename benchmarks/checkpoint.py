@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hpctrain import shard
-from hpctrain.state import Entry
-from hpctrain.train.checkpoint import Checkpointer
+from hpctrain.checkpoint import Checkpointer
+from hpctrain.shard_entries import Entry
 
 SIDE = 1024  # of the matrices, float32
 

@@ -1,12 +1,13 @@
 """Train on every grid of 1, 2, 4 and 8 ranks and compare all losses and gradient norms with one rank's.
 
-    python benchmarks/equivalence.py                     all 56 grids; about 12 minutes on 2 cores
-    python benchmarks/equivalence.py --ranks 4           the 15 grids of four ranks
+    python benchmarks/equivalence.py                     all 56 grids of both models; about 25 minutes on 2 cores
+    python benchmarks/equivalence.py --model llama --ranks 4       the 15 grids of four ranks, of one
     python benchmarks/equivalence.py --algorithms all --ranks 4    with each matrix product, where it works
     python benchmarks/equivalence.py train.clip=0.1      any setting of the configuration
 
 Runs the command line, `hpctrain train`, in float64 for ten steps of a model of which nothing divides: 9 layers, width
-15, 3 heads, vocabulary 261, batch 5 in 2 microbatches. Prints one JSON object a grid with the largest relative
+15, 3 heads, vocabulary 261, batch 5 in 2 microbatches; a Llama has 6 heads of width 4 in 3 groups, norms of heads,
+scaled frequencies and an inner width of 21. Prints one JSON object a grid with the largest relative
 difference of its metrics.jsonl from the serial one; exits with 1 when any exceeds 1e-10.
 """
 
@@ -19,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hpctrain.algorithms import ALGORITHMS, check_algorithm
+from hpctrain.choices import PRODUCTS, check_product
 from hpctrain.grid import all_grids
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +29,13 @@ SETTINGS = [
     "model.layers=9", "model.width=15", "model.heads=3", "model.context=16", "model.vocabulary=261", "train.batch=5",
     "train.microbatches=2", "train.lr=1e-2", "precision.compute=fp64", "run.steps=10", "run.eval_batches=1",
 ]  # fmt: skip
+MODELS = {
+    "gpt2": [],
+    "llama": [
+        "model.kind=llama", "model.heads=6", "model.kv_heads=3", "model.head_width=4", "model.ffn=21",
+        "model.qk_norm=true", "model.rope_base=10", "model.rope_scaling=[8, 0.7, 4, 40]",
+    ],
+}  # fmt: skip
 
 
 def train(folder, name, data, pipeline, tensor, overrides):
@@ -47,36 +55,43 @@ def train(folder, name, data, pipeline, tensor, overrides):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, help="one of the models, instead of both")
     parser.add_argument("--ranks", default="1,2,4,8")
     parser.add_argument("--algorithms", default="agarwal", help="names separated by commas, or all")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args()
-    algorithms = ALGORITHMS if options.algorithms == "all" else options.algorithms.split(",")
+    algorithms = PRODUCTS if options.algorithms == "all" else options.algorithms.split(",")
     worst = 0.0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        serial = train(folder, "serial", 1, 1, (1, 1, 1), options.overrides)
-        for ranks in map(int, options.ranks.split(",")):
-            for number, ((data, pipeline, tensor), algorithm) in enumerate(
-                itertools.product(all_grids(ranks), algorithms)
-            ):
-                try:
-                    check_algorithm(algorithm, *tensor)
-                except ValueError:
-                    continue
-                overrides = [*options.overrides, f"tensor.algorithm={algorithm}"]
-                values = train(folder, f"grid-{ranks}-{number}", data, pipeline, tensor, overrides)
-                difference = max(abs(a - b) / abs(b) for a, b in zip(values, serial))
+        for model in [options.model] if options.model else MODELS:
+            common = [*MODELS[model], *options.overrides]
+            serial = train(folder, f"{model}-serial", 1, 1, (1, 1, 1), common)
+            for name, place, algorithm in cases(options.ranks, algorithms):
+                values = train(folder, f"{model}-{name}", *place, [*common, f"tensor.algorithm={algorithm}"])
+                difference = max(abs(a - b) / abs(b) for a, b in zip(values, serial, strict=True))
                 worst = max(worst, difference)
+                data, pipeline, tensor = place
                 result = {
                     "benchmark": "equivalence",
-                    "case": f"data {data}, pipeline {pipeline}, tensor {tensor}, {algorithm}",
+                    "case": f"{model}, data {data}, pipeline {pipeline}, tensor {tensor}, {algorithm}",
                     "values": len(values),
                     "largest_relative_difference": difference,
                     "goal": GOAL,
                 }
                 print(json.dumps(result), flush=True)
     return int(worst > GOAL)
+
+
+def cases(ranks, algorithms):
+    """(name, (data, pipeline, tensor), algorithm) of every grid on which an algorithm works."""
+    for size in map(int, ranks.split(",")):
+        for number, (place, algorithm) in enumerate(itertools.product(all_grids(size), algorithms)):
+            try:
+                check_product(algorithm, *place[2])
+            except ValueError:
+                continue
+            yield f"grid-{size}-{number}", place, algorithm
 
 
 if __name__ == "__main__":

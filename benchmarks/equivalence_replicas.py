@@ -23,9 +23,9 @@ import torch
 from mpi4py import MPI
 
 import hpctrain as ht
-from hpctrain import replicas
-from hpctrain.config import Replicas
-from hpctrain.config_checks import METHODS
+from hpctrain import data_parallel
+from hpctrain.choices import STRATEGIES
+from hpctrain.config import DataParallelConfig
 from hpctrain.grid import all_grids
 from hpctrain.layers import Tokens
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
@@ -53,10 +53,10 @@ def microbatches(grid, step, count, idle):
 def trained(grid, method, layers, count, clip):
     """Losses and gradient norms of all steps."""
     shape = GPT2Shape(layers=layers, width=15, heads=3, context=8, vocabulary=23, dropout=0.1)
-    model = GPT2(grid, shape, key=ht.Key(3), dtype=torch.float64)
+    model = GPT2(grid, shape, key=ht.RngKey(3), dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters()) if method == "local_sgd" else adamw(model.parameters(), 0.1)
-    how = replicas.make(Replicas(method=method, average_every=1), model, grid, optimizer)
-    trainer = Trainer(model, grid, optimizer, count, clip, how)
+    how = data_parallel.make(DataParallelConfig(method=method, average_every=1), model, grid, optimizer)
+    trainer = Trainer(model, grid, optimizer, count, max_norm=clip, strategy=how)
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
     idle = getattr(how, "servers", 0)
@@ -79,7 +79,7 @@ def difference(grid, method, count, clip):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--methods", default=",".join(STRATEGIES))
     parser.add_argument("--accumulate", default="1,2,3")
     parser.add_argument("--clip", default="0,0.3")
     options = parser.parse_args()

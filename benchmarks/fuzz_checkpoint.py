@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from fuzz import Format, damage_bytes, damage_json, dumped
 
+from hpctrain.checkpoint import Checkpointer, checks, index, reading
+from hpctrain.checkpoint.pieces import parse
+from hpctrain.checkpoint.verify import verify
 from hpctrain.shard import Shard
-from hpctrain.state import Entry
-from hpctrain.train.checkpoint import Checkpointer, checks, index, load
-from hpctrain.train.checkpoint.pieces import parse
-from hpctrain.train.checkpoint.verify import verify
+from hpctrain.shard_entries import Entry
 
 STEP = "step-2"
 GROUP = f"{STEP}/ranks-00000"
@@ -58,7 +58,7 @@ def read(folder: Path):
     for where, files in index.stored(node):
         for file in files:
             checks.check(where / file.name, file)
-    found = {name: load.whole(node, name).tolist() for name in node.manifest.tensors}
+    found = {name: reading.whole(node, name).tolist() for name in node.manifest.tensors}
     verify(path)
     return found
 

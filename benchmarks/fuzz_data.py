@@ -60,13 +60,13 @@ def hostile_link(generator, file, name, data):
         file.create_virtual_dataset(name, layout)
     elif how == "group":
         file.create_group(name)
-    elif how == "contiguous":
-        file.create_dataset(name, data=data)
-    elif how == "compact":
+    elif how == "compact" and data.nbytes < 2**15:  # more does not fit into a header
         made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         made.set_layout(h5py.h5d.COMPACT)
         kind, space = h5py.h5t.py_create(data.dtype), h5py.h5s.create_simple(data.shape)
         h5py.h5d.create(file.id, name.encode(), kind, space, made)
+    elif how in ("compact", "contiguous"):
+        file.create_dataset(name, data=data)
     return how
 
 
@@ -92,9 +92,8 @@ def hostile_dataset(generator, file, name, data):
         more = {"fletcher32": False} | more if "scaleoffset" in more else more
         file.create_dataset(name, data=plain, **stored | {"chunks": plain.shape} | more)
     elif how == "chunk":
-        file.create_dataset(
-            name, data=data, maxshape=(None,), **stored | {"chunks": (generator.choice([1, 3, 2**12]),)}
-        )
+        sizes = [1, 3, 2**12] if len(data) < 2**12 else [2**12]  # HDF5 takes a kilobyte and more for each chunk
+        file.create_dataset(name, data=data, maxshape=(None,), **stored | {"chunks": (generator.choice(sizes),)})
     elif how == "type":
         kind = generator.choice([">i8", "<f8", "<u1", "<u4", "S3"])
         file.create_dataset(name, (len(data),), kind, **stored)

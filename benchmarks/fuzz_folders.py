@@ -15,16 +15,17 @@ import torch
 from fuzz import HOSTILE, Format, damage_bytes, damage_json, dumped
 from safetensors.torch import save_file
 
+from hpctrain import models
 from hpctrain.config import Config, load_config, to_toml
 from hpctrain.data.tokenizers import FileTokenizer
-from hpctrain.models.export import gpt2_config
 from hpctrain.models.gpt2 import GPT2Shape
-from hpctrain.models.pretrained import load_gpt2
+from hpctrain.models.pretrained import load
 from hpctrain.shard import Shard
 
 # a folder of Hugging Face's
 
 
+SPEC = models.get("gpt2")
 SHAPE = GPT2Shape(2, 8, 2, 4, 11)
 
 
@@ -43,7 +44,7 @@ def make_folder(folder: Path):
     generator = torch.Generator().manual_seed(0)
     theirs = {"wte.weight": (11, 8), "h.0.attn.c_attn.weight": (8, 24), "ln_f.bias": (8,)}
     tensors = {f"transformer.{name}": torch.randn(shape, generator=generator) for name, shape in theirs.items()}
-    (folder / "config.json").write_text(json.dumps(gpt2_config(SHAPE, 3)))
+    (folder / "config.json").write_text(json.dumps(SPEC.huggingface.config(SHAPE, 3)))
     save_file(tensors, folder / "model.safetensors")
     weight_map = dict.fromkeys(tensors, "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -51,7 +52,7 @@ def make_folder(folder: Path):
 
 def read_folder(folder: Path):
     named = parameters()
-    load_gpt2(types.SimpleNamespace(shape=SHAPE, named_parameters=lambda: named), folder)
+    load(SPEC, types.SimpleNamespace(shape=SHAPE, named_parameters=lambda: named), folder)
     return {name: p.detach().numpy().tobytes() for name, p in named}
 
 

@@ -129,12 +129,13 @@ def compare(world, folder, rounds):
 
 def share_of_step(world, folder, grown):
     from hpctrain.config import load_config
-    from hpctrain.train.job import Job
+    from hpctrain.train.loop import train_step
+    from hpctrain.train.session import build
 
     config = Path(__file__).parents[1] / "jobs/scale.toml"
     overrides = [f"data.path={folder}/data.h5", f"run.out={folder}", f"grid.data={world.size}"]
-    job = Job(load_config(config, [*overrides, f"train.batch={4 * world.size}", "train.microbatches=4"]), world)
-    records = [job.loop.take_step() for _ in range(6)][2:]
+    session = build(load_config(config, [*overrides, f"train.batch={4 * world.size}", "train.microbatches=4"]), world)
+    records = [train_step(session) for _ in range(6)][2:]
     if world.rank == 0:
         result = {
             "benchmark": "hdf5", "case": f"share of a training step, {world.size} ranks",

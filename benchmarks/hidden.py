@@ -20,9 +20,9 @@ from peers import HEADS, LAYERS, SHAPES, VOCABULARY, interleaved
 
 import hpctrain as ht
 from hpctrain import comm
+from hpctrain.data_parallel import DataParallel
 from hpctrain.layers import Tokens
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
-from hpctrain.replicas import DataParallel
 from hpctrain.shard import split
 from hpctrain.train.batches import Microbatch
 from hpctrain.train.optimizer import adamw
@@ -36,12 +36,12 @@ def training(shape, messages, bucket_bytes, alone=False):
     ranks = MPI.COMM_WORLD.size
     grid = ht.Grid(comm=MPI.COMM_SELF) if alone else ht.Grid(data=ranks)
     if messages:
-        comm.choose_all_reduce(grid.data, "parallel")
+        comm.choose_all_reduce(grid.data, "direct")
     sizes = GPT2Shape(LAYERS, shape["width"], HEADS, shape["context"], VOCABULARY, tied=False)
-    model = GPT2(grid, sizes, key=ht.Key(0), dtype=torch.float32)
+    model = GPT2(grid, sizes, key=ht.RngKey(0), dtype=torch.float32)
     optimizer = adamw(model.parameters(), 0.01)
     replicas = DataParallel(model.parameters(), grid, optimizer, bucket_bytes)
-    trainer = Trainer(model, grid, optimizer, replicas=replicas)
+    trainer = Trainer(model, grid, optimizer, strategy=replicas)
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(VOCABULARY, (shape["batch"], shape["context"] + 1), generator=generator)
     rows = batch[split(len(batch), ranks, MPI.COMM_WORLD.rank)]

@@ -3,6 +3,7 @@
     python benchmarks/matmul.py                            n = 1024, 2048 and 4096; 15 minutes on 2 cores
     python benchmarks/matmul.py --dtypes float32           not in float64 too; 5 minutes
     python benchmarks/matmul.py --sizes 1024 --rounds 5    a short look
+    python benchmarks/matmul.py --layer --sizes 512,1024,4096 --dtypes float32    only a layer beside ht.matmul
     python benchmarks/matmul.py --debian /opt/debian --heat /opt/heat
 
 Peers on 4 ranks: ScaLAPACK's psgemm and pdgemm (Debian's libscalapack-openmpi2.2, openmpi-bin and
@@ -10,10 +11,13 @@ libopenblas0-pthread with what they need, installed, or unpacked with dpkg -x in
 over gloo; Heat (pip install --no-deps --target FOLDER heat). A peer that is not there is reported as absent. On 2
 ranks: torch.mm of one process at 2 threads, beyond which nothing can be expected.
 
+Last of each size, a layer: `Linear` of n features on n rows beside `ht.matmul.Agarwal` on the same grid, forward, and
+forward and backward. It is the same code on other layouts, so that the ratio is to be 1.
+
 Each side is a job of its own, whose ranks sleep on a socket until this program asks them for a product: so a side
 runs alone, and all see the same minutes of a shared machine. One BLAS thread a rank. Operands and results are spread
 over the ranks; numbers are float32 where a case says nothing else. Prints a JSON object a line; `ratio` is the median
-over the rounds of theirs / ours in seconds, or theirs / ours in words: above 1, ours is better.
+over the rounds of theirs / ours in seconds, or theirs / ours in elements: above 1, ours is better.
 """
 
 import argparse
@@ -43,6 +47,7 @@ OURS = {
 PEERS = {4: ("ScaLAPACK", "DTensor", "Heat"), 2: ("one process",)}
 DTYPES = ("float32", "float64")
 GOALS = {(4, 4096): 1.0, (2, 4096): 0.9}  # of the best peer on so many ranks, at this n
+LENGTH = 64  # of the layer's sequences, of which a rank of z holds whole ones
 BLOCK = 64  # of ScaLAPACK's block-cyclic layout; none of 128, 256, 512 and n / 2 was faster here
 
 
@@ -54,25 +59,51 @@ def ours(ranks):
     from mpi4py import MPI
 
     import hpctrain as ht
+    from hpctrain.shard import split
 
     torch.set_num_threads(1)
     grids = {box: ht.Grid(tensor=box) for box in set(OURS[ranks].values())}
 
+    def layer(n, dtype, backward):
+        grid = grids[OURS[ranks]["Agarwal"]]
+        linear = ht.layers.Linear(grid, n, n, bias=False, to="inner", dtype=dtype)
+        tokens = ht.layers.Tokens.of(grid, n // LENGTH, LENGTH)
+        columns = split(n, grid.tensor.y.size, grid.tensor.y.rank)
+        x = torch.rand(tokens.local_rows, columns.stop - columns.start, dtype=dtype)
+        return forward_and_backward(lambda x, _: linear(x, tokens), x, linear.weight, backward)
+
+    def forward_and_backward(product, a, b, backward):
+        a.requires_grad_(backward)
+        b.requires_grad_(backward)
+        ones = torch.ones_like(product(a, b).detach())
+
+        def run():
+            c = product(a, b)
+            if backward:
+                torch.autograd.grad(c, (a, b), ones)
+
+        return run
+
     def prepare(n, dtype, algorithm):
+        algorithm, _, backward = algorithm.partition(", ")
+        if algorithm == "layer":
+            return layer(n, getattr(torch, dtype), bool(backward))
         grid = grids[OURS[ranks][algorithm]]
         mm = getattr(ht.matmul, algorithm)(grid.tensor)
         mm.bind(n, n, n)
         dtype = getattr(torch, dtype)
         a, b = (torch.rand(*[s.stop - s.start for s in mm.slices(name, n, n)], dtype=dtype) for name in "ab")
+        if backward:
+            return forward_and_backward(mm, a, b, True)
         volumes = []
         for name in ("Cannon", "Summa", "TwoHalfD", "Agarwal"):
             with contextlib.suppress(ValueError):  # not on such a grid
                 volumes.append(getattr(ht.matmul, name)(grid.tensor).volume(n, n, n))
 
         def product():
-            grid.wire.traffic.clear()
+            grid.transport.traffic.clear()
             mm(a, b)
-            return grid.wire.traffic.total("received") // dtype.itemsize, min(volumes)
+            return grid.transport.traffic.total("received") // dtype.itemsize, min(volumes)
 
         return product
 
@@ -167,9 +198,9 @@ def serve(side, ranks, address):
             products[asked] = prepare(*asked)
         barrier()
         start = time.perf_counter()
-        words = products[asked]()
+        elements = products[asked]()
         seconds = time.perf_counter() - start
-        connection.send((seconds, words if side == "ours" else (0, 0)))
+        connection.send((seconds, elements if isinstance(elements, tuple) else (0, 0)))
     os._exit(0)  # the peers' own ways to end are theirs
 
 
@@ -218,11 +249,11 @@ class Job:
         raise OSError("its ranks did not start")
 
     def product(self, n, dtype, algorithm=None):
-        """Seconds of the slowest rank; words that the rank received that received most, and the least on this grid."""
+        """Seconds of the slowest rank; elements that a rank received at most, and the least there is on this grid."""
         for rank in self.ranks:
             rank.send((n, dtype, algorithm))
-        seconds, words = zip(*(rank.recv() for rank in self.ranks))
-        return max(seconds), max(words)
+        seconds, elements = zip(*(rank.recv() for rank in self.ranks))
+        return max(seconds), max(elements)
 
     def end(self):
         for rank in self.ranks:
@@ -240,14 +271,14 @@ def absent(side, options):
 
 
 def interleaved(rounds, sides):
-    """Seconds of each round after two, and words, by the names of sides (job, n, dtype, algorithm), taken in turn."""
-    seconds, words = {name: [] for name in sides}, {}
+    """Seconds of each round after two, and elements, by the names of sides (job, n, dtype, algorithm), in turn."""
+    seconds, elements = {name: [] for name in sides}, {}
     for number in range(rounds + 2):
         for name, (job, *asked) in sides.items():
-            took, words[name] = job.product(*asked)
+            took, elements[name] = job.product(*asked)
             if number >= 2:
                 seconds[name].append(took)
-    return seconds, words
+    return seconds, elements
 
 
 def report(case, peer, ours, theirs, unit, ratio, goal):
@@ -262,7 +293,7 @@ def compare(n, dtype, ranks, jobs, rounds):
     """Every algorithm of ours beside every peer, and the best of ours beside the best peer."""
     sides = {name: (jobs["ours"], n, dtype, name) for name in OURS[ranks]}
     sides.update({name: (job, n, dtype) for name, job in jobs.items() if name != "ours"})
-    seconds, words = interleaved(rounds, sides)
+    seconds, elements = interleaved(rounds, sides)
     middle = {name: statistics.median(times) for name, times in seconds.items()}
 
     def speed(name):
@@ -281,20 +312,32 @@ def compare(n, dtype, ranks, jobs, rounds):
     if peers:
         best_peer = min(peers, key=middle.get)
         beside(best, best_peer, f"best of all: {best_peer}", GOALS.get((ranks, n)))
-    return words
+    return elements
 
 
-def bytes_moved(n, ranks, words):
-    """Words received, beside the least volume any of the four algorithms has on that grid, and the bound."""
+def compare_layer(n, dtype, ranks, job, rounds):
+    """A layer's product beside the one of `ht.matmul` on the same grid."""
+    grid = "x".join(map(str, OURS[ranks]["Agarwal"]))
+    of = "" if dtype == "float32" else f" {dtype}"
+    for products, what in ((1, "forward"), (3, "forward and backward")):
+        more = ", backward" if products == 3 else ""
+        seconds, _ = interleaved(rounds, {name: (job, n, dtype, name + more) for name in ("layer", "Agarwal")})
+        speed = [round(2 * products * n**3 / statistics.median(times) / 1e9, 1) for times in seconds.values()]
+        ratio = pairs.compared(seconds["layer"], seconds["Agarwal"])
+        report(f"n={n}{of}, {ranks} ranks, layer {grid}, {what}", "ht.matmul.Agarwal", *speed, "GFLOP/s", ratio, 0.97)
+
+
+def bytes_moved(n, ranks, elements):
+    """Elements received, beside the least volume any of the four algorithms has on that grid, and the bound."""
     from hpctrain.matmul import lower_bound
 
     bound = lower_bound(n, n, n, ranks)
     for name, box in OURS[ranks].items():
         case = f"n={n}, {ranks} ranks, {name} {'x'.join(map(str, box))}"
-        moved, least = words[name]
-        report(case, "least volume on this grid", moved, least, "words a rank", least / moved, round(1 / 1.05, 3))
+        moved, least = elements[name]
+        report(case, "least volume on this grid", moved, least, "elements a rank", least / moved, round(1 / 1.05, 3))
         cube = len(set(box)) == 1
-        report(case, "lower bound", moved, round(bound), "words a rank", bound / moved, 1.0 if cube else None)
+        report(case, "lower bound", moved, round(bound), "elements a rank", bound / moved, 1.0 if cube else None)
 
 
 def main():
@@ -302,6 +345,7 @@ def main():
     parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], default=list(SIZES))
     parser.add_argument("--on", type=lambda text: [int(n) for n in text.split(",")], default=list(OURS), help="ranks")
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=list(DTYPES))
+    parser.add_argument("--layer", action="store_true", help="only a layer beside ht.matmul")
     parser.add_argument("--rounds", type=int, help="of every size")
     parser.add_argument("--debian", type=Path, default=Path("/"), help="where Debian's packages are unpacked")
     parser.add_argument("--heat", type=Path, default=Path("heat"), help="folder of Heat and what it imports")
@@ -317,7 +361,7 @@ def main():
 
     for ranks in [n for n in options.on if n in PEERS]:
         jobs = {"ours": Job("ours", ranks, options)}
-        for peer in PEERS[ranks]:
+        for peer in () if options.layer else PEERS[ranks]:
             why = absent(peer, options)
             try:
                 jobs.update({} if why else {peer: Job(peer, ranks, options)})
@@ -326,11 +370,15 @@ def main():
             if why:
                 report(f"{ranks} ranks", f"{peer}: absent, {why}", None, None, "GFLOP/s", None, None)
         for dtype, n in itertools.product(options.dtypes, options.sizes):
-            words = compare(n, dtype, ranks, jobs, options.rounds or SIZES.get(n, 10))
-        bytes_moved(n, ranks, words)
+            rounds = options.rounds or SIZES.get(n, 10)
+            if not options.layer:
+                elements = compare(n, dtype, ranks, jobs, rounds)
+            compare_layer(n, dtype, ranks, jobs["ours"], rounds)
+        if not options.layer:
+            bytes_moved(n, ranks, elements)
         for job in jobs.values():
             job.end()
-    if 8 in options.on:
+    if 8 in options.on and not options.layer:
         job = Job("ours", 8, options)
         bytes_moved(1024, 8, {name: job.product(1024, DTYPES[0], name)[1] for name in OURS[8]})
         job.end()

@@ -10,23 +10,26 @@ where the overlap costs time. The case "none" has the sequential step on both si
 others. "weight_gradient" hides nothing: it saves one of the two sums of the weights' gradients.
 
 The communication alone is that of a recorded step, call by call on the same sizes; the computation alone is the step
-with every call answered by what was recorded.
+with every call answered by what was recorded. Panels of weights, which travel by messages beside the product that takes
+them, are part of its computation.
 """
 
 import argparse
 import json
 import statistics
 import time
-from itertools import combinations
+from itertools import combinations, product
 
 import torch
 from mpi4py import MPI
 
 import hpctrain as ht
 from hpctrain import comm
-from hpctrain.algorithms import OVERLAPS
-from hpctrain.comm import collectives
-from hpctrain.comm.workspaces import Workspace
+from hpctrain.choices import OVERLAPS
+from hpctrain.comm import collectives, reductions, rooted
+from hpctrain.comm.message_workspace import MessageWorkspace
+from hpctrain.comm.shared_memory_workspace import SharedMemoryWorkspace
+from hpctrain.comm.workspace import LocalWorkspace
 from hpctrain.layers import Tokens, algorithm_of
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.train.batches import Microbatch
@@ -37,6 +40,12 @@ SHAPE = GPT2Shape(layers=2, width=512, heads=8, context=64, vocabulary=1024)
 BOXES = [(2, 1, 1), (1, 1, 2), (2, 1, 2)]
 MICROBATCHES, SEQUENCES = 2, 2
 WARM_UP = 2  # steps
+MODULES = {
+    reductions: ("all_reduce",),
+    collectives: ("all_gather", "reduce_scatter", "all_to_all"),
+    rooted: ("broadcast",),
+}
+WORKSPACES = LocalWorkspace, SharedMemoryWorkspace, MessageWorkspace
 
 
 class Tape:
@@ -44,12 +53,13 @@ class Tape:
 
     def __init__(self):
         self.mode, self.calls, self.position = "pass", [], 0
-        for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
-            wrapped = self._wrapped(getattr(collectives, name))
-            setattr(collectives, name, wrapped)
-            setattr(comm, name, wrapped)
-        for name in ("gather", "reduce"):
-            setattr(Workspace, name, self._wrapped(getattr(Workspace, name)))
+        for module, names in MODULES.items():
+            for name in names:
+                wrapped = self._wrapped(getattr(module, name))
+                setattr(module, name, wrapped)
+                setattr(comm, name, wrapped)
+        for kind, name in product(WORKSPACES, ("gather", "reduce")):
+            setattr(kind, name, self._wrapped(getattr(kind, name)))
 
     def _wrapped(self, call):
         def wrapper(*arguments):
@@ -70,9 +80,9 @@ class Tape:
 
     def replay(self):
         for call, arguments, _, _ in self.calls:
-            if call.__name__ == "reduce" and isinstance(arguments[0], Workspace):
-                workspace, room, counts = arguments
-                call(workspace, workspace.room(room.numel(), room), counts)
+            if call.__name__ == "reduce" and isinstance(arguments[0], WORKSPACES):
+                workspace, buffer, counts = arguments
+                call(workspace, workspace.buffer(buffer.numel(), buffer), counts)
             else:
                 call(*arguments)
 
@@ -90,7 +100,7 @@ def training_step(box, windows, overlap):
     if not windows:
         for axis in (grid.plane(*names) for count in (1, 2, 3) for names in combinations("xyz", count)):
             axis.one_node = False
-    model = GPT2(grid, SHAPE, algorithm=algorithm_of(grid, "agarwal", overlap), key=ht.Key(0), dtype=torch.float32)
+    model = GPT2(grid, SHAPE, algorithm=algorithm_of(grid, "agarwal", overlap), key=ht.RngKey(0), dtype=torch.float32)
     trainer = Trainer(model, grid, adamw(model.parameters(), 0.01), MICROBATCHES)
     generator = torch.Generator().manual_seed(0)
     microbatches = []

@@ -68,13 +68,13 @@ class _Wait(torch.autograd.Function):
 
 
 class Chain:
-    """The stage of this rank under one partition; `pipeline.executor.Work`."""
+    """The stage of this rank under one partition; `pipeline.executor.StageWork`."""
 
     def __init__(self, layers, counts, rank):
         start = sum(counts[:rank])
         self.layers, self.last = layers[start : start + counts[rank]], len(counts) - 1
 
-    def room(self, action):
+    def message_spec(self, action):
         return (ROWS, WIDTH), torch.float32, torch.device("cpu")
 
     def forward(self, action, inputs):

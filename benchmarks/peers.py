@@ -44,11 +44,11 @@ from mpi4py import MPI
 from peers_torch import torch_ddp, torch_fsdp, torch_tensor_parallel, torch_zero_redundancy
 
 import hpctrain as ht
-from hpctrain.config import Replicas
+from hpctrain.config import DataParallelConfig
+from hpctrain.data_parallel import make
 from hpctrain.layers import Tokens
-from hpctrain.models.export import whole_parameters
+from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
-from hpctrain.replicas import make
 from hpctrain.shard import split
 from hpctrain.train.batches import Microbatch
 from hpctrain.train.optimizer import adamw
@@ -105,10 +105,10 @@ def ours(method, shape, batch, messages):
     grid = ht.Grid(tensor=ranks) if method == "tensor" else ht.Grid(data=ranks)
     for axis in (grid.data, *grid.planes()):
         axis.one_node &= not messages
-    model = GPT2(grid, _sizes(shape), key=ht.Key(0), dtype=torch.float32)
+    model = GPT2(grid, _sizes(shape), key=ht.RngKey(0), dtype=torch.float32)
     optimizer = adamw(model.parameters(), 0.01)
-    replicas = make(Replicas("ddp" if method == "tensor" else method), model, grid, optimizer)
-    trainer = Trainer(model, grid, optimizer, replicas=replicas)
+    replicas = make(DataParallelConfig("ddp" if method == "tensor" else method), model, grid, optimizer)
+    trainer = Trainer(model, grid, optimizer, strategy=replicas)
     part = split(len(batch), grid.data.size, grid.data.rank)
     tokens = Tokens.of(grid, part.stop - part.start, shape["context"], part.start)
     rows = batch[part]
@@ -177,7 +177,7 @@ def peak_memory(peer, side, shape, messages):
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(VOCABULARY, (shape["batch"], shape["context"] + 1), generator=generator)
     method, make_theirs = PEERS[peer]
-    alone = GPT2(ht.Grid(comm=MPI.COMM_SELF), _sizes(shape), key=ht.Key(0), dtype=torch.float32)
+    alone = GPT2(ht.Grid(comm=MPI.COMM_SELF), _sizes(shape), key=ht.RngKey(0), dtype=torch.float32)
     weights = {name: p.detach().clone() for name, p in alone.named_parameters()}
     before, peaks, over = resident(), [0.0], threading.Event()
 

@@ -72,7 +72,7 @@ class Ours:
 
     def __init__(self, grid, name, cut, batch):
         self.schedule = schedule(name, grid.pipeline.size, MICROBATCHES)
-        self.model = GPT2(grid, SHAPE, cut, placement=self.schedule.placement, key=ht.Key(0), dtype=torch.float32)
+        self.model = GPT2(grid, SHAPE, cut, placement=self.schedule.placement, key=ht.RngKey(0), dtype=torch.float32)
         self.trainer = Trainer(self.model, grid, adamw(self.model.parameters(), 0.01), self.schedule)
         rows, length = batch.shape[0] // MICROBATCHES, batch.shape[1] - 1
         self.microbatches = [
@@ -117,7 +117,7 @@ def compare(grid, batch, peers, seconds):
     Raises:
         RuntimeError: when first losses differ, so that two sides do not train the same model.
     """
-    alone = GPT2(ht.Grid(comm=MPI.COMM_SELF), SHAPE, key=ht.Key(0), dtype=torch.float32)
+    alone = GPT2(ht.Grid(comm=MPI.COMM_SELF), SHAPE, key=ht.RngKey(0), dtype=torch.float32)
     weights = {name: p.detach().clone() for name, p in alone.named_parameters()}
     sides, absent = {}, {}
     for peer in ("ours", *peers):

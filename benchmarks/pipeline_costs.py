@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain import comm
-from hpctrain.layers import WeightGradients
+from hpctrain.layers import SplitBackward
 from hpctrain.pipeline import Costs, Executor, StageGraph
 from hpctrain.pipeline.profile import profile
 from hpctrain.train.stages import Stages
@@ -22,10 +22,10 @@ def stage_costs(side):
     """The side's schedule with the bytes of its messages, and the costs of its stages, the same on all ranks."""
     world, model = MPI.COMM_WORLD, side.model
     batch = side.microbatches[0]
-    (rows, width), dtype, _ = model.room(batch.tokens)
+    (rows, width), dtype, _ = model.message_spec(batch.tokens)
     mine = {}
     for stage in model.stages:
-        later = WeightGradients(model)
+        split_backward = SplitBackward(model)
 
         def forward(x, stage=stage):
             y = model(x, batch.tokens, stage)
@@ -35,7 +35,7 @@ def stage_costs(side):
             return torch.randn(rows, width, dtype=dtype).requires_grad_() if stage else batch.ids
 
         world.Barrier()
-        costs = profile([forward], make_input, REPEATS, later)
+        costs = profile([forward], make_input, REPEATS, split_backward)
         # the output is held too, to start the backward from
         output = costs.message[0] if stage < model.last else 0
         mine[stage] = {
@@ -43,7 +43,7 @@ def stage_costs(side):
             "input_gradient": costs.input_gradient[0],
             "weight_gradient": costs.weight_gradient[0],
             "activation": costs.activation[0] + output,
-            "kept": _kept(forward, make_input(), later),
+            "kept": _kept(forward, make_input(), split_backward),
         }
     for stage, seconds in _after_a_step(side).items():
         mine[stage] |= seconds
@@ -55,10 +55,10 @@ def stage_costs(side):
     return made, Costs(**tables, latency=latency, bandwidth=bandwidth)
 
 
-def _kept(forward, x, later):
+def _kept(forward, x, split_backward):
     """Bytes that the weight gradients hold which the input gradient has put off."""
     y = forward(x)
-    with later as products:
+    with split_backward as products:
         y.backward(torch.ones_like(y))
     held = [a for product in products for a in product.args if torch.is_tensor(a)]
     held = [a.untyped_storage() for a in held if not isinstance(a, torch.nn.Parameter)]
@@ -68,14 +68,14 @@ def _kept(forward, x, later):
 def _after_a_step(side):
     """Seconds of reduction and update, a stage."""
     side.step()
-    replicas, stages = side.trainer.replicas, side.model.stages
+    replicas, stages = side.trainer.strategy, side.model.stages
 
     def reduce():
-        replicas.finish()
+        replicas.finish_grad_sync()
 
     def update():
-        replicas.totals(torch.zeros((), dtype=torch.float64))
-        replicas.update(0.0, 0.0)
+        replicas.loss_and_grad_norm(torch.zeros((), dtype=torch.float64))
+        replicas.step(0.0, 0.0)
 
     seconds = {"reduce": _least(reduce) / len(stages), "update": _least(update) / len(stages)}
     return dict.fromkeys(stages, seconds)
@@ -146,9 +146,9 @@ class Counted(Stages):
 
 def peak_bytes(side):
     """The most that this rank holds at the end of a forward, of what a pass through the schedule made."""
-    later = WeightGradients(side.model) if side.schedule.splits else None
+    split_backward = SplitBackward(side.model) if side.schedule.splits else None
     side.step()  # gradients and all else that is kept from step to step
-    executor = Executor(side.trainer.grid.pipeline, side.schedule, later)
+    executor = Executor(side.trainer.grid.pipeline, side.schedule, split_backward)
     with Census() as census:
         executor.run(Counted(side.model, side.microbatches, census))
     return census.peak

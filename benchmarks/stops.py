@@ -37,13 +37,13 @@ SLOW = """
 import os, sys, time
 if os.environ.get("STEP_SECONDS") and "train" in sys.orig_argv:
     from hpctrain.train.trainer import Trainer
-    step = Trainer.step
+    step = Trainer.forward_backward
     def slowly(*arguments):
         end = time.monotonic() + float(os.environ["STEP_SECONDS"])
         while time.monotonic() < end:
             time.sleep(0.02)
         return step(*arguments)
-    Trainer.step = slowly
+    Trainer.forward_backward = slowly
 """
 
 

@@ -158,10 +158,20 @@ def matmul():
     return pivot([line for line in chosen if row(line)], row, lambda line: line["peer"], ["n, ranks", "ours, fastest"])
 
 
-def words():
+def layer():
+    found = [line for line in lines("matmul") if line["peer"] == "ht.matmul.Agarwal"]
+
+    def row(line):
+        size, ranks, name, _ = line["case"].split(", ")
+        return f"{size}, {ranks}", name.removeprefix("layer ")
+
+    return pivot(found, row, lambda line: line["case"].split(", ")[3], ["n, ranks", "grid"])
+
+
+def elements():
     found = [line for line in lines("matmul") if line["peer"] == "lower bound"]
     rows = ([*line["case"].rsplit(", ", 1), f"{1 / line['ratio']:.2f}"] for line in found)
-    return table(["n, ranks", "algorithm", "words received / lower bound"], rows)
+    return table(["n, ranks", "algorithm", "elements received / lower bound"], rows)
 
 
 def allreduce():
@@ -226,8 +236,8 @@ def checkpoint():
 TABLES = {
     made.__name__: made
     for made in (
-        machine, peers, summary, memory, pipeline, simulator, matmul, words, allreduce, weak_scaling, hidden, equality,
-        hdf5, reading, checkpoint,
+        machine, peers, summary, memory, pipeline, simulator, matmul, layer, elements, allreduce, weak_scaling,
+        hidden, equality, hdf5, reading, checkpoint,
     )
 }  # fmt: skip
 

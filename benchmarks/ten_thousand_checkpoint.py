@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hpctrain.checkpoint import index, manifests, reading
+from hpctrain.checkpoint.pieces import File, StoredPiece
 from hpctrain.shard import Shard, split
-from hpctrain.state import Entry, rectangles, replicas_part
-from hpctrain.train.checkpoint import index, load, manifest
-from hpctrain.train.checkpoint.pieces import File, Piece
+from hpctrain.shard_entries import Entry, rectangles, replicas_part
 
 PARAMETERS, SIDE = 600, 1024
 NAMES = [f"{kind}/block-{n}.weight" for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
@@ -66,25 +66,25 @@ def summary(folder, method, ranks, rank):
         bounds = tuple((part.start, part.stop) for part in entry.shard.slices)
         tensors[entry.name] = ("float32", entry.shard.global_shape)
         sums = [0] * -(-entry.tensor.nbytes // (1 << 20))
-        pieces.setdefault(entry.name, []).append(Piece(bounds, place, place + entry.tensor.nbytes, sums))
+        pieces.setdefault(entry.name, []).append(StoredPiece(bounds, place, place + entry.tensor.nbytes, sums))
         place += entry.tensor.nbytes
     files = [File(f"rank-{rank:05d}.h5", place, "0" * 64, 0, pieces)] if pieces else []
-    path = folder / manifest.group_name(rank // manifest.GROUP)
+    path = folder / manifests.group_name(rank // manifests.GROUP)
     path.mkdir(exist_ok=True)
-    again(path / manifest.rank_name(rank))
+    again(path / manifests.rank_name(rank))
     return index.write_rank(path, 1, rank, tensors, {}, files)
 
 
 def told_by_group(folder, told, members):
     """A group's manifest, from what its ranks sent."""
-    path = folder / manifest.group_name(members[0] // manifest.GROUP)
+    path = folder / manifests.group_name(members[0] // manifests.GROUP)
     path.mkdir(exist_ok=True)
-    again(path / manifest.NAME, path / manifest.HOLDERS)
+    again(path / manifests.NAME, path / manifests.HOLDERS)
     return index.write_group(path, 1, [pickle.loads(text) for text in told])
 
 
 def told_by_checkpoint(folder, told):
-    again(*(folder / name for name in (manifest.NAME, manifest.SUM, manifest.HOLDERS)))
+    again(*(folder / name for name in (manifests.NAME, manifests.SUM, manifests.HOLDERS)))
     return index.write(folder, 1, [pickle.loads(text) for text in told], {})
 
 
@@ -95,8 +95,8 @@ def as_if(first, ranks, members):
     table = first.rows.copy()
     table[:, 2:] = [flat.stop - flat.start, *(min(part.slices[dim].start for part in parts) for dim in range(2)),
                     *(max(part.slices[dim].stop for part in parts) for dim in range(2))]  # fmt: skip
-    name = f"{manifest.group_name(members[0] // manifest.GROUP)}/{manifest.NAME}"
-    part = manifest.Part(name, first.part.bytes, first.part.sha256, len(members), first.part.stored)
+    name = f"{manifests.group_name(members[0] // manifests.GROUP)}/{manifests.NAME}"
+    part = manifests.ManifestPart(name, first.part.bytes, first.part.sha256, len(members), first.part.stored)
     return index.Summary(part, first.tensors, table, {})
 
 
@@ -105,8 +105,8 @@ def save(folder, method, ranks):
     own, seconds, memory = cost(lambda: summary(folder, method, ranks, 0))
     yield "a rank", seconds, memory, 0, 0
     groups, busiest = [], None
-    for start in range(0, ranks, manifest.GROUP):
-        members = range(start, min(ranks, start + manifest.GROUP))
+    for start in range(0, ranks, manifests.GROUP):
+        members = range(start, min(ranks, start + manifests.GROUP))
         if start and method == "zero1":
             groups.append(as_if(groups[0], ranks, members))
             continue
@@ -124,18 +124,18 @@ def save(folder, method, ranks):
 
 
 def find(folder, wanted):
-    """As `load.load` does, but for the files: bytes of manifests read, files opened, pieces looked at."""
+    """As `reading.load` does, but for the files: bytes of manifests read, files opened, pieces looked at."""
     bounds = {}
     for entry in wanted:
         bounds.setdefault(entry.name, []).append([(part.start, part.stop) for part in entry.shard.slices])
     bounds = {name: np.array(found) for name, found in bounds.items()}
     node, read, opened, pieces = index.read(folder), 0, 3, 0
     read += sum((folder / name).stat().st_size for name in ("manifest.json", "holders.bin"))
-    for number in load._parts(node.holders, bounds):
+    for number in reading._parts(node.holders, bounds):
         group = index.read_group(node, number)
         opened += 2
         read += sum((group.folder / name).stat().st_size for name in ("manifest.json", "holders.bin"))
-        for of_rank in load._parts(group.holders, bounds):
+        for of_rank in reading._parts(group.holders, bounds):
             rank = index.read_rank(group, of_rank)
             opened += 1 + len(rank.files)
             read += group.manifest.parts[of_rank].bytes

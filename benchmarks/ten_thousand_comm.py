@@ -82,7 +82,7 @@ def rows(ranks):
     counts = [len(bucket) // ranks + (rank < len(bucket) % ranks) for rank in range(ranks)]
     comm.reduce_scatter_start(bucket, flat, counts).wait()
     exchange = time.perf_counter() - start
-    watch = comm.Watch(grid, 600.0)
+    watch = comm.Watchdog(grid, 600.0)
     in_full = len(watch.report(0.0, 600.0, grid.world, "all_reduce", None))
     grid.rank = 1
     said = 16 * in_full + (ranks - 16) * len(watch.report(0.0, 600.0, grid.world, "all_reduce", None))

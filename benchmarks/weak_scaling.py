@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpctrain.scale.points import points
 from hpctrain.scale.report import write
-from hpctrain.scale.runner import asked, measure
+from hpctrain.scale.runner import describe_study, measure
 from hpctrain.scale.summary import summarise
 
 CONFIG = Path(__file__).parents[1] / "jobs/scale.toml"
@@ -36,13 +36,15 @@ def main():
     parser.add_argument("--output", type=Path, default=Path("runs/weak_scaling"))
     options = parser.parse_args()
     studies = {axis: points(CONFIG, AXES[axis][1], options.ranks, "weak", axis) for axis in options.axes}
-    asks = {axis: asked(made, "weak", axis, options.steps, 1) for axis, made in studies.items()}
+    descriptions = {axis: describe_study(made, "weak", axis, options.steps, 1) for axis, made in studies.items()}
     for rounds in range(1, options.repeat + 1):
         for axis, made in studies.items():
-            measure(CONFIG, made, options.output / axis, rounds, options.steps, 1, asks[axis], say=lambda text: None)
+            measure(
+                CONFIG, made, options.output / axis, rounds, options.steps, 1, descriptions[axis], say=lambda text: None
+            )
     for axis in studies:
-        write(options.output / axis, asks[axis])
-        first, *rest = summarise(options.output / axis, asks[axis]).rows
+        write(options.output / axis, descriptions[axis])
+        first, *rest = summarise(options.output / axis, descriptions[axis]).rows
         for row in rest:
             paired = [
                 speed / row.ranks / (alone / first.ranks)
@@ -53,7 +55,7 @@ def main():
                 "efficiency": None if row.oversubscribed else round(statistics.median(paired), 3),
                 "rounds": [round(value, 3) for value in paired],
                 "goal": AXES[axis][0] if row.ranks == 2 else None,
-                "gflops": round(row.speed / 1e9, 1), "mfu": round(row.mfu, 3),
+                "gflops": round(row.median_flops_per_second / 1e9, 1), "mfu": round(row.mfu, 3),
                 "time": {part: round(seconds, 4) for part, seconds in row.seconds.items()},
             }  # fmt: skip
             if row.oversubscribed:

@@ -10,20 +10,26 @@ __version__ = "0.1.0"
 _HOME = {
     "Grid": "hpctrain.grid",
     "Shard": "hpctrain.shard",
-    "Key": "hpctrain.randomness",
-    "Trainer": "hpctrain.train.step",
+    "RngKey": "hpctrain.randomness",
+    "Trainer": "hpctrain.train.trainer",
     "parallelize": "hpctrain.convert",
     "gather_state_dict": "hpctrain.convert",
-    "sync": "hpctrain.convert",
-    "clip_": "hpctrain.convert",
+    "sync_gradients": "hpctrain.convert",
+    "clip_grad_norm_": "hpctrain.convert",
     "load_config": "hpctrain.config",
 }
-_MODULES = ("comm", "data", "layers", "matmul", "models", "pipeline", "replicas", "train")
+_MODULES = (
+    "checkpoint", "comm", "data", "data_parallel", "layers", "matmul", "models", "pipeline", "plan", "train",
+)  # fmt: skip
 
 __all__ = [*_HOME, *_MODULES]
 
 
-def __getattr__(name):
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+def __getattr__(name: str) -> object:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     if name in _MODULES:

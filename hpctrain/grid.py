@@ -22,7 +22,7 @@ ENDS = 16  # ranks of a large grid that `describe` shows first; half as many las
 
 
 @dataclass
-class Wire:
+class Transport:
     """How the messages of one grid travel; all its axes share it, and `comm/` reads it at every call.
 
     Attributes:
@@ -30,18 +30,22 @@ class Wire:
         cuda_aware: MPI may be given device memory; otherwise CUDA tensors are staged through pinned host memory.
             Set by `comm.decide_cuda_aware`.
         synchronous: every send is an MPI_Ssend, which waits for its receiver, so that no buffering hides a deadlock.
-        watch: `comm.Watch` that is told of every operation, or None.
-        check: `comm.Checks` that is asked before every operation, or None.
+        watchdog: `comm.Watchdog` that is told of every operation, or None.
+        checker: `comm.CollectiveChecker` that is asked before every operation, or None.
         resources: what `comm/` made for the grid and `Grid.free` frees, in the order in which it was made: windows of
             shared memory and communicators.
+        reducers: the `comm.algorithms.Reducer` of each axis for which `comm.choose_all_reduce` chose one.
+        workspaces: scratch memory that `comm.workspace` made for an axis.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
     cuda_aware: bool = False
     synchronous: bool = False
-    watch: object | None = None
-    check: object | None = None
+    watchdog: object | None = None
+    checker: object | None = None
     resources: list = field(default_factory=list)
+    reducers: dict = field(default_factory=dict)
+    workspaces: dict = field(default_factory=dict)
 
 
 class Axis:
@@ -49,20 +53,30 @@ class Axis:
 
     Attributes: `name` (of one axis its own, of several joined by "+"), `comm` (an mpi4py `Cartcomm`), `rank` and
     `size` along it, `nodes` (which of them share memory: a number for each rank), `one_node` (whether all do), and
-    `wire`, shared by the whole grid. `workspace` and `reducer` belong to `comm/`.
+    `transport`, shared by the whole grid.
     """
 
-    __slots__ = ("name", "comm", "rank", "size", "nodes", "one_node", "wire", "workspace", "reducer", "x", "y", "z")
+    __slots__ = (
+        "name",
+        "comm",
+        "rank",
+        "size",
+        "nodes",
+        "one_node",
+        "transport",
+        "x",
+        "y",
+        "z",
+    )
 
-    def __init__(self, name: str, comm: MPI.Cartcomm, node: int, wire: Wire):
+    def __init__(self, name: str, comm: MPI.Cartcomm, node: int, transport: Transport):
         self.name = name
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
         self.nodes = tuple(comm.allgather(node))
         self.one_node = len(set(self.nodes)) == 1
-        self.wire = wire
-        self.workspace = self.reducer = None
+        self.transport = transport
 
     def __deepcopy__(self, memo):
         return self  # a copy of a model is on the same ranks
@@ -88,7 +102,7 @@ class Grid:
 
     A grid holds 10 communicators at any size (itself, data, pipeline and the 7 sets of tensor axes), 10 more in checked
     mode, and the node of every rank along each axis. `comm/` adds a window of shared memory for each bucket of
-    gradients and up to seven for the workspaces of an axis that are in use. `free()` gives them back; so does the
+    gradients and up to four for the workspaces of an axis that are in use. `free()` gives them back; so does the
     end of `with Grid(...) as grid:`.
 
     Raises:
@@ -108,7 +122,7 @@ class Grid:
         comm = MPI.COMM_WORLD if comm is None else comm
         check_ranks(self.shape, comm.size)
 
-        self.wire = Wire()
+        self.transport = Transport()
         self.comm = comm.Create_cart(tuple(self.shape.values()), periods=[True] * len(AXES), reorder=False)
         self.rank, self.size = self.comm.rank, self.comm.size
         self.coords = dict(zip(AXES, self.comm.coords))
@@ -119,10 +133,10 @@ class Grid:
         # Sub is collective, so that every plane is made here, in one order, rather than when first asked for.
         for names in (("data",), ("pipeline",), *_subsets(TENSOR)):
             sub = self.comm.Sub([axis in names for axis in AXES])
-            self._planes[names] = Axis("+".join(names), sub, node, self.wire)
+            self._planes[names] = Axis("+".join(names), sub, node, self.transport)
         self.data, self.pipeline = self._planes["data",], self._planes["pipeline",]
         self.tensor = self._planes[TENSOR]
-        self.world = Axis("world", self.comm, node, self.wire)
+        self.world = Axis("world", self.comm, node, self.transport)
         for name in TENSOR:
             setattr(self.tensor, name, self._planes[name,])
 
@@ -150,11 +164,12 @@ class Grid:
     def free(self) -> None:
         """Give back the communicators and the shared memory. Collective; nothing of the grid may be used after it, nor
         any tensor in its memory, such as the gradients in the buckets of `DataParallel`."""
-        while self.wire.resources:
-            self.wire.resources.pop().free()
-        self.wire.watch = self.wire.check = None
+        while self.transport.resources:
+            self.transport.resources.pop().free()
+        self.transport.watchdog = self.transport.checker = None
+        self.transport.reducers.clear()
+        self.transport.workspaces.clear()
         for axis in (*self._planes.values(), self.world):
-            axis.workspace = axis.reducer = None
             axis.comm.Free()
 
     def __enter__(self) -> Grid:

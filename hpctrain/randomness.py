@@ -18,10 +18,10 @@ import torch
 _BLOCK = 4  # 64-bit words that Philox makes for one counter value
 
 
-class Key:
+class RngKey:
     """A named stream of random numbers. `key / "name"` is the stream of a part.
 
-    >>> key = Key(7, "layer")
+    >>> key = RngKey(7, "layer")
     >>> bool((key.words(0, 6)[3:] == key.words(3, 3)).all()), bool((key.words(0, 6) == (key / "b").words(0, 6)).any())
     (True, False)
     """
@@ -31,11 +31,11 @@ class Key:
         digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
         self._key = np.frombuffer(digest, np.uint64)
 
-    def __truediv__(self, name: str | int) -> Key:
-        return Key(self.seed, f"{self.name}.{name}" if self.name else str(name))
+    def __truediv__(self, name: str | int) -> RngKey:
+        return RngKey(self.seed, f"{self.name}.{name}" if self.name else str(name))
 
     def __repr__(self):
-        return f"Key({self.seed}, {self.name!r})"
+        return f"RngKey({self.seed}, {self.name!r})"
 
     def words(self, start: int, count: int, step: int = 0) -> np.ndarray:
         """Numbers `start` to `start + count` of the stream at `step`, as uint64."""
@@ -96,14 +96,14 @@ class Permutation:
     Needs no memory that grows with `length`, so that a rank can ask for the few positions it reads out of billions.
     (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.)
 
-    >>> shuffle = Permutation(10, Key(0, "order"))
+    >>> shuffle = Permutation(10, RngKey(0, "order"))
     >>> sorted(shuffle(np.arange(10)).tolist()) == list(range(10))
     True
     """
 
     ROUNDS = 6
 
-    def __init__(self, length: int, key: Key):
+    def __init__(self, length: int, key: RngKey):
         self.length = length
         self._half = np.uint64(max(1, -(-max(1, (length - 1).bit_length()) // 2)))
         self._low = np.uint64((1 << int(self._half)) - 1)

@@ -18,7 +18,7 @@ class Shard:
         holders: ranks of the pipeline axis that hold the slice, in order, when more than one does (tied embeddings,
             schedules with two replicas of a stage); their gradients are summed, and the first one counts.
 
-    Every rank of the data axis holds the same slices; that goes without saying.
+    Every rank of the data axis holds the same slices, so that `replicated` does not list it.
     """
 
     global_shape: tuple[int, ...]

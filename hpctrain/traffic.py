@@ -1,7 +1,7 @@
 """Traffic: the one ledger of bytes that leave and reach this rank, and of the seconds it takes."""
 
 
-class Entry:
+class OperationTraffic:
     """Calls of one operation along one axis, the bytes they sent and received, and their seconds, on this rank."""
 
     __slots__ = ("calls", "received", "seconds", "sent")
@@ -18,7 +18,7 @@ class Traffic:
     """Bytes sent and received by this rank, for each (axis, operation).
 
     `comm/` adds one entry a call. What goes by messages of `comm/` itself is counted as it is sent: point to point,
-    exchanges, halos, and the all-reduce algorithms naive, ring, parallel and halving. For what MPI does inside of a
+    exchanges, halos, and the all-reduce algorithms naive, ring, direct and rabenseifner. For what MPI does inside of a
     collective of its own, and for shared memory, the entry is a formula that depends on no algorithm, what a
     bandwidth-optimal one moves: an all-gather receives every other rank's part once, an all-reduce sends and receives
     2 (p-1)/p of its tensor. The total over all ranks is then what is sent for common algorithms, but not each rank's:
@@ -32,14 +32,14 @@ class Traffic:
     """
 
     def __init__(self):
-        self._entries: dict[tuple[str, str], Entry] = {}
+        self._entries: dict[tuple[str, str], OperationTraffic] = {}
         self.timing = False  # an operation is being timed; those that it is made of are not
 
-    def entry(self, axis: str, operation: str) -> Entry:
+    def entry(self, axis: str, operation: str) -> OperationTraffic:
         """The entry to add to, always the same one: who calls often keeps it."""
         entry = self._entries.get((axis, operation))
         if entry is None:
-            entry = self._entries[axis, operation] = Entry()
+            entry = self._entries[axis, operation] = OperationTraffic()
         return entry
 
     def add(self, axis: str, operation: str, sent: int = 0, received: int = 0) -> None:

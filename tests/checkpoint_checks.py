@@ -3,7 +3,7 @@
 import torch
 
 from hpctrain.shard import Shard
-from hpctrain.state import Entry
+from hpctrain.shard_entries import Entry
 
 
 class Alone:

@@ -1,5 +1,9 @@
 """MPI tests run as `mpirun -n N python -m mpi4py -m pytest --only-mpi`; the others start no MPI, or jobs of their own.
 
+`@pytest.mark.ranks(2, 8)` names the numbers of ranks that a test or a module is for; without it these are 1, 2 and 4. A
+run collects the tests of its own number alone. jobs/test.sbatch starts a run for each number that is named, and checks
+afterwards that every test passed on every number it names (`ranks_named.py`).
+
 A failure on one rank ends the whole job at once: its report is printed with the rank, then MPI is aborted. Waiting
 would hang, since the other ranks stand in a collective that the failed one never enters.
 """
@@ -10,10 +14,12 @@ import sys
 
 import hypothesis
 import pytest
+import ranks_named
 import torch
 
 RANKS = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
-if int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0):
+RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
+if RANK:
     sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all; failures go to stderr
 
 # The same examples in every run and on every rank; a soak draws other ones each time, from a seed that all ranks are
@@ -26,10 +32,12 @@ COMMON = {
 }  # fmt: skip
 hypothesis.settings.register_profile("ci", derandomize=True, max_examples=20, **COMMON)
 hypothesis.settings.register_profile("soak", max_examples=200, **COMMON)
-hypothesis.settings.load_profile(os.environ.get("HPCTRAIN_HYPOTHESIS", "ci"))
+PROFILE = os.environ.get("HPCTRAIN_HYPOTHESIS", "ci")
+hypothesis.settings.load_profile(PROFILE)
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "ranks(*numbers): the numbers of ranks that an MPI test is for; else 1, 2 and 4")
     torch.set_num_threads(1)
     # A shell's background job ignores SIGINT, nohup SIGHUP, and so would the jobs that tests start and stop by them; a
     # handler is not inherited.
@@ -45,8 +53,38 @@ def pytest_configure(config):
             )
 
 
+def pytest_ignore_collect(collection_path, config):
+    """An MPI run reads no doctests, and no file that has no test for its number of ranks; nobody those of conftest.py,
+    of which there are several."""
+    if collection_path.name == "conftest.py":
+        return True
+    if config.getoption("--only-mpi") and collection_path.suffix == ".py":
+        return not ranks_named.may_have_tests(collection_path, RANKS) or None
+    return None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    mpi = {item: ranks_named.of(item) for item in items if item.get_closest_marker("mpi")}
+    if not config.getoption("--only-mpi"):
+        others = set(mpi)
+    elif PROFILE == "soak":  # its examples are for any number of ranks
+        others = set(items) - set(mpi)
+    else:
+        ranks_named.write(mpi, RANKS)
+        others = {item for item in items if RANKS not in mpi.get(item, ())}
+    config.hook.pytest_deselected(items=[item for item in items if item in others])
+    items[:] = [item for item in items if item not in others]
+
+
+def pytest_sessionfinish(session):
+    if session.config.getoption("--only-mpi") and RANK == 0:
+        ranks_named.write_outcomes(RANKS)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
+    ranks_named.note(report)
     if report.failed and RANKS > 1:
         from mpi4py import MPI
 

@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from hpctrain import Grid, Key
+from hpctrain import Grid, RngKey
 from hpctrain.grid import all_grids
 from hpctrain.layers import image_block
 
-KEY = Key(5, "images")
+KEY = RngKey(5, "images")
 DOUBLE = {"dtype": torch.float64}
 
 

@@ -5,25 +5,30 @@ import math
 
 import torch
 
-from hpctrain import Grid, Key
+from hpctrain import Grid, RngKey
+from hpctrain.data_parallel import DataParallel
 from hpctrain.grid import all_grids
 from hpctrain.layers import Tokens
-from hpctrain.models.export import whole_parameters
-from hpctrain.replicas import DataParallel
+from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.shard import split, subsplit
 
-KEY = Key(11, "layers")
+KEY = RngKey(11, "layers")
 DOUBLE = {"dtype": torch.float64}
 
 
-def tensor_grids(world):
-    """All (x, y, z) boxes of the ranks."""
-    return _boxes(world.size)
+def tensor_grids(world, way="shared memory"):
+    """All (x, y, z) boxes of the ranks; by "messages", as if no two of them shared memory, with sends that wait."""
+    return _boxes(world.size, way)
 
 
 @functools.cache  # a grid makes a dozen communicators
-def _boxes(ranks):
-    return [Grid(tensor=box) for data, pipeline, box in all_grids(ranks) if data == pipeline == 1]
+def _boxes(ranks, way):
+    grids = [Grid(tensor=box) for data, pipeline, box in all_grids(ranks) if data == pipeline == 1]
+    for grid in grids if way == "messages" else ():
+        grid.transport.synchronous = True
+        for axis in (grid.tensor.x, grid.tensor.y, grid.tensor.z):
+            axis.one_node = False
+    return grids
 
 
 def whole(shape, name, requires_grad=True):
@@ -55,9 +60,9 @@ def gradients_over(grid, module):
     """Completed gradients, whole, by name."""
     replicas = DataParallel(module.parameters(), grid)
     for parameter in module.parameters():
-        parameter.place.view.copy_(parameter.grad)
-        parameter.grad = parameter.place.view
-    replicas.finish()
+        parameter.grad_sync.view.copy_(parameter.grad)
+        parameter.grad = parameter.grad_sync.view
+    replicas.finish_grad_sync()
     for parameter in module.parameters():
         parameter.data = parameter.grad
     return dict(whole_parameters(module, grid))

@@ -4,7 +4,7 @@ import torch
 
 from hpctrain import Grid, matmul
 from hpctrain.grid import all_grids
-from hpctrain.matmul.depth_rows import TwoHalfDRows
+from hpctrain.matmul.two_half_d_rows import TwoHalfDRows
 
 ALGORITHMS = ("Cannon", "Summa", "TwoHalfD", "Agarwal")
 CLASSES = {name: getattr(matmul, name) for name in ALGORITHMS} | {"TwoHalfDRows": TwoHalfDRows}  # the layers' own
@@ -33,7 +33,7 @@ def grids(world, way):
             t = grid.tensor
             for axis in (t.x, t.y, t.z):
                 axis.one_node = axis.name in WAYS[way]
-            grid.wire.synchronous = way == "messages"
+            grid.transport.synchronous = way == "messages"
             yield box, grid
 
 

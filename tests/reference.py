@@ -1,4 +1,4 @@
-"""An independent serial GPT-2 in plain torch, and its training loop: what every grid must reproduce.
+"""An independent serial GPT-2 and Llama in plain torch, and their training loop: what every grid must reproduce.
 
 Shares nothing with the package but the names and values of the initial weights.
 """
@@ -35,8 +35,54 @@ def gpt2_logits(w, ids, layers, heads, keep=lambda name, x: x):
     return norm(x, "ln_f") @ w.get("head.weight", w["wte.weight"]).T
 
 
-def train(weights, batches, layers, heads, *, lr, clip, weight_decay, keep=lambda step: lambda name, x: x):
-    """Losses and gradient norms of AdamW on whole batches of (sequences, length + 1) ids; weights change in place."""
+def llama_logits(w, ids, shape, keep=lambda name, x: x):
+    """The same of a Llama of the sizes of `shape`, with biases and norms of heads where there are weights for them."""
+    length, width = ids.shape[1], shape.head_width
+    groups, queries = shape.kv_heads, shape.heads // shape.kv_heads
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    turns = torch.polar(*torch.broadcast_tensors(torch.ones((), dtype=torch.float64), rotary_angles(shape, length)))
+    x = keep("drop", w["wte.weight"][ids])
+
+    def norm(x, name):
+        return x * (x.square().mean(-1, keepdim=True) + shape.norm_eps) ** -0.5 * w[name + ".weight"]
+
+    def turned(x, name):
+        """Heads (sequence, head, length, feature) at their positions; features i and i + width/2 are one number."""
+        x = norm(x, name) if name + ".weight" in w else x
+        x = torch.complex(*x.chunk(2, -1)) * turns
+        return torch.cat([x.real, x.imag], -1)
+
+    for i in range(shape.layers):
+        p = f"blocks.{i}."
+        qkv = norm(x, p + "ln_1") @ w[p + "attention.qkv.weight"].T + w.get(p + "attention.qkv.bias", 0)
+        q, k, v = qkv.unflatten(-1, (groups, queries + 2, width)).split([queries, 1, 1], 3)
+        q = turned(q.flatten(2, 3).transpose(1, 2), p + "attention.q_norm")
+        k = turned(k.squeeze(3).transpose(1, 2), p + "attention.k_norm").repeat_interleave(queries, 1)
+        v = v.squeeze(3).transpose(1, 2).repeat_interleave(queries, 1)
+        scores = (q @ k.mT / math.sqrt(width)).masked_fill(later, -math.inf)
+        mixed = (keep(p + "attention", scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
+        x = x + keep(p + "drop_1", mixed @ w[p + "attention.proj.weight"].T)
+        gate, up = (norm(x, p + "ln_2") @ w[p + "mlp.up.weight"].T).unflatten(-1, (shape.ffn, 2)).unbind(-1)
+        x = x + keep(p + "drop_2", (gate / (1 + torch.exp(-gate)) * up) @ w[p + "mlp.down.weight"].T)
+    return norm(x, "ln_f") @ w.get("head.weight", w["wte.weight"]).T
+
+
+def rotary_angles(shape, length):
+    """By how much each pair of features turns at each position, (length, head width / 2)."""
+    frequencies = [shape.rope_base ** (-2 * i / shape.head_width) for i in range(shape.head_width // 2)]
+    if shape.rope_scaling:
+        factor, low, high, original = shape.rope_scaling
+        turns = [original * frequency / (2 * math.pi) for frequency in frequencies]
+        kept = [min(1, max(0, (t - low) / (high - low))) for t in turns]
+        frequencies = [f * part + f / factor * (1 - part) for f, part in zip(frequencies, kept)]
+    return torch.outer(torch.arange(length, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64))
+
+
+def train(weights, batches, logits, *, lr, clip, weight_decay, keep=lambda step: lambda name, x: x):
+    """Losses and gradient norms of AdamW on whole batches of (sequences, length + 1) ids; weights change in place.
+
+    `logits` is a function of weights, ids and `keep`.
+    """
     parameters = {name: torch.nn.Parameter(w) for name, w in weights.items()}
     optimizer = torch.optim.AdamW(
         [
@@ -48,8 +94,8 @@ def train(weights, batches, layers, heads, *, lr, clip, weight_decay, keep=lambd
     )
     losses, norms = [], []
     for step, batch in enumerate(batches):
-        logits = gpt2_logits(parameters, batch[:, :-1], layers, heads, keep(step))
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        scores = logits(parameters, batch[:, :-1], keep=keep(step))
+        loss = F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), clip or math.inf)

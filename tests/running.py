@@ -73,19 +73,26 @@ def children(pid):
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def begin_job(folder, ranks, *command, **environment):
+def warm(command):
+    """The command with its program forked from the server of jobs/test.sbatch, where there is one (`warm.py`)."""
+    first = next(n for n, word in enumerate(command) if word == sys.executable or Path(word).name == "hpctrain")
+    client = [sys.executable, "-IS", str(ROOT / "tests/warm.py")] if "HPCTRAIN_WARM" in os.environ else []
+    return [*command[:first], *client, *command[first:]]
+
+
+def begin_job(folder, ranks, *command, cold=False, **environment):
     """A job of that many ranks, its output in the folder."""
     launcher = os.environ.get("MPIRUN", str(ROOT / "jobs/mpirun.sh"))
-    return Job([launcher, "-n", str(ranks), *command], folder, environment)
+    return Job([launcher, "-n", str(ranks), *(command if cold else warm(command))], folder, environment)
 
 
 @pytest.fixture
 def start(tmp_path):
-    """start(ranks, command, ...) begins a job of that many ranks."""
+    """start(ranks, command, ...) begins a job of that many ranks; cold=True where signals go to their process ids."""
     jobs = []
 
-    def begin(ranks, *command, **environment):
-        jobs.append(begin_job(tmp_path, ranks, *command, **environment))
+    def begin(ranks, *command, cold=False, **environment):
+        jobs.append(begin_job(tmp_path, ranks, *command, cold=cold, **environment))
         return jobs[-1]
 
     yield begin

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from test_equivalence import UNEVEN, fitting
+from training_checks import UNEVEN, fitting
 
-from hpctrain import Grid, Key
+from hpctrain import Grid, RngKey
+from hpctrain.digest import digest
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.train.alike import Speeds, differing, digest
+from hpctrain.train.alike import Speeds, differing
 
 DIFFERS = "differs from that of the other 2 ranks with the same slice"
 
@@ -24,10 +25,11 @@ CASES = {
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(*CASES)
 def test_a_flipped_bit(world):
-    for shape, rank, name, said in CASES.get(world.size, []):
+    for shape, rank, name, said in CASES[world.size]:
         grid = Grid(*shape)
-        model = GPT2(grid, fitting(UNEVEN, 1), key=Key(3), dtype=torch.float32)
+        model = GPT2(grid, fitting(UNEVEN, 1), key=RngKey(3), dtype=torch.float32)
         names = {p: name for name, p in model.named_parameters()}
         assert differing(names, grid) == []
         if world.rank == rank:
@@ -62,3 +64,11 @@ def test_every_bit_counts(dtype):
         assert digest(changed) != whole
     assert digest(tensor.roll(1)) != whole
     assert digest(torch.empty(0, dtype=dtype)) == 0
+
+
+def test_the_digest_by_hand():
+    """The sum of element i times 2 i + 1, over the bounds of the chunks that it is taken in."""
+    numbers = torch.randint(-(2**31), 2**31, (70_000,), generator=torch.Generator().manual_seed(0))
+    expected = sum(int(number) * (2 * i + 1) for i, number in enumerate(numbers.tolist()))
+    assert (int(digest(numbers)) - expected) % 2**64 == 0
+    assert digest(torch.tensor([1 + 2j, 3j])) != digest(torch.tensor([3j, 1 + 2j]))

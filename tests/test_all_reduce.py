@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hpctrain import Grid, comm
-from hpctrain.algorithms import ALL_REDUCE
+from hpctrain.choices import ALL_REDUCE
 from hpctrain.comm.algorithms import reducer
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6)]
 
 SIZES = [0, 1, 7, 1000, 20_011]
 # Which ranks share a node, one entry a rank: as it is, all alone, halves, every other one, the last alone.
@@ -35,7 +35,7 @@ def _axis_with(name, nodes, synchronous):
     axis = Grid(data=ranks).data
     axis.nodes = tuple(NODES[nodes](r, ranks) for r in range(ranks))
     axis.one_node = len(set(axis.nodes)) == 1
-    axis.wire.synchronous = synchronous
+    axis.transport.synchronous = synchronous
     comm.choose_all_reduce(axis, name)
     return axis
 
@@ -51,11 +51,13 @@ def everyones(world, numel, dtype):
     return torch.randn(world.size, numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("synchronous", [False, True])
-@pytest.mark.parametrize(("name", "nodes"), CASES)
+BY_MESSAGES = [(name, nodes) for name, nodes in CASES if name not in ("auto", "mpi", "shared")]
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "synchronous"), [*((*case, False) for case in CASES), *((*case, True) for case in BY_MESSAGES)]
+)
 def test_sums(world, name, nodes, synchronous):
-    if synchronous and name in ("auto", "mpi", "shared"):
-        pytest.skip("no messages of its own")
     axis = axis_with(name, nodes, synchronous)
     for dtype, rtol in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.int64, 0)):
         results = []
@@ -83,7 +85,7 @@ def test_16_bit_sums_are_rounded_once(world, name, nodes, dtype):
     assert torch.equal(comm.all_reduce_start(given[world.rank].clone(), axis).wait(), expected)
 
 
-def halving_bytes(p, n):
+def rabenseifner_bytes(p, n):
     """Sent by each rank, n bytes that divide evenly."""
     q = 1 << (p.bit_length() - 1)
     works = 2 * (q - 1) * n // q
@@ -100,25 +102,23 @@ def hierarchical_bytes(nodes, n):
     return sent
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(("name", "nodes"), CASES)
+@pytest.mark.ranks(2, 3, 4, 6)
+@pytest.mark.parametrize(("name", "nodes"), [case for case in CASES if case[0] != "auto"])
 def test_bytes_are_those_of_the_formula(world, name, nodes):
-    if name == "auto":
-        pytest.skip("whatever is the fastest")
     axis, p = axis_with(name, nodes), world.size
     n = 4 * 840 * 8
-    axis.wire.traffic.clear()
+    axis.transport.traffic.clear()
     comm.all_reduce(torch.zeros(n // 4), axis)
     best = 2 * (p - 1) * n // p
     sent = {
         "naive": [(p - 1) * n] + [n] * (p - 1),
-        "halving": halving_bytes(p, n),
+        "rabenseifner": rabenseifner_bytes(p, n),
         "hierarchical": hierarchical_bytes(axis.nodes, n),
     }.get(name, [best] * p)[world.rank]
-    assert axis.wire.traffic.table() == {("data", "all_reduce"): {"calls": 1, "sent": sent, "received": sent}}
+    assert axis.transport.traffic.table() == {("data", "all_reduce"): {"calls": 1, "sent": sent, "received": sent}}
 
 
-@pytest.mark.parametrize("name", ["ring", "parallel", "halving", "naive"])
+@pytest.mark.parametrize("name", ["ring", "direct", "rabenseifner", "naive"])
 def test_large_tensors_are_taken_in_pieces(world, name, monkeypatch):
     monkeypatch.setattr(reducer, "SEGMENT", 300)
     given = everyones(world, 1000, torch.float64)
@@ -126,7 +126,7 @@ def test_large_tensors_are_taken_in_pieces(world, name, monkeypatch):
     torch.testing.assert_close(mine, given.sum(0), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["ring", "parallel", "halving", "naive", "auto"])
+@pytest.mark.parametrize("name", ["ring", "direct", "rabenseifner", "naive", "auto"])
 def test_many_under_way(world, name):
     """Started in one order, helped along in another on each rank."""
     axis = axis_with(name)
@@ -139,34 +139,43 @@ def test_many_under_way(world, name):
         assert torch.equal(work.wait(), torch.full((1000 * n + 1,), p * (p - 1) / 2 + p * n))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2)
+def test_aliases(world):
+    axis = Grid(data=world.size).data
+    for alias, name in {"parallel": "direct", "halving": "rabenseifner"}.items():
+        comm.choose_all_reduce(axis, alias)
+        assert axis.transport.reducers[axis].name == name
+
+
+@pytest.mark.ranks(2, 3, 4, 6)
 def test_auto_takes_the_fastest_of_its_table_alike_on_all_ranks(world):
     axis = _axis_with.__wrapped__("auto", "one", False)
-    table = axis.reducer.table
+    reducer = axis.transport.reducers[axis]
+    table = reducer.table
     assert world.bcast(table) == table
     for nbytes, times in table.items():
         any_tensor = {name: seconds for name, seconds in times.items() if name not in ("shared", "prepared")}
-        assert axis.reducer._how(nbytes) == axis.reducer._how(2 * nbytes) == min(any_tensor, key=any_tensor.get)
-        assert axis.reducer.way(nbytes, one_node=True) == min(times, key=times.get)
-        assert axis.reducer.way(nbytes, one_node=False) != "shared"
+        assert reducer.for_tensor(nbytes) == reducer.for_tensor(2 * nbytes) == min(any_tensor, key=any_tensor.get)
+        assert reducer.for_buffer(nbytes, one_node=True) == min(times, key=times.get)
+        assert reducer.for_buffer(nbytes, one_node=False) != "shared"
     assert set(table[1024]) == set(ALL_REDUCE) - {"auto"} | {"prepared"}
-    assert axis.wire.traffic.table() == {}
+    assert axis.transport.traffic.table() == {}
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3, 4, 6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.bfloat16])
 @pytest.mark.parametrize(("name", "nodes"), CASES)
 def test_tensors_made_to_be_summed(world, name, nodes, dtype):
     axis, p = axis_with(name, nodes), world.size
     for numel in (0, 1, p - 1, 1000, 40_001 * p):
-        summed = comm.Summed(axis, numel, torch.zeros(1, dtype=dtype))
-        axis.wire.traffic.clear()
+        summed = comm.AllReduceBuffer(axis, numel, torch.zeros(1, dtype=dtype))
+        axis.transport.traffic.clear()
         for turn, call in enumerate((summed.all_reduce, lambda s=summed: s.all_reduce_start().wait())):
-            summed.mine.copy_(torch.arange(numel) % 7 + world.rank + turn)
-            assert call() is summed.mine
-            assert torch.equal(summed.mine, ((torch.arange(numel) % 7 + turn) * p + p * (p - 1) // 2).to(dtype))
+            summed.local.copy_(torch.arange(numel) % 7 + world.rank + turn)
+            assert call() is summed.local
+            assert torch.equal(summed.local, ((torch.arange(numel) % 7 + turn) * p + p * (p - 1) // 2).to(dtype))
         if dtype != torch.bfloat16:  # of which sums by MPI are two operations
-            assert sum(entry["calls"] for entry in axis.wire.traffic.table().values()) == 2 * (numel > 0)
+            assert sum(entry["calls"] for entry in axis.transport.traffic.table().values()) == 2 * (numel > 0)
 
 
 def test_other_operations_stay_with_mpi(world):
@@ -174,7 +183,7 @@ def test_other_operations_stay_with_mpi(world):
     assert comm.all_reduce(torch.tensor([float(world.rank)]), axis, "max").item() == world.size - 1
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3, 4, 6)
 @pytest.mark.parametrize("name", [name for name in ALL_REDUCE if name not in ("shared", "auto")])
 def test_strided_tensors_are_refused(world, name):
     axis = axis_with(name)
@@ -183,5 +192,5 @@ def test_strided_tensors_are_refused(world, name):
 
 
 def test_unknown_names_are_refused(world):
-    with pytest.raises(ValueError, match="comm.all_reduce must be one of shared, mpi, .*, auto, got 'tree'"):
+    with pytest.raises(ValueError, match='comm.all_reduce must be "shared" or "mpi" or .* or "auto", got .tree.'):
         axis_with("tree")

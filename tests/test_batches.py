@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpctrain import Grid, Key
+from hpctrain import Grid, RngKey
 from hpctrain.data import ShardedTokens, pack
 from hpctrain.data.tokenizers import tokenizer_from_option
 from hpctrain.grid import all_grids
@@ -45,7 +45,7 @@ def test_targets_are_the_tokens_that_follow(world, tokens):
         if pipeline > 1 or box[1] > 1:
             continue  # the first stage has the ids, the last the targets
         grid = Grid(data, pipeline, box)
-        samples = Samples(tokens, CONTEXT, 0.25, Key(1))
+        samples = Samples(tokens, CONTEXT, 0.25, RngKey(1))
         total = (tokens.tokens - 1) // CONTEXT
         starts = {tuple(whole[s * CONTEXT : s * CONTEXT + CONTEXT + 1]): s for s in range(total)}
         order = one_f_one_b(1, MICROBATCHES)
@@ -70,8 +70,8 @@ def test_targets_are_the_tokens_that_follow(world, tokens):
 
 
 def test_all_tokens_are_in_samples_but_those_that_make_no_whole_one(world, tokens):
-    samples = Samples(tokens, CONTEXT, 0.25, Key(1))
+    samples = Samples(tokens, CONTEXT, 0.25, RngKey(1))
     total = samples.training.samples + samples.held_out
     assert total * CONTEXT < tokens.tokens <= (total + 1) * CONTEXT
     with pytest.raises(ValueError, match="too few for a training and a validation sample of model.context = 600"):
-        Samples(tokens, 600, 0.25, Key(1))
+        Samples(tokens, 600, 0.25, RngKey(1))

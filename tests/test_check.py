@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from test_equivalence import UNEVEN, fitting, train_on
+from training_checks import UNEVEN, fitting, train_on
 
 from hpctrain import Grid, comm
-from hpctrain.comm.check import caller
+from hpctrain.comm.collective_checker import caller
 
 pytestmark = pytest.mark.mpi
 
@@ -19,11 +19,10 @@ def differing(grid, here, there):
     return str(caught.value)
 
 
+@pytest.mark.ranks(2, 4)
 def test_operation_shape_type_and_line(world):
-    if world.size == 1:
-        pytest.skip("one rank agrees with itself")
     grid = Grid(tensor=world.size)
-    comm.Checks(grid)
+    comm.CollectiveChecker(grid)
     x = torch.zeros(4, 3)
     reduce, line = (lambda axis: comm.all_reduce(x, axis)), caller().split(":")[1]
     last = world.size - 1
@@ -42,25 +41,36 @@ def test_operation_shape_type_and_line(world):
         assert said in told
 
 
+SHAPES = {
+    1: [(1, 1, 1)],
+    2: [(2, 1, 1), (1, 2, 1), (1, 1, (1, 2, 1))],
+    4: [(2, 1, (1, 1, 2)), (1, 1, (2, 2, 1))],
+    8: [(1, 1, (2, 2, 2)), (2, 2, (2, 1, 1))],
+}
+
+
+@pytest.mark.ranks(*SHAPES)
 def test_training_passes_its_own_checks(world):
     """All layers, the pipeline and data parallelism; the losses are those without checks."""
-    shapes = {
-        1: [(1, 1, 1)],
-        2: [(2, 1, 1), (1, 2, 1), (1, 1, (1, 2, 1))],
-        4: [(2, 1, (1, 1, 2)), (1, 1, (2, 2, 1))],
-        8: [(1, 1, (2, 2, 2)), (2, 2, (2, 1, 1))],
-    }
-    for shape in shapes.get(world.size, []):
+    for shape in SHAPES[world.size]:
         grid, plain = Grid(*shape), Grid(*shape)
-        comm.Checks(grid)
+        comm.CollectiveChecker(grid)
         made = fitting(UNEVEN, shape[1])
         assert train_on(grid, made, 2, 1.0)[1:] == train_on(plain, made, 2, 1.0)[1:]
 
 
+PLACES = {
+    1: [(1, 1, 1)],
+    4: [(2, 2, 1), (1, 2, (1, 1, 2))],
+    6: [(1, 3, (1, 2, 1))],
+    8: [(2, 2, (2, 1, 1)), (1, 1, (2, 2, 2))],
+}
+
+
+@pytest.mark.ranks(*PLACES)
 def test_members(world):
     """Ranks along each axis, against what their communicators say."""
-    for shape in {1: [(1, 1, 1)], 4: [(2, 2, 1), (1, 2, (1, 1, 2))], 6: [(1, 3, (1, 2, 1))],
-                  8: [(2, 2, (2, 1, 1)), (1, 1, (2, 2, 2))]}.get(world.size, []):  # fmt: skip
+    for shape in PLACES[world.size]:
         grid = Grid(*shape)
         for axis in (grid.data, grid.pipeline, grid.world, *grid.planes()):
             assert grid.members(axis.name) == axis.comm.allgather(grid.rank)

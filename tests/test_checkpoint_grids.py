@@ -4,19 +4,19 @@ import dataclasses
 
 import pytest
 import torch
-from test_equivalence import UNEVEN, batches, fitting, microbatches
+from training_checks import UNEVEN, batches, fitting, microbatches
 
-from hpctrain import Grid, Key, state
-from hpctrain.config import Replicas
-from hpctrain.models.export import whole_parameters
+from hpctrain import Grid, RngKey, shard_entries
+from hpctrain.checkpoint import Checkpointer, TrainingState, manifests
+from hpctrain.config import DataParallelConfig
+from hpctrain.data_parallel import make
+from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.replicas import make
-from hpctrain.state import Entry, rectangles, replicas_part
-from hpctrain.train.checkpoint import Checkpointer, TrainingState, manifest
+from hpctrain.shard_entries import Entry, rectangles, replicas_part
 from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4, 8)]
 
 SHAPE = dataclasses.replace(fitting(UNEVEN, 2), dropout=0.2)
 
@@ -34,9 +34,9 @@ GRIDS = {
 @pytest.fixture(autouse=True)
 def _many_writers(world, monkeypatch):
     """Every replica saves a part; on three ranks and more, in several groups."""
-    monkeypatch.setattr(state, "LEAST", 1)
+    monkeypatch.setattr(shard_entries, "LEAST", 1)
     if world.size > 2:
-        monkeypatch.setattr(manifest, "GROUP", 2)
+        monkeypatch.setattr(manifests, "GROUP", 2)
 
 
 class Run:
@@ -44,10 +44,10 @@ class Run:
 
     def __init__(self, grid, method="ddp", optimizer="adamw", **options):
         self.grid = grid
-        self.model = GPT2(grid, SHAPE, key=Key(3), dtype=torch.float64)
+        self.model = GPT2(grid, SHAPE, key=RngKey(3), dtype=torch.float64)
         self.optimizer = make_optimizer(self.model.parameters(), 0.1, optimizer)
-        replicas = make(Replicas(method=method, **options), self.model, grid, self.optimizer)
-        self.trainer = Trainer(self.model, grid, self.optimizer, 2, 1.0, replicas)
+        replicas = make(DataParallelConfig(method=method, **options), self.model, grid, self.optimizer)
+        self.trainer = Trainer(self.model, grid, self.optimizer, 2, max_norm=1.0, strategy=replicas)
         self.state = TrainingState(self.model, replicas)
         for group in self.optimizer.param_groups:
             group["lr"] = 1e-2
@@ -58,7 +58,7 @@ class Run:
 
     def weights(self):
         """On the first rank, every weight whole."""
-        with self.trainer.replicas.whole():
+        with self.trainer.strategy.full_weights():
             return dict(whole_parameters(self.model, self.grid))
 
     def wholes(self):
@@ -86,11 +86,12 @@ class _Kept:
 
 def grids(world):
     """The grids of this number of ranks; None where this rank is not part of one."""
-    for ranks, *shape in GRIDS.get(world.size, []):
+    for ranks, *shape in GRIDS[world.size]:
         sub = world.Split(world.rank < ranks, world.rank)
         yield Grid(*shape, comm=sub) if world.rank < ranks else None
 
 
+@pytest.mark.ranks(*GRIDS)
 def test_every_grid_to_every_other(world, tmp_path):
     folder = world.bcast(tmp_path)
     first, *others = grids(world)
@@ -111,6 +112,7 @@ def test_every_grid_to_every_other(world, tmp_path):
         world.Barrier()
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -125,8 +127,6 @@ def test_every_grid_to_every_other(world, tmp_path):
 )
 def test_methods(world, tmp_path, method, options):
     """Each goes on with the same bits; what others than local SGD saved, data parallelism loads, and local SGD."""
-    if world.size != 3:
-        pytest.skip("on three ranks")
     folder = world.bcast(tmp_path)
     grid = Grid(data=3)
     source = Run(grid, method, **options)
@@ -142,7 +142,7 @@ def test_methods(world, tmp_path, method, options):
     assert asynchronous or run.steps(2, 3) == losses
     other = Run(grid)
     if method == "local_sgd":
-        with pytest.raises(ValueError, match="replicas.method=local_sgd; go on with that method"):
+        with pytest.raises(ValueError, match="data_parallel.method=local_sgd; go on with that method"):
             Checkpointer(folder, grid.comm).resume(other.state)
     else:
         Checkpointer(folder, grid.comm).resume(other.state)
@@ -156,11 +156,10 @@ def test_methods(world, tmp_path, method, options):
         assert len(set(world.allgather(next(own.model.parameters()).detach().numpy().tobytes()))) == 3
 
 
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.parametrize("method", ["ddp", "zero1", "parameter_server"])
 def test_another_optimizer_is_refused(world, tmp_path, method):
     """By name, on all ranks, and nothing is changed. What the state lacks is needed; what it has beside that is not."""
-    if world.size < 2:
-        pytest.skip("on several ranks")
     folder, grid = world.bcast(tmp_path), Grid(data=world.size)
     source = Run(grid, method, "sgd")
     source.steps(0, 1)
@@ -188,10 +187,11 @@ BETWEEN = {
 }
 
 
+@pytest.mark.ranks(*BETWEEN)
 def test_through_zero_and_back(world, tmp_path):
     """From data parallelism to ZeRO and back by two checkpoints: the same bits of weights and optimizer."""
     folder = world.bcast(tmp_path)
-    for number, (shape, method, ranks, between) in enumerate(BETWEEN.get(world.size, [])):
+    for number, (shape, method, ranks, between) in enumerate(BETWEEN[world.size]):
         source = Run(Grid(*shape))
         source.steps(0, 2)
         saved = source.wholes()
@@ -213,7 +213,7 @@ def test_through_zero_and_back(world, tmp_path):
 
 
 def test_a_failure_on_one_rank_is_everybody_s(world, tmp_path, monkeypatch):
-    from hpctrain.train.checkpoint import shards
+    from hpctrain.checkpoint import shards
 
     folder = world.bcast(tmp_path)
     grid = Grid(data=world.size)
@@ -236,7 +236,7 @@ def test_a_failure_on_one_rank_is_everybody_s(world, tmp_path, monkeypatch):
 
 
 def test_each_rank_reads_only_what_it_needs(world, tmp_path):
-    from hpctrain.train.checkpoint import index, load
+    from hpctrain.checkpoint import index, reading
 
     folder = world.bcast(tmp_path)
     grid = Grid(tensor=(1, world.size, 1))
@@ -244,10 +244,11 @@ def test_each_rank_reads_only_what_it_needs(world, tmp_path):
     run.steps(0, 1)
     assert Checkpointer(folder, grid.comm, background=False).save(1, run.state, {}) is None
     node = index.read(folder / "step-1")
-    read = load.load(node, run.state.to_load(load.described(node.manifest)))
+    read = reading.load(node, run.state.to_load(reading.described(node.manifest)))
     assert read == sum(3 * p.nbytes for p in run.model.parameters())
 
 
+@pytest.mark.ranks(1)
 def test_rectangles_are_the_elements_in_order(world):
     """Every range of a 3-D slice, against numbering them all."""
     from hpctrain import Shard
@@ -262,12 +263,13 @@ def test_rectangles_are_the_elements_in_order(world):
             assert len(parts) <= 5
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("least", [1, 100, 10_000])
 def test_replicas_save_every_row_once(world, monkeypatch, least):
     """By any number of replicas: about as many bytes each that saves, and at least so many."""
     from hpctrain import Shard
 
-    monkeypatch.setattr(state, "LEAST", least)
+    monkeypatch.setattr(shard_entries, "LEAST", least)
     shards = [Shard((30, 20), (slice(10, 30), slice(0, 9))), Shard((7,), (slice(0, 7),)), Shard((), ())]
     tensors = [torch.rand(shard.shape) for shard in shards]
     entries = [Entry(str(n), shard, tensor) for n, (shard, tensor) in enumerate(zip(shards, tensors))]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpctrain.train.checkpoint import holders
+from hpctrain.checkpoint import holders
 
 A, B = ("float32", (10, 4)), ("float32", (6,))
 FIRST = {"a": A, "b": B}, np.array([[0, 0, 12, 0, 0, 3, 4], [1, 0, 2, 0, 0, 2, 1]])

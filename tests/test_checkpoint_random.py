@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hpctrain as ht
-from hpctrain import state
-from hpctrain.replicas import DataParallel, Zero1, Zero2, Zero3
+from hpctrain import shard_entries
+from hpctrain.checkpoint import Checkpointer, TrainingState, index, manifests, reading, shards
+from hpctrain.checkpoint.verify import verify
+from hpctrain.data_parallel import DataParallel, Zero1, Zero2, Zero3
 from hpctrain.shard import Shard, split
-from hpctrain.state import Entry, rectangles
-from hpctrain.train.checkpoint import Checkpointer, TrainingState, index, load, manifest, shards
-from hpctrain.train.checkpoint.verify import verify
+from hpctrain.shard_entries import Entry, rectangles
 
 pytestmark = pytest.mark.mpi
 
@@ -32,9 +32,9 @@ def root(world, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Several groups of ranks, several files a rank, every replica a writer."""
-    monkeypatch.setattr(manifest, "GROUP", 2)
+    monkeypatch.setattr(manifests, "GROUP", 2)
     monkeypatch.setattr(shards, "FILE_BYTES", 500)
-    monkeypatch.setattr(state, "LEAST", 1)
+    monkeypatch.setattr(shard_entries, "LEAST", 1)
 
 
 def fresh(world, root):
@@ -133,8 +133,8 @@ def training(grid, kind, widths, seed):
     replicas = KINDS[kind](model if kind == "zero3" else parameters, grid, optimizer)
     x = torch.linspace(-1, 1, 12 * widths[0], dtype=torch.float64).view(12, -1).sin()
     rows = split(12, grid.data.size, grid.data.rank)
-    trainer = ht.Trainer(model, grid, optimizer, replicas=replicas)
-    return TrainingState(model, replicas), lambda: trainer.step([x[rows]], lambda m, x: m(x).square().sum() / 12)
+    trainer = ht.Trainer(model, grid, optimizer, loss=lambda m, x: m(x).square().sum() / 12, strategy=replicas)
+    return TrainingState(model, replicas), lambda: trainer.step([x[rows]])
 
 
 @functools.cache
@@ -171,5 +171,5 @@ def test_any_model_on_any_grid(world, root, widths, kinds, shapes):
         assert first.manifest.scalars == second.manifest.scalars
         assert len(first.manifest.tensors) == 3 * 2 * (len(widths) - 1)
         for name in first.manifest.tensors:
-            assert torch.equal(load.whole(first, name), load.whole(second, name)), name
+            assert torch.equal(reading.whole(first, name), reading.whole(second, name)), name
     world.Barrier()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpctrain.checkpoint import pieces, shards
 from hpctrain.shard import Shard
-from hpctrain.state import Entry
-from hpctrain.train.checkpoint import pieces, shards
+from hpctrain.shard_entries import Entry
 
 ROWS, COLUMNS = 2500, 1031  # 9.8 MiB of float32: ten blocks, none of which ends with a row
 TYPE = torch.float32

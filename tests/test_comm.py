@@ -7,7 +7,7 @@ from hpctrain import comm
 from hpctrain.comm import buffers
 from hpctrain.comm.agree import RemoteError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6)]
 
 MOVED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32,
          torch.int64, torch.uint8, torch.bool]  # fmt: skip
@@ -35,7 +35,7 @@ def test_every_type_is_summed(line, dtype):
     assert torch.equal(comm.reduce_scatter_start(rows, line).wait(), expected[:2].view(1, 2))
 
 
-@pytest.mark.mpi(min_size=3)
+@pytest.mark.ranks(3, 4, 6)
 def test_16_bit_sums_are_rounded_once(line):
     """256 + 1 + 1 + ... in bfloat16 stays 256 when every partial sum is rounded; in float32 it does not."""
     mine = torch.full((4,), 256.0 if line.rank == 0 else 1.0, dtype=torch.bfloat16)
@@ -58,13 +58,13 @@ def test_types_that_cannot_be_summed_are_refused(line, dtype):
         comm.all_reduce(torch.zeros(2, dtype=dtype), line)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3, 4, 6)
 def test_types_that_cannot_be_moved_are_refused(line):
     with pytest.raises(ValueError, match=r"tensors of torch\.complex64 cannot be sent; convert it to one of bfloat16"):
         comm.all_gather(torch.zeros(2, dtype=torch.complex64), line)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3, 4, 6)
 def test_a_transposed_view_is_sent_in_its_own_order(line):
     """mpi4py alone would accept it and send the memory's order."""
     view = torch.arange(6.0).reshape(2, 3).t() + 10 * line.rank
@@ -79,7 +79,7 @@ def test_a_transposed_view_is_sent_in_its_own_order(line):
         assert torch.equal(comm.recv(torch.empty(3, 2), line, 0), torch.tensor([[0.0, 3], [1, 4], [2, 5]]))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3, 4, 6)
 def test_writing_into_a_strided_tensor_is_refused(line):
     strided = torch.zeros(4, 4).t()
     for call in (lambda: comm.broadcast(strided[:, :2], line), lambda: comm.all_reduce(strided[:, :2], line)):
@@ -87,7 +87,7 @@ def test_writing_into_a_strided_tensor_is_refused(line):
             call()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3, 4, 6)
 @pytest.mark.parametrize("limit", [3, 7])
 def test_counts_beyond_the_limit(line, limit, monkeypatch):
     """With the limit of 2^31 - 1 made small, every operation still moves every element."""
@@ -109,13 +109,11 @@ def test_counts_beyond_the_limit(line, limit, monkeypatch):
     buffers.large_datatype.cache_clear()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2)
 def test_counts_beyond_the_real_limit(world):
-    """2^31 + 5 elements between two ranks: more than an MPI count can say."""
+    """2^31 + 5 elements between two ranks: more than an MPI count can say. 4 GiB and 5 s."""
     from hpctrain import Grid
 
-    if world.size != 2:
-        pytest.skip("4 GiB and 5 s; on two ranks only")
     axis = Grid(tensor=2).tensor.x
     count = 2**31 + 5
     if axis.rank == 0:
@@ -131,25 +129,25 @@ def test_counts_beyond_the_real_limit(world):
 def test_ledger(line):
     """Bytes by hand: 6 float64 a rank gathered; 12 a rank summed; 5 sent round."""
     p = line.size
-    line.wire.traffic.clear()
+    line.transport.traffic.clear()
     comm.all_gather(torch.zeros(2, 3, dtype=torch.float64), line)
     comm.all_reduce(torch.zeros(12 * p, dtype=torch.float64), line)
     comm.reduce_scatter(torch.zeros(p, 5), line)
     if p == 1:
-        assert line.wire.traffic.table() == {}
+        assert line.transport.traffic.table() == {}
         return
     expected = {
         ("x", "all_gather"): {"calls": 1, "sent": 48 * (p - 1), "received": 48 * (p - 1)},
         ("x", "all_reduce"): {"calls": 1, "sent": 192 * (p - 1), "received": 192 * (p - 1)},
         ("x", "reduce_scatter"): {"calls": 1, "sent": 20 * (p - 1), "received": 20 * (p - 1)},
     }
-    assert line.wire.traffic.table() == expected
+    assert line.transport.traffic.table() == expected
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3, 4, 6)
 def test_what_is_sent_is_received(line):
     """Over all ranks and uneven operations, as many bytes leave as arrive."""
-    line.wire.traffic.clear()
+    line.transport.traffic.clear()
     counts = tuple(r % 3 for r in range(line.size))
     mine = torch.zeros(counts[line.rank], 4)
     comm.all_gather(mine, line, counts)
@@ -158,11 +156,11 @@ def test_what_is_sent_is_received(line):
     comm.reduce_scatter_start(torch.zeros(sum(counts), 4), line, counts).wait()
     comm.gather(mine, line, counts)
     comm.scatter(torch.zeros(sum(counts) if line.rank == 0 else 0, 4), line, counts)
-    sent, received = (line.wire.traffic.total(what) for what in ("sent", "received"))
+    sent, received = (line.transport.traffic.total(what) for what in ("sent", "received"))
     assert line.comm.allreduce(sent) == line.comm.allreduce(received) > 0
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3, 4, 6)
 def test_nonblocking_transfers_keep_their_buffers(line):
     """The tensors given are dropped at once; what arrives is right all the same."""
     right, left = (line.rank + 1) % line.size, (line.rank - 1) % line.size
@@ -177,7 +175,7 @@ def test_nonblocking_transfers_keep_their_buffers(line):
         assert torch.equal(results[3 * n + 2][::1000], torch.arange(float(line.size)))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3, 4, 6)
 def test_wrong_counts_are_refused_before_sending(line):
     with pytest.raises(ValueError, match="holds 3 rows, but counts say"):
         comm.all_gather(torch.zeros(3, 2), line, counts=(2,) * line.size)

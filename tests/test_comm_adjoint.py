@@ -5,7 +5,7 @@ import torch
 
 from hpctrain.comm import functional as f
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6)]
 
 
 def dot(a, b, axis):
@@ -71,7 +71,7 @@ def test_second_derivative(line, case):
     torch.testing.assert_close(second, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3, 4, 6)
 def test_send_and_recv_are_adjoint(line):
     """Rank 0 sends x to the last rank, whose y comes back as the gradient."""
     last = line.size - 1

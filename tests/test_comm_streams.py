@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain import Grid, comm
-from hpctrain.comm.workspaces import Workspace
+from hpctrain.comm.workspace import new_workspace
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4)]
 
 TYPES = {
     torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.float32, torch.int64: np.int64,
     torch.uint8: np.uint8,
 }  # fmt: skip
-ALGORITHMS = ("shared", "mpi", "naive", "ring", "parallel", "halving", "hierarchical")
+ALGORITHMS = ("shared", "mpi", "naive", "ring", "direct", "rabenseifner", "hierarchical")
 
 
 def values(rank, rows, seed, dtype):
@@ -70,8 +70,8 @@ class Case:
 
     def workspace_reduce(self):
         mine, total = self.whole()
-        room = self.space.room(mine.numel(), mine).copy_(mine.view(-1))
-        sums = self.space.reduce(room, [3 * count for count in self.counts])
+        buffer = self.space.buffer(mine.numel(), mine).copy_(mine.view(-1))
+        sums = self.space.reduce(buffer, [3 * count for count in self.counts])
         return comm.done(sums.view(self.held, 3)), total[self.own]
 
     def all_gather(self):
@@ -132,7 +132,7 @@ def axes(world):
         if name == "mpi":
             made[name].one_node = world.size == 1
         comm.choose_all_reduce(made[name], name)
-    return {name: (axis, Workspace(axis)) for name, axis in made.items()}
+    return {name: (axis, new_workspace(axis, torch.empty(0))) for name, axis in made.items()}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -1,9 +1,20 @@
 """The configuration: what is accepted, what is refused, and in which words."""
 
-import pytest
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields
 
-from hpctrain.config import load_config, to_toml
-from hpctrain.config_checks import METHODS
+import pytest
+from running import ROOT
+
+from hpctrain import models
+from hpctrain.choices import STRATEGIES
+from hpctrain.cli import main
+from hpctrain.config import Config, PrecisionConfig, load_config, to_toml
+from hpctrain.config.checks import check, token_slices
+from hpctrain.config.option import options
 
 GOOD = """
 [run]
@@ -41,6 +52,8 @@ def test_file_then_overrides(tmp_path):
         ("data.text=a.txt", "text", ["a.txt"]),
         ('data.text=["a", "b"]', "text", ["a", "b"]),
         ("train.lr=3e-4", "lr", 3e-4),
+        ("comm.all_reduce=parallel", "all_reduce", "direct"),
+        ("comm.all_reduce=halving", "all_reduce", "rabenseifner"),
     ],
 )
 def test_values(override, attribute, value):
@@ -58,29 +71,29 @@ def test_values(override, attribute, value):
         ("run.steps=many", "run.steps must be int, got 'many'"),
         ("run.steps=1.5", "run.steps must be int, got 1.5"),
         ("run.steps=true", "run.steps must be int, got True"),
-        ("run.steps=0", "run.steps must be at least 1 and finite, got 0"),
+        ("run.steps=0", "run.steps must be at least 1, got 0"),
         ("train.lr=nan", "train.lr must be at least 0 and finite, got nan"),
         ("train.lr=inf", "train.lr must be at least 0 and finite, got inf"),
-        ("train.batch=-1", "train.batch must be at least 1 and finite, got -1"),
+        ("train.batch=-1", "train.batch must be at least 1, got -1"),
         ("model.tied=yes", "model.tied must be bool, got 'yes'"),
         ("grid.tensor=[2, 1]", "grid.tensor must be one integer or three (x, y, z), got (2, 1)"),
         ("grid.tensor=2,1,1", "grid.tensor must be int or list[int], got '2,1,1'"),
-        ("grid.data=0", "grid.data must be an integer of at least 1, got 0"),
-        ("model.kind=bert", "model.kind must be \"gpt2\", got 'bert'"),
+        ("grid.data=0", "grid.data must be at least 1, got 0"),
+        ("model.kind=bert", 'model.kind must be "gpt2" or "llama" or "package.module:function", got \'bert\''),
         ("precision.compute=fp8", 'precision.compute must be "fp32" or "fp64" or "bf16" or "fp16", got \'fp8\''),
         (
             "tensor.algorithm=strassen",
-            "tensor.algorithm must be one of agarwal, megatron, cannon, summa, two_half_d, got 'strassen'",
+            'tensor.algorithm must be "agarwal" or "megatron" or "cannon" or "summa" or "two_half_d", got \'strassen\'',
         ),
         (
-            'tensor.overlap=["prefetch", "all"]',
-            "tensor.overlap must list some of input_gradient, weight_gradient, prefetch, got 'all'",
+            'tensor.overlap=["input_gradient", "all"]',
+            "tensor.overlap must list some of input_gradient, weight_gradient, got 'all'",
         ),
         (
-            "replicas.method=horovod",
-            "replicas.method must be " + " or ".join(f'"{name}"' for name in METHODS) + ", got 'horovod'",
+            "data_parallel.method=horovod",
+            "data_parallel.method must be " + " or ".join(f'"{name}"' for name in STRATEGIES) + ", got 'horovod'",
         ),
-        ("replicas.servers=0", "replicas.servers must be at least 1 and finite, got 0"),
+        ("data_parallel.servers=0", "data_parallel.servers must be at least 1, got 0"),
         (
             "train.optimizer=muon",
             'train.optimizer = "muon" needs the whole matrix of the momentum, which it orthogonalises, of which a rank '
@@ -88,20 +101,23 @@ def test_values(override, attribute, value):
         ),
         (
             "train.optimizer=adan",
-            "train.optimizer must be one of adamw, adam, nadam, radam, adamax, adagrad, rmsprop, sgd, got 'adan'",
+            'train.optimizer must be "adamw" or "adam" or "nadam" or "radam" or "adamax" or "adagrad" or "rmsprop" '
+            "or \"sgd\", got 'adan'",
         ),
         ("train.momentum=1.0", "train.momentum must be at least 0 and below 1, got 1.0"),
         (
             "comm.all_reduce=tree",
-            'comm.all_reduce must be "shared" or "mpi" or "naive" or "ring" or "parallel" or "halving" or '
+            'comm.all_reduce must be "shared" or "mpi" or "naive" or "ring" or "direct" or "rabenseifner" or '
             '"hierarchical" or "auto", got \'tree\'',
         ),
         ("precision.loss_scale=0", "precision.loss_scale must be above 0 and finite, got 0.0"),
+        ("pipeline.slices=-1", "pipeline.slices must be at least 0, got -1"),
+        ("pipeline.partition=best", 'pipeline.partition must be "even" or "dp" or "lp" or "rl", got \'best\''),
         ("precision.loss_scale=inf", "precision.loss_scale must be above 0 and finite, got inf"),
         ("run.device=tpu", 'run.device must be "auto" or "cpu" or "cuda", got \'tpu\''),
         ("model.heads=5", "model.width must be a multiple of model.heads = 5, got 128"),
         ("model.dropout=1.0", "model.dropout must be at least 0 and below 1, got 1.0"),
-        ("data.validation=0.0", "data.validation must lie between 0 and 1, got 0.0"),
+        ("data.validation=0.0", "data.validation must be above 0 and below 1, got 0.0"),
         ("run.name=a/b", "run.name must be a plain folder name, got 'a/b'"),
         (
             "run.name=data",
@@ -118,6 +134,60 @@ def test_mistakes_are_named(override, message):
     with pytest.raises(ValueError) as refused:
         load_config(overrides=[override])
     assert str(refused.value) == message
+
+
+SCALING = (
+    "model.rope_scaling must be [factor, low_freq_factor, high_freq_factor, original context], such as [8, 1, 4, 8192],"
+    " with factor and context at least 1 and 0 < low_freq_factor < high_freq_factor, got "
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.kv_heads=3"], "model.kv_heads must be a divisor of model.heads = 4, got 3"),
+        (
+            ["model.width=130"],
+            "model.width must be a multiple of model.heads = 4 where model.head_width is not given, got 130",
+        ),
+        (
+            ["model.width=12"],
+            "the rotary position embedding needs heads of an even width, got model.head_width (by default model.width /"
+            " model.heads) = 3",
+        ),
+        (
+            ["model.qkv_bias=true", "model.qk_norm=true"],
+            "model.qkv_bias (as of Qwen2) and model.qk_norm (as of Qwen3) are of no one model that could be exported;"
+            " leave one out",
+        ),
+        (["model.rope_scaling=8"], "model.rope_scaling must be list[float], got 8"),
+        (["model.rope_scaling=[8, true, 4, 9]"], "model.rope_scaling must be list[float], got [8, True, 4, 9]"),
+        (["model.rope_scaling=[8, 1]"], SCALING + "[8.0, 1.0]"),
+        (["model.rope_scaling=[8, 4, 4, 9]"], SCALING + "[8.0, 4.0, 4.0, 9.0]"),
+        (["model.rope_scaling=[8, 1, inf, 9]"], SCALING + "[8.0, 1.0, inf, 9.0]"),
+        (["model.norm_eps=inf"], "model.norm_eps must be at least 0 and finite, got inf"),
+    ],
+)
+def test_mistakes_of_a_llama_are_named(overrides, message):
+    with pytest.raises(ValueError) as refused:
+        load_config(overrides=["model.kind=llama", *overrides])
+    assert str(refused.value) == message
+
+
+def test_sizes_of_a_llama():
+    """By default, and as given."""
+    spec = models.get("llama")
+    shape = spec.shape(vars(load_config(overrides=["model.kind=llama", "model.width=48"]).model))
+    assert (shape.kv_heads, shape.head_width, shape.ffn, shape.rope_base) == (4, 12, 128, 10000.0)
+    assert (shape.rope_scaling, shape.norm_eps, shape.qkv_bias, shape.qk_norm) == ((), 1e-5, False, False)
+    given = ["kv_heads=2", "head_width=6", "ffn=50", "rope_base=5e5", "norm_eps=1e-6", "rope_scaling=[8, 1, 4, 64]"]
+    shape = spec.shape(vars(load_config(overrides=["model.kind=llama", *("model." + each for each in given)]).model))
+    assert (shape.kv_heads, shape.head_width, shape.ffn, shape.rope_base) == (2, 6, 50, 500000.0)
+    assert (shape.rope_scaling, shape.norm_eps) == ((8.0, 1.0, 4.0, 64.0), 1e-6)
+    # queries, keys and values, projection back, and three matrices of 50; 257 words; attention of 24 features
+    costs = spec.costs(shape)
+    assert costs.block_weights == 128 * (24 + 24 + 24 + 150)
+    assert costs.flops_per_token == 6 * (4 * 128 * 222 + 257 * 128) + 12 * 4 * 24 * 128
 
 
 @pytest.mark.parametrize(
@@ -161,22 +231,119 @@ def test_what_is_written_is_read_back(tmp_path):
 def test_a_path_given_by_hand_is_not_packed_from_the_file_s_text(tmp_path):
     """A mistyped data.path is then an error, and no training on other text."""
     file = written(tmp_path, '[data]\npath = "a.h5"\ntext = ["mine.txt"]\n')
-    told = {
+    cases = {
         (): ("a.h5", ["mine.txt"]),
         ("data.path=b.h5",): ("b.h5", []),
         ("data.path=b.h5", "data.text=yours.txt"): ("b.h5", ["yours.txt"]),
         ("data.text=yours.txt",): ("a.h5", ["yours.txt"]),
         ("data.path=",): ("", ["mine.txt"]),
     }
-    for overrides, expected in told.items():
+    for overrides, expected in cases.items():
         data = load_config(file, overrides).data
         assert (data.path, data.text) == expected, overrides
 
 
-def test_every_method_can_be_made():
-    from hpctrain import replicas
+def test_names_of_before_say_what_they_are_called_now():
+    cases = {
+        "replicas.method=zero1": "replicas.method is called data_parallel.method now",
+        "pipeline.chunks=2": "pipeline.chunks is called pipeline.virtual_stages now",
+        "precision.wire=bf16": "precision.wire is called precision.comm_dtype now",
+    }
+    for override, expected in cases.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+            load_config(overrides=[override])
 
-    assert {*replicas._MAKERS, "zero3"} == {*METHODS}
+
+def test_every_strategy_and_dtype_can_be_made():
+    from hpctrain import data_parallel
+    from hpctrain.train.dtypes import DTYPES
+
+    assert {*data_parallel._MAKERS, "zero3"} == {*STRATEGIES}
+    assert {*DTYPES} == {*options(PrecisionConfig, "precision")["compute"].choices}
+
+
+def test_every_option_says_what_it_is_and_its_default_is_allowed():
+    for section in fields(Config):
+        for option in options(section.default_factory, section.name).values():
+            assert option.help, option.name
+            assert option.convert(option.default) == option.default
+            option.validate(option.default)
+
+
+def test_a_check_changes_nothing():
+    config = Config()
+    check(config)
+    assert config == Config()
+    assert config.data.text == []
+
+
+def test_a_login_node_reads_a_configuration_without_torch_and_mpi():
+    script = (
+        "import sys; from hpctrain.config import load_config; load_config('jobs/train.toml'); "
+        "assert not {'torch', 'mpi4py', 'numpy', 'scipy'} & {*sys.modules}, sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_the_template_is_a_configuration_with_the_defaults(tmp_path, capsys):
+    """`hpctrain config > run.toml`."""
+    assert main(["config"]) == 0
+    text = capsys.readouterr().out
+    assert load_config(written(tmp_path, text)) == load_config()
+    keys = {(section.name, key) for section in fields(Config) for key in options(section.default_factory, section.name)}
+    assert {(section, key) for section, table in tomllib.loads(text).items() for key in table} == keys
+
+
+def test_one_section_and_one_option(capsys):
+    assert main(["config", "grid"]) == 0
+    assert tomllib.loads(capsys.readouterr().out) == {"grid": {"data": 1, "pipeline": 1, "tensor": [1, 1, 1]}}
+    assert main(["config", "precision.master"]) == 0
+    expected = """[precision]
+# of the weights that the optimizer updates (str, "fp32" or "compute")
+master = "fp32"
+"""
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gird", "unknown section gird; did you mean grid?"),
+        ("run.stesp", "unknown key run.stesp; did you mean run.steps?"),
+        ("replicas", "replicas is called data_parallel now"),
+        ("replicas.method", "replicas.method is called data_parallel.method now"),
+        ("pipeline.chunks", "pipeline.chunks is called pipeline.virtual_stages now"),
+    ],
+)
+def test_options_that_are_not_there(capsys, name, message):
+    assert main(["config", name]) == 2
+    assert capsys.readouterr().err == f"hpctrain: error: {message}\n"
+
+
+def test_the_help_of_train_points_to_the_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "`hpctrain config` prints every setting" in capsys.readouterr().out
+
+
+def test_python_m_hpctrain():
+    command = [sys.executable, "-m", "hpctrain", "ranks", "jobs/train.toml"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout == "8\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lengths"),
+    [
+        ([], []),
+        (["pipeline.slices=[60, 68]"], [60, 68]),
+        # 12 a token and 2 for each before it: the first half ends at 12 n + n² = (12·128 + 128²) / 2
+        (["model.width=1", "model.heads=1", "pipeline.slices=2"], [89, 39]),
+        (["model.width=4096", "pipeline.slices=2"], [64, 64]),
+    ],
+)
+def test_token_slices_take_the_same_time(overrides, lengths):
+    schedule = ["pipeline.schedule=terapipe"] if overrides else []
+    assert token_slices(load_config(overrides=[*schedule, *overrides])) == lengths
 
 
 def test_the_main_job_s_configuration():

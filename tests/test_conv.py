@@ -9,7 +9,7 @@ from image_checks import DOUBLE, KEY, block, check, tensor_grids, whole
 from hpctrain import Grid
 from hpctrain.layers import Conv2d
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6)]
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,10 @@ def test_groups(grids, n_in, n_out, groups):
     for grid in grids:
         options = {"kernel_size": 3, "padding": 1, "groups": groups}
         if groups % grid.tensor.x.size == 0 or groups == n_in == n_out:  # whole groups on every rank of x
-            grid.wire.traffic.clear()
+            grid.transport.traffic.clear()
             ours = Conv2d(grid, n_in, n_out, **options, key=KEY, **DOUBLE)
             check(grid, ours, torch.nn.Conv2d(n_in, n_out, **options), (2, n_in, 6, 5))
-            assert grid.wire.traffic.total("received", axes=("x",)) == 0
+            assert grid.transport.traffic.total("received", axes=("x",)) == 0
 
 
 @pytest.mark.parametrize("case", ["gathered", "stride 2"])
@@ -62,7 +62,7 @@ def test_by_messages(grids, case):
     n_in, n_out, size, options = CASES[case]
     for box in (tuple(grid.shape[axis] for axis in "xyz") for grid in grids):
         grid = Grid(tensor=box)
-        grid.wire.synchronous = True
+        grid.transport.synchronous = True
         for axes in ("x",), ("y",), ("y", "z"):
             grid.plane(*axes).one_node = False
         ours = Conv2d(grid, n_in, n_out, **options, key=KEY, **DOUBLE)
@@ -106,31 +106,30 @@ def test_finite_differences_over_ranks(grids):
         assert grid.comm.allreduce(slope) == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-7)
 
 
+@pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize(("n_in", "n_out", "gathered"), [(16, 16, False), (8, 32, True)])
 def test_bytes_equal_the_formula(grids, n_in, n_out, gathered):
     batch, height, width, kernel = 8, 16, 4, 3
-    if batch % grids[0].size:
-        pytest.skip("sizes divide on 1, 2, 4 and 8 ranks")
     for grid in grids:
         px, py, pz = (grid.shape[axis] for axis in "xyz")
         layer = Conv2d(grid, n_in, n_out, kernel, padding=1, bias=False, key=KEY, **DOUBLE)
         assert (layer.source is not None) == gathered
         x = block(grid, whole((batch, n_in, height, width))).requires_grad_()
-        grid.wire.traffic.clear()
+        grid.transport.traffic.clear()
         y = layer(x)
         y.backward(torch.ones_like(y))
 
         n, h = batch // pz, height // py
         r = (grid.coords["y"] > 0) + (grid.coords["y"] < py - 1)  # one row from each neighbour
         reached = h + 2 * (py > 1)  # with the zeros above and below, where the halo brings them
-        words = {
+        elements = {
             "y": 3 * n * (n_in // px) * r * width + (py - 1),
             "x": (px - 1) * (3 * n * n_in * reached if gathered else 2 * n * n_out * h) // px * width,
             "y+z": 3 * (1 - 1 / (py * pz)) * n_in * n_out * kernel**2 / px,
         }
-        for axis, expected in words.items():
-            assert grid.wire.traffic.total("received", axes=(axis,)) == 8 * expected, (grid.shape, axis)
-        assert grid.wire.traffic.total("received") == 8 * sum(words.values())
+        for axis, expected in elements.items():
+            assert grid.transport.traffic.total("received", axes=(axis,)) == 8 * expected, (grid.shape, axis)
+        assert grid.transport.traffic.total("received") == 8 * sum(elements.values())
 
 
 def test_every_element_of_a_weight_lives_on_one_rank(grids):
@@ -166,7 +165,7 @@ def test_bad_options(world, options, message):
         Conv2d(Grid(tensor=world.size), 4, 6, key=KEY, **options)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3, 4, 6)
 def test_groups_cut_by_the_grid_are_refused(world):
     with pytest.raises(ValueError, match=f"groups must leave whole groups on each of the {world.size} ranks of x, got"):
         Conv2d(Grid(tensor=world.size), 15, 30, 3, groups=3 if world.size != 3 else 5, key=KEY)

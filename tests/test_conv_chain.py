@@ -5,7 +5,7 @@ import torch
 from image_checks import DOUBLE, KEY, assembled, block, close, copied_weights, tensor_grids, whole
 
 from hpctrain import layers as ht
-from hpctrain.replicas import DataParallel
+from hpctrain.data_parallel import DataParallel
 from hpctrain.shard import split
 
 pytestmark = pytest.mark.mpi
@@ -62,11 +62,11 @@ def test_training_equals_serial(world):
             optimizers[1].zero_grad()
             expected = torch.nn.functional.cross_entropy(theirs.head(theirs.features(x)), targets)
             expected.backward()
-            replicas.clear()
-            replicas.overlap()
+            replicas.zero_grad()
+            replicas.enable_grad_sync()
             loss = criterion(ours.head(ours.features(block(grid, x)), tokens), mine, 1 / BATCH)
             loss.backward()
-            replicas.finish()
+            replicas.finish_grad_sync()
             for optimizer in optimizers:
                 optimizer.step()
             assert world.allreduce(loss.item()) == pytest.approx(expected.item(), rel=1e-12)

@@ -17,7 +17,7 @@ from hpctrain.data import SampleOrder, ShardedTokens, pack, shards
 from hpctrain.data.chunks import AVAILABLE, Chunks, Scratch
 from hpctrain.data.corpus import read_text, text_files
 from hpctrain.data.tokenizers import FileTokenizer
-from hpctrain.randomness import Key
+from hpctrain.randomness import RngKey
 
 END = 256
 
@@ -302,12 +302,12 @@ def test_a_tokenizers_file(texts, tmp_path):
 
 
 def test_every_epoch_is_a_shuffle_of_all():
-    order = SampleOrder(100, Key(3, "order"))
+    order = SampleOrder(100, RngKey(3, "order"))
     epochs = [order[100 * e : 100 * (e + 1)].tolist() for e in range(3)]
     assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert order[50:150].tolist() == epochs[0][50:] + epochs[1][:50]
-    assert SampleOrder(100, Key(4, "order"))[0:100].tolist() != epochs[0]
+    assert SampleOrder(100, RngKey(4, "order"))[0:100].tolist() != epochs[0]
 
 
 def test_driver_is_mpio_exactly_where_h5py_has_it(texts, tmp_path):

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from test_tokenizers import END, by_words
+from word_tokens import END, by_words
 
 from hpctrain.data import SampleOrder, ShardedTokens, pack
-from hpctrain.randomness import Key
+from hpctrain.randomness import RngKey
 from hpctrain.shard import split
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -58,7 +58,7 @@ def test_any_ids_come_back(draw, shard_tokens, numbers):
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1), st.integers(0, 10**9))
 def test_every_epoch_holds_each_sample_once(samples, seed, epoch):
-    order = SampleOrder(samples, Key(seed, "order"))
+    order = SampleOrder(samples, RngKey(seed, "order"))
     assert sorted(order[epoch * samples : (epoch + 1) * samples].tolist()) == list(range(samples))
 
 
@@ -66,11 +66,11 @@ def test_every_epoch_holds_each_sample_once(samples, seed, epoch):
 def test_no_grid_changes_the_order(samples, batch, replicas, first, steps):
     """What the replicas read of some steps, each in an order of its own making, is one stretch of the sequence."""
     parts = [split(batch, replicas, rank) for rank in range(replicas)]
-    orders = [SampleOrder(samples, Key(7, "order")) for _ in range(replicas)]
+    orders = [SampleOrder(samples, RngKey(7, "order")) for _ in range(replicas)]
     read = [
         order[start * batch : (start + 1) * batch][part].tolist()
         for start in range(first, first + steps)
         for order, part in zip(orders, parts)
     ]
-    whole = SampleOrder(samples, Key(7, "order"))[first * batch : (first + steps) * batch]
+    whole = SampleOrder(samples, RngKey(7, "order"))[first * batch : (first + steps) * batch]
     assert np.concatenate(read).tolist() == whole.tolist()

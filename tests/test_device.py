@@ -59,7 +59,7 @@ def test_one_rank_without_support_makes_all_stage(world, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_CUDA_AWARE", "0" if grid.rank == world.size - 1 else "1")
     monkeypatch.setattr(device, "probe", lambda device: None)
     verdict = comm.decide_cuda_aware(grid, torch.device("cuda", 0))
-    assert not grid.wire.cuda_aware
+    assert not grid.transport.cuda_aware
     assert verdict == f"staged through pinned host memory (rank {world.size - 1}: HPCTRAIN_CUDA_AWARE=0)"
 
 
@@ -70,7 +70,7 @@ def test_a_claim_counts_only_if_the_probe_agrees(world, monkeypatch, failure):
     monkeypatch.setenv("HPCTRAIN_CUDA_AWARE", "1")
     monkeypatch.setattr(device, "probe", lambda device: failure)
     verdict = comm.decide_cuda_aware(grid, torch.device("cuda", 0))
-    assert grid.wire.cuda_aware is (failure is None)
+    assert grid.transport.cuda_aware is (failure is None)
     assert verdict == (
         "given to MPI directly (HPCTRAIN_CUDA_AWARE=1)"
         if failure is None
@@ -116,7 +116,8 @@ def test_the_same_calls_take_cuda_tensors(world, dtype):
 
 @gpu
 @pytest.mark.gpu
-@pytest.mark.mpi(min_size=3)
+@pytest.mark.mpi
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_sums_wait_for_the_stream(world, dtype):
     """Of 1 MiB each, so that they are exchanged in pieces: each is added before the next one overwrites it."""

@@ -4,17 +4,14 @@ import dataclasses
 import json
 
 import pytest
-import torch
-from test_equivalence import BATCH, CORNERS, LENGTH, UNEVEN, batches, fitting, microbatches, train_on
+from export_checks import evaluate, shared_folder, transformers_loss
+from training_checks import CORNERS, UNEVEN, batches, fitting, train_on
 
-from hpctrain import Grid
+from hpctrain import Grid, models
 from hpctrain.models import export
 
 pytestmark = pytest.mark.mpi
-
-
-def shared_folder(world, tmp_path):
-    return world.bcast(tmp_path)
+SPEC = models.get("gpt2")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -23,11 +20,11 @@ def test_transformers_computes_the_same_loss(world, tmp_path, tied, file_bytes, 
     """From grids that split every axis; in one file and in many."""
     monkeypatch.setattr(export, "FILE_BYTES", file_bytes)
     folder = shared_folder(world, tmp_path)
-    for number, (data, pipeline, tensor) in enumerate(CORNERS.get(world.size, [])[:3]):
+    for number, (data, pipeline, tensor) in enumerate(CORNERS[world.size][:3]):
         grid = Grid(data, pipeline, tensor)
         shape = dataclasses.replace(fitting(UNEVEN, pipeline), tied=tied)
         model, *_ = train_on(grid, shape, count=2, clip=1.0, steps=1)
-        export.export_gpt2(model, grid, folder / str(number), end_of_document=7)
+        export.export(SPEC, model, grid, folder / str(number), end_of_document=7)
         batch = batches(shape)[0]
         ours = evaluate(model, grid, batch)
         if world.rank == 0:
@@ -43,23 +40,6 @@ def test_transformers_computes_the_same_loss(world, tmp_path, tied, file_bytes, 
         world.Barrier()
 
 
-def evaluate(model, grid, batch):
-    from hpctrain.train.optimizer import adamw
-    from hpctrain.train.trainer import Trainer
-
-    return Trainer(model, grid, adamw(model.parameters(), 0.0)).evaluate([microbatches(grid, batch, 0, 1)])
-
-
-def transformers_loss(folder, batch):
-    from transformers import GPT2LMHeadModel
-
-    model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval()
-    assert batch.shape == (BATCH, LENGTH + 1)
-    with torch.no_grad():
-        logits = model(batch[:, :-1]).logits
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())), model.config
-
-
 def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(world, tmp_path):
     folder = shared_folder(world, tmp_path)
     grid = Grid(data=world.size)
@@ -68,7 +48,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(world, tmp_pa
         (folder / "file").write_text("in the way")
     world.Barrier()
     with pytest.raises((ValueError, OSError), match="file"):
-        export.export_gpt2(model, grid, folder / "file")
+        export.export(SPEC, model, grid, folder / "file")
 
 
 def test_an_older_export_is_replaced_whole(world, tmp_path, monkeypatch):
@@ -76,8 +56,8 @@ def test_an_older_export_is_replaced_whole(world, tmp_path, monkeypatch):
     grid = Grid(data=world.size)
     model, *_ = train_on(grid, UNEVEN, count=1, clip=0.0, steps=1)
     monkeypatch.setattr(export, "FILE_BYTES", 3000)
-    export.export_gpt2(model, grid, folder)
+    export.export(SPEC, model, grid, folder)
     monkeypatch.setattr(export, "FILE_BYTES", 1 << 30)
-    export.export_gpt2(model, grid, folder)
+    export.export(SPEC, model, grid, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert json.loads((folder / "config.json").read_text())["n_embd"] == UNEVEN.width

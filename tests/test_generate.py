@@ -6,7 +6,7 @@ import pytest
 import reference
 import torch
 
-from hpctrain import Grid, Key
+from hpctrain import Grid, RngKey
 from hpctrain.grid import all_grids
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.train.generate import generate
@@ -22,7 +22,9 @@ def grids(ranks):
 
 
 def sample(grid, temperature):
-    return generate(GPT2(grid, SHAPE, key=Key(3), dtype=torch.float64), grid, PROMPT, COUNT, KNOWN, Key(8), temperature)
+    return generate(
+        GPT2(grid, SHAPE, key=RngKey(3), dtype=torch.float64), grid, PROMPT, COUNT, KNOWN, RngKey(8), temperature
+    )
 
 
 @functools.cache
@@ -30,7 +32,7 @@ def greedy():
     """The likeliest words by the reference, one after the other."""
     from mpi4py import MPI
 
-    weights = dict(GPT2(Grid(comm=MPI.COMM_SELF), SHAPE, key=Key(3), dtype=torch.float64).named_parameters())
+    weights = dict(GPT2(Grid(comm=MPI.COMM_SELF), SHAPE, key=RngKey(3), dtype=torch.float64).named_parameters())
     ids = list(PROMPT)
     with torch.no_grad():
         for _ in range(COUNT):
@@ -49,7 +51,7 @@ def test_all_of_the_context_is_seen(world):
     from mpi4py import MPI
 
     grid, prompt = Grid(comm=MPI.COMM_SELF), list(range(SHAPE.context))
-    model = GPT2(grid, SHAPE, key=Key(3), dtype=torch.float64)
+    model = GPT2(grid, SHAPE, key=RngKey(3), dtype=torch.float64)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(30)
@@ -62,7 +64,7 @@ def test_all_of_the_context_is_seen(world):
         seen = []
         for first in range(8):  # the oldest token of the window decides now and then
             ids = [(first * 5 + token) % KNOWN for token in prompt]
-            assert generate(model, grid, [9, *ids], 1, KNOWN, Key(8), 1e-9) == [likeliest(ids)]
+            assert generate(model, grid, [9, *ids], 1, KNOWN, RngKey(8), 1e-9) == [likeliest(ids)]
             seen.append(likeliest(ids) != likeliest(ids[1:]))
     assert any(seen)
 

@@ -37,7 +37,7 @@ def members(axis, grid):
     return axis.comm.allgather(grid.rank)
 
 
-@pytest.mark.mpi(min_size=8)
+@pytest.mark.ranks(8)
 def test_data_pipeline_tensor(world):
     grid = Grid(data=2, pipeline=2, tensor=2)
     coords, *lines = GRID_2_2_2[world.rank]
@@ -46,7 +46,7 @@ def test_data_pipeline_tensor(world):
     assert [members(a, grid) for a in (grid.data, grid.pipeline, t.x, t.y, t.z, t)] == lines
 
 
-@pytest.mark.mpi(min_size=8)
+@pytest.mark.ranks(8)
 def test_box_and_planes(world):
     grid = Grid(tensor=(2, 2, 2))
     coords, x, y, z, xz = BOX_2_2_2[world.rank]
@@ -118,18 +118,21 @@ def test_what_a_grid_made_is_freed(world):
     for _ in range(3):
         with Grid(tensor=world.size) as grid:
             line = grid.tensor.x
-            comm.Checks(grid)
+            comm.CollectiveChecker(grid)
             comm.choose_all_reduce(line, "hierarchical")
             comm.all_reduce(torch.ones(5), line)
             counts = (3,) * line.size
-            for use in ("now", "later", "ahead"):
-                assert comm.workspace(line, use).gather(torch.ones(3), counts).sum() == 3 * line.size
-            made = comm.Summed(line, 1000, torch.ones(1), "shared"), comm.Copies(line, 1000, torch.ones(1))
+            for use in ("blocking", "started"):
+                assert comm.workspace(line, torch.ones(3), use).gather(torch.ones(3), counts).sum() == 3 * line.size
+            made = (
+                comm.AllReduceBuffer(line, 1000, torch.ones(1), "shared"),
+                comm.ReplicatedBuffer(line, 1000, torch.ones(1)),
+            )
             if line.size > 1:
                 assert mapped() > before
         del made
         assert mapped() == before
-        assert grid.wire.resources == []
+        assert grid.transport.resources == []
         assert not any((grid.comm, grid.data.comm, grid.pipeline.comm, line.comm, grid.plane("y", "z").comm))
 
 

@@ -7,7 +7,7 @@ from hpctrain.comm import Halo
 from hpctrain.comm import functional as f
 from hpctrain.shard import split
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6)]
 
 
 def halo(axis, length, above, below, stride=1, fill=0.0):
@@ -55,7 +55,7 @@ def test_adjoint(line, length, above, below, stride):
     for part in plan.needed:
         copies[max(part.start, 0) : max(part.stop, 0)] += 1
     ones = plan.adjoint(torch.ones_like(y))
-    assert (ones == copies[plan.held[line.rank]][:, None]).all()
+    assert (ones == copies[plan.local[line.rank]][:, None]).all()
 
 
 def test_bytes_and_neighbours(line):
@@ -63,9 +63,9 @@ def test_bytes_and_neighbours(line):
     plan = halo(line, 4 * line.size, 1, 1)
     neighbours = min(line.size - 1, 2 if 0 < line.rank < line.size - 1 else 1)
     for move, x in ((plan.exchange, image(line, 4 * line.size)), (plan.adjoint, torch.zeros(2, 3, 6, 2).double())):
-        line.wire.traffic.clear()
+        line.transport.traffic.clear()
         move(x)
-        assert line.wire.traffic.total("received") == line.wire.traffic.total("sent") == neighbours * 12 * 8
+        assert line.transport.traffic.total("received") == line.transport.traffic.total("sent") == neighbours * 12 * 8
 
 
 def test_any_dim_and_layout(line):
@@ -75,4 +75,4 @@ def test_any_dim_and_layout(line):
     plan = Halo(line, held, (slice(1, 6),) * line.size, dim=2)
     assert torch.equal(plan.exchange(whole[..., held[line.rank]]), whole[..., 1:])
     over_rows = Halo(line, tuple(split(5, line.size, r) for r in range(line.size)), (slice(0, 4),) * line.size, dim=1)
-    assert torch.equal(over_rows.exchange(whole[:, over_rows.held[line.rank]]), whole[:, :4])
+    assert torch.equal(over_rows.exchange(whole[:, over_rows.local[line.rank]]), whole[:, :4])

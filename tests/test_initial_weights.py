@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hpctrain import Grid, Key
+from hpctrain import Grid, RngKey
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 
 pytestmark = pytest.mark.mpi
@@ -20,7 +20,7 @@ STD = {"wte": 0.02, "wpe": 0.02, "head": 0.02, "qkv": 0.02, "proj": SMALL, "up":
 def test_standard_deviations(tied):
     from mpi4py import MPI
 
-    model = GPT2(Grid(comm=MPI.COMM_SELF), GPT2Shape(LAYERS, 64, 4, 64, 257, tied=tied), key=Key(1))
+    model = GPT2(Grid(comm=MPI.COMM_SELF), GPT2Shape(LAYERS, 64, 4, 64, 257, tied=tied), key=RngKey(1))
     kinds = set()
     for name, weight in model.named_parameters():
         module, kind = name.split(".")[-2:]

@@ -8,16 +8,17 @@ import torch.nn.functional as F
 from layer_checks import DOUBLE, KEY, Layout, check, gradients_over, tensor_grids, weights_of, whole
 
 from hpctrain import Grid
+from hpctrain.data_parallel import DataParallel
 from hpctrain.layers import Attention, Dropout, Embedding, Linear, RMSNorm, Tokens, algorithm_of
-from hpctrain.replicas import DataParallel
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6, 8)]
 
 
+@pytest.mark.parametrize("way", ["shared memory", "messages"])
 @pytest.mark.parametrize(("sequences", "length"), [(4, 6), (3, 5), (1, 1)])
 @pytest.mark.parametrize(("n_in", "n_out", "unit"), [(8, 16, 1), (7, 5, 1), (3, 1, 1), (12, 6, 3)])
-def test_linear(world, n_in, n_out, unit, sequences, length):
-    for grid in tensor_grids(world):
+def test_linear(world, n_in, n_out, unit, sequences, length, way):
+    for grid in tensor_grids(world, way):
         layout = Layout(grid, sequences, length, unit)
         x = whole((sequences * length, n_in), "x")
 
@@ -46,32 +47,16 @@ def test_a_step_that_was_given_up_leaves_no_gradient(world):
         replicas = DataParallel(layer.parameters(), grid)
         x, seed = whole((12, 8), "x", False), whole((12, 6), "seed", False)
         for given_up in (True, False):
-            replicas.clear()
+            replicas.zero_grad()
             if not given_up:
-                replicas.overlap()
+                replicas.enable_grad_sync()
             y = layer(layout.residual(x), layout.tokens)
             y.backward(layout.inner(seed))
             if given_up:
                 continue
-            replicas.finish()
+            replicas.finish_grad_sync()
         expected = (seed.T @ x)[layer.weight.shard.slices]
         torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_weight_gathered_ahead_is_gathered_anew_once_it_changes(world):
-    """As an optimizer may step, or a checkpoint be loaded, after the gather was started."""
-    for grid in tensor_grids(world):
-        layout = Layout(grid, 3, 5)
-        algorithm = algorithm_of(grid, "agarwal", overlap=["prefetch"])
-        first = Linear(grid, 7, 6, to="inner", algorithm=algorithm, key=KEY / 1, **DOUBLE)
-        second = Linear(grid, 6, 7, to="residual", algorithm=algorithm, key=KEY / 2, **DOUBLE)
-        x, hidden = whole((15, 7), "x", False), whole((15, 6), "hidden", False)
-        with torch.no_grad():
-            first(layout.residual(x), layout.tokens)  # starts the gather of the second's weight
-            second.weight.mul_(3)
-            y = second(layout.inner(hidden), layout.tokens)
-        weight = weights_of(grid, second)["weight"].detach()
-        torch.testing.assert_close(y, layout.residual(hidden @ weight.T), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from layer_checks import DOUBLE, KEY, Layout, check, randomise, tensor_grids, wh
 
 from hpctrain import Grid
 from hpctrain.layers import Attention, Tokens
-from hpctrain.layers.attention import _softmax
-from hpctrain.layers.past import Past
+from hpctrain.layers.kv_cache import KVCache
+from hpctrain.layers.rotary import RopeScaling
+from hpctrain.layers.softmax_attention import softmax
 
 pytestmark = pytest.mark.mpi
 
@@ -24,8 +25,33 @@ def parts(qkv, heads, kv_heads, head_width):
     return [packed[:, part].flatten(0, 2) for part in (slice(queries), slice(queries, -1), slice(queries + 1, None))]
 
 
-def plain(heads, kv_heads, head_width, causal, keep=None):
-    """A function of whole matrices: softmax attention written out, key and value heads repeated for their queries."""
+def turned(x, base, scaling=None):
+    """Heads (…, length, width) turned by their positions, as complex numbers (feature i, feature i + width/2)."""
+    frequencies = [base ** (-2 * i / x.shape[-1]) for i in range(x.shape[-1] // 2)]
+    if scaling is not None:
+        frequencies = [scaled(frequency, **vars(scaling)) for frequency in frequencies]
+    angles = torch.outer(torch.arange(x.shape[-2], **DOUBLE), torch.tensor(frequencies, **DOUBLE))
+    pairs = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+def scaled(frequency, factor, low_freq_factor, high_freq_factor, original_context):
+    """Llama 3.1's three ranges of wavelengths, one frequency at a time."""
+    wavelength = 2 * math.pi / frequency
+    if wavelength > original_context / low_freq_factor:
+        return frequency / factor
+    if wavelength < original_context / high_freq_factor:
+        return frequency
+    smooth = (original_context / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def plain(heads, kv_heads, head_width, causal, keep=None, turn=lambda x: x, eps=None):
+    """A function of whole matrices: softmax attention written out, key and value heads repeated for their queries.
+    Queries and keys are normalised where there are weights for it."""
+
+    def normalised(w, x, name):
+        return F.rms_norm(x, (head_width,), w[name + ".weight"], eps) if name + ".weight" in w else x
 
     def serial(w, x):
         def project(weight, bias):
@@ -33,6 +59,7 @@ def plain(heads, kv_heads, head_width, causal, keep=None):
 
         biases = parts(w["qkv.bias"], heads, kv_heads, head_width) if "qkv.bias" in w else [None] * 3
         q, k, v = map(project, parts(w["qkv.weight"], heads, kv_heads, head_width), biases)
+        q, k = turn(normalised(w, q, "q_norm")), turn(normalised(w, k, "k_norm"))
         k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v))
         scores = q @ k.mT / math.sqrt(head_width)
         if causal:
@@ -105,6 +132,57 @@ def test_rotary_attention_against_hugging_face(world, heads, kv_heads, head_widt
         check(layout, layer, serial, whole((SEQUENCES * LENGTH, width), "x"), layout.residual, layout.residual)
 
 
+# Of 8 frequencies to the base 100 the first turns 6.4 times in 40 positions, the last 0.1 times: some in each range.
+SCALING = RopeScaling(8.0, 1.0, 4.0, 40)
+
+
+@pytest.mark.ranks(1)
+def test_rope_scaling_is_that_of_hugging_face():
+    """Whose frequencies are in float32."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kinds = set()
+    for base, scaling in ((100.0, SCALING), (500000.0, RopeScaling(32.0, 1.0, 4.0, 8192))):
+        told = {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": scaling.original_context, "rope_theta": base}  # fmt: skip
+        config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=told, max_position_embeddings=10**5)
+        theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+        frequencies = base ** (torch.arange(0, 16, 2, **DOUBLE) / -16)
+        ours = scaling.apply(frequencies)
+        torch.testing.assert_close(ours.float(), theirs, rtol=1e-6, atol=0)
+        expected = torch.tensor([scaled(f.item(), **vars(scaling)) for f in frequencies], **DOUBLE)
+        torch.testing.assert_close(ours, expected, rtol=1e-14, atol=0)
+        kinds |= {ratio if ratio in (1.0, scaling.factor) else 2.0 for ratio in (frequencies / ours).tolist()}
+    assert kinds == {1.0, 2.0, 8.0, 32.0}
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_width", "scaling", "eps", "p", "recompute"),
+    [
+        (4, 4, 2, None, 1e-6, 0.0, False),
+        (6, 3, 4, SCALING, None, 0.0, True),
+        (6, 2, 16, SCALING, 1e-2, 0.3, False),
+        (3, 1, 2, None, 1e-2, 0.3, True),  # ranks without heads, which share the weights of the norms all the same
+    ],
+)
+def test_normalised_queries_and_keys(world, heads, kv_heads, head_width, scaling, eps, p, recompute):
+    """Norm, turn and dropout together."""
+    width, step = 7, 9
+    mask = (KEY / "attention").mask(0, SEQUENCES * heads * LENGTH**2, p, step).view(-1, heads, LENGTH, LENGTH)
+    keep = mask.double() / (1 - round(p * 65536) / 65536) if p else None
+    serial = plain(heads, kv_heads, head_width, True, keep, lambda x: turned(x, 100.0, scaling), eps)
+    for grid in tensor_grids(world):
+        layout = Layout(grid, SEQUENCES, LENGTH, step=step)
+        layer = randomise(
+            Attention(
+                grid, width, heads, p, kv_heads=kv_heads, head_width=head_width, rotary=100.0, rope_scaling=scaling,
+                qk_norm=True, norm_eps=eps, recompute=recompute, key=KEY / "attention", **DOUBLE,
+            )
+        )  # fmt: skip
+        check(layout, layer, serial, whole((SEQUENCES * LENGTH, width), "x"), layout.residual, layout.residual)
+
+
 @pytest.mark.parametrize(("kv_heads", "causal"), [(6, True), (3, True), (2, False)])
 def test_dropout_masks_depend_on_neither_grid_nor_groups(world, kv_heads, causal):
     heads, head_width, width, p, step = 6, 3, 7, 0.3, 9
@@ -118,38 +196,40 @@ def test_dropout_masks_depend_on_neither_grid_nor_groups(world, kv_heads, causal
         check(layout, layer, serial, whole((SEQUENCES * LENGTH, width), "x"), layout.residual, layout.residual)
 
 
-@pytest.mark.parametrize("rotary", [None, 100.0])
-def test_slices_of_tokens_are_the_whole(rotary):
+@pytest.mark.parametrize(
+    "options", [{}, {"rotary": 100.0}, {"rotary": 100.0, "rope_scaling": SCALING, "qk_norm": True}]
+)
+def test_slices_of_tokens_are_the_whole(options):
     """A slice's queries and keys turn by their positions in the whole sequence."""
     from mpi4py import MPI
 
     grid = Grid(comm=MPI.COMM_SELF)
-    layer = Attention(grid, 12, 3, rotary=rotary, key=KEY, **DOUBLE)
+    layer = randomise(Attention(grid, 12, 3, key=KEY, **options, **DOUBLE))
     x = whole((SEQUENCES * LENGTH, 12), "x")
     expected = layer(x, Tokens.of(grid, SEQUENCES, LENGTH)).view(SEQUENCES, LENGTH, 12)
-    past, found = Past(), []
+    kv_cache, found = KVCache(), []
     for part in (slice(0, 1), slice(1, 4), slice(4, LENGTH)):
-        tokens = Tokens.of(grid, SEQUENCES, LENGTH, part=part, past=past)
+        tokens = Tokens.of(grid, SEQUENCES, LENGTH, part=part, kv_cache=kv_cache)
         rows = x.view(SEQUENCES, LENGTH, 12)[:, part].flatten(0, 1)
         found.append(layer(rows, tokens).view(SEQUENCES, -1, 12))
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_attention_moves_what_its_projections_move(world):
-    """Groups and rotary embedding add no communication."""
+    """Groups, norms of heads and rotary embedding add no communication."""
     for grid in tensor_grids(world):
         layout = Layout(grid, 3, 4)
-        layer = Attention(grid, 16, 6, kv_heads=3, head_width=4, rotary=100.0, key=KEY, **DOUBLE)
+        layer = Attention(grid, 16, 6, kv_heads=3, head_width=4, rotary=100.0, qk_norm=True, key=KEY, **DOUBLE)
         block = layout.residual(whole((12, 16), "x").detach()).clone().requires_grad_()
-        held = layer.proj.product.inner.widths[grid.tensor.y.rank]
+        held = layer.proj.product.inner.sizes[grid.tensor.y.rank]
 
         def moved(y):
             y.sum().backward()
-            table = grid.wire.traffic.table()  # noqa: B023 (called in this round)
-            grid.wire.traffic.clear()  # noqa: B023
+            table = grid.transport.traffic.table()  # noqa: B023 (called in this round)
+            grid.transport.traffic.clear()  # noqa: B023
             return table
 
-        grid.wire.traffic.clear()
+        grid.transport.traffic.clear()
         whole_layer = moved(layer(block, layout.tokens))
         assert whole_layer == moved(layer.proj(layer.qkv(block, layout.tokens)[:, :held], layout.tokens))
 
@@ -164,6 +244,7 @@ def test_attention_moves_what_its_projections_move(world):
         ({"width": 8, "heads": 4, "kv_heads": 3}, "kv_heads must be a divisor of heads, got 3 of 4 heads"),
         ({"width": 8, "heads": 4, "kv_heads": 0}, "kv_heads must be a divisor of heads, got 0 of 4 heads"),
         ({"width": 6, "heads": 2, "rotary": 10.0}, "rotary needs heads of an even width, got head_width 3"),
+        ({"width": 8, "heads": 4, "rope_scaling": SCALING}, "rope_scaling needs rotary"),
     ],
 )
 def test_bad_arguments(world, arguments, message):
@@ -171,12 +252,21 @@ def test_bad_arguments(world, arguments, message):
         Attention(Grid(tensor=world.size), key=KEY, **arguments)
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    "values", [(0.5, 1.0, 4.0, 8), (8.0, 4.0, 4.0, 8), (8.0, 0.0, 4.0, 8), (8.0, 1.0, math.inf, 8), (8.0, 1.0, 4.0, 0)]
+)
+def test_bad_rope_scaling(values):
+    with pytest.raises(ValueError, match=r"rope_scaling must be \[factor, .* got \["):
+        RopeScaling(*values)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_softmax_of_16_bits_is_taken_in_float32(world, dtype):
     """Each of 300 equal probabilities is rounded the same way: their sum is off by as much, and with it the gradient,
     which is zero where that of all probabilities is the same."""
     scores = torch.zeros(2, 300, dtype=dtype, requires_grad=True)
-    probabilities = _softmax(scores)
+    probabilities = softmax(scores)
     probabilities.backward(torch.full_like(scores, 64.0))
     assert (scores.grad.dtype, probabilities.dtype) == (dtype, dtype)
     assert probabilities[0, 0].item() == pytest.approx(1 / 300, rel=torch.finfo(dtype).eps)

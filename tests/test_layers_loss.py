@@ -107,10 +107,10 @@ def test_one_exchange_of_two_numbers_a_row(world, smoothing):
     for grid in tensor_grids(world):
         layout = Layout(grid, SEQUENCES, LENGTH)
         logits, targets = whole((ROWS, 13), "logits"), torch.arange(ROWS)
-        grid.wire.traffic.clear()
+        grid.transport.traffic.clear()
         shares(layout, CrossEntropy(grid, 13, label_smoothing=smoothing), logits, targets, 1.0)
         x, y, rows = grid.tensor.x.size, grid.tensor.y.size, layout.tokens.sequences * LENGTH
-        table = grid.wire.traffic.table().values()
+        table = grid.transport.traffic.table().values()
         assert [cell["calls"] for cell in table] == [1] * (x * y > 1)
         assert sum(cell["received"] for cell in table) == (x * y - 1) * 2 * rows * 8
 

@@ -7,6 +7,7 @@ from layer_checks import DOUBLE, KEY, Layout, check, randomise, tensor_grids, we
 
 from hpctrain import Grid
 from hpctrain.layers import LayerNorm, RMSNorm
+from hpctrain.layers.norm import HeadNorm
 
 pytestmark = pytest.mark.mpi
 
@@ -54,7 +55,16 @@ def test_rms_norm_in_half_precision_is_as_good_as_torch_s(world, dtype):
         torch.testing.assert_close(y.detach(), layout.residual(expected), rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norm_of_heads_in_half_precision_is_as_good_as_torch_s(world, dtype):
+    width = 600
+    x = (whole((8, width), "x", False) * 1e-3).to(dtype)
+    expected = torch.nn.RMSNorm(width, dtype=dtype)(x).detach()
+    y = HeadNorm(Grid(tensor=world.size), width, key=KEY, dtype=dtype)(x.view(2, 4, width))
+    torch.testing.assert_close(y.detach().view(8, width), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_layer_norm_over_y_in_half_precision_is_that_in_float32_rounded(world, dtype):
     """Forward and backward, of values far from zero, whose mean 16 bits do not hold."""
@@ -80,8 +90,8 @@ def test_rms_norm_sums_one_number_a_row(world):
     grid = Grid(tensor=(1, world.size, 1))
     layout = Layout(grid, 2, 3)
     layer = RMSNorm(grid, 10, key=KEY, **DOUBLE)
-    grid.wire.traffic.clear()
+    grid.transport.traffic.clear()
     y = layer(layout.residual(whole((6, 10), "x")), layout.tokens)
     y.backward(torch.ones_like(y))
     expected = {("y", "all_reduce"): 2 * 2 * (world.size - 1) * 6 * 8 // world.size} if world.size > 1 else {}
-    assert {cell: counts["received"] for cell, counts in grid.wire.traffic.table().items()} == expected
+    assert {cell: counts["received"] for cell, counts in grid.transport.traffic.table().items()} == expected

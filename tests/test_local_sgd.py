@@ -5,58 +5,19 @@ from functools import partial
 
 import pytest
 import torch
-from test_equivalence import UNEVEN, batches, fitting, microbatches
+from replica_checks import ROWS, STEPS, X, Y, grid_of, layers_on, train
+from training_checks import UNEVEN, batches, fitting, microbatches
 
-from hpctrain import Grid, Key
+from hpctrain import Grid, RngKey
+from hpctrain.data_parallel import DataParallel, LocalSGD
 from hpctrain.grid import all_grids
-from hpctrain.layers import Linear, Tokens
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.replicas import DataParallel, LocalSGD
 from hpctrain.shard import split
-from hpctrain.train.step import Trainer
-from hpctrain.train.trainer import Trainer as PipelineTrainer
+from hpctrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
 
-ROWS, STEPS = 5, 6  # rows over 2, 3, 4, ... replicas are uneven, over 8 some have none
 SGD = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
-RNG = torch.Generator().manual_seed(2)
-X, Y = (torch.randn(STEPS, ROWS, 6, generator=RNG, dtype=torch.float64) for _ in range(2))
-
-
-@functools.cache  # a grid makes a dozen communicators
-def grid_of(data, tensor=1):
-    return Grid(data, 1, tensor)
-
-
-def layers_on(grid):
-    return torch.nn.ModuleList(
-        [
-            Linear(grid, 6, 10, to="inner", key=Key(1, "up"), dtype=torch.float64),
-            Linear(grid, 10, 6, to="residual", key=Key(1, "down"), dtype=torch.float64),
-        ]
-    )
-
-
-def train(grid, make, optimizer, max_norm=0.0):
-    """The weights by name, the losses and the norms, of STEPS steps."""
-    model = layers_on(grid)
-    optimizer = optimizer(model.parameters())
-    trainer = Trainer(model, grid, optimizer, max_norm, make(list(model.parameters()), grid, optimizer))
-    workers = grid.data.size - getattr(trainer.replicas, "servers", 0)
-    mine = split(ROWS, workers, grid.data.rank) if grid.data.rank < workers else slice(0, 0)
-    tokens = Tokens.of(grid, mine.stop - mine.start, 1, mine.start)
-
-    def loss(model, step):
-        rows, columns = tokens.residual_rows()[0], split(6, grid.tensor.y.size, grid.tensor.y.rank)
-        x, y = (t[step, rows.start : rows.stop, columns] for t in (X, Y))
-        up, down = model
-        return (down(torch.tanh(up(x, tokens)), tokens) - y).square().sum() / ROWS
-
-    results = [trainer.step([step], loss) for step in range(STEPS)]
-    with trainer.replicas.whole():
-        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return weights, *zip(*results), {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @functools.cache
@@ -134,18 +95,16 @@ def test_sgd_on_every_grid(world, every):
             check(grid, got, serial(data, every, sgd))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4)
 def test_stages_of_a_pipeline_and_tied_tables(world):
     """Every second step an average, on each stage, of a model whose first and last stages share a table."""
-    if world.size % 2:
-        pytest.skip("two stages")
     results, shape = [], fitting(UNEVEN, 2)
     for pipeline in (1, 2):
         grid = Grid(world.size // 2, pipeline, 1, comm=world.Split(world.rank // (pipeline * world.size // 2)))
-        model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)
+        model = GPT2(grid, shape, key=RngKey(3), dtype=torch.float64)
         optimizer = sgd(model.parameters())
         method = LocalSGD(model.parameters(), grid, optimizer, every=2)
-        trainer = PipelineTrainer(model, grid, optimizer, 3, replicas=method)
+        trainer = Trainer(model, grid, optimizer, 3, strategy=method)
         results.append([trainer.step(microbatches(grid, batch, 0, 3)) for batch in batches(shape, 4)])
         results[-1].append((trainer.evaluate([microbatches(grid, batches(shape)[0], 0, 3)]), 0.0))
     for one, two in zip(*results):

@@ -12,7 +12,7 @@ from matmul_checks import ALGORITHMS, WAYS, close, grids, legal, products, whole
 from hpctrain import Grid, matmul
 from hpctrain.comm import functional
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6, 8)]
 
 SHAPES = {
     "even": (72, 72, 72),
@@ -69,7 +69,7 @@ def test_one_gradient_alone(world, way):
     moved = {"a": 0, "b": 0, "both": 0}
     for grid, mm in products(world, way):
 
-        def gradients(name, c, operands, mm=mm, ledger=grid.wire.traffic):
+        def gradients(name, c, operands, mm=mm, ledger=grid.transport.traffic):
             ledger.clear()
             found = torch.autograd.grad(c, operands, G[mm.slices("c", m, n)])
             moved[name] += ledger.total("received")
@@ -95,11 +95,10 @@ def test_nothing_is_under_way_after_a_product(world, monkeypatch):
     assert complete(works)
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 def test_gradcheck(world, way):
-    """Finite differences of the whole product, which every rank takes at once."""
-    if world.size > 4:
-        pytest.skip("twenty products for each element: on up to 4 ranks")
+    """Finite differences of the whole product, which every rank takes at once: twenty products for each element."""
     for grid, mm in products(world, way):
 
         def product(A, B, mm=mm, axis=grid.tensor):
@@ -117,7 +116,7 @@ def test_bytes_are_the_volume(world, way):
     for grid, mm in products(world, way):
         for m, k, n in ((72, 72, 72), (144, 72, 216)):
             a, b = mm.scatter_a(whole(m, k)).requires_grad_(), mm.scatter_b(whole(k, n)).requires_grad_()
-            ledger = grid.wire.traffic
+            ledger = grid.transport.traffic
             ledger.clear()
             c = mm(a, b)
             assert ledger.total("received") == pytest.approx(8 * mm.volume(m, k, n), rel=1e-12, abs=0)

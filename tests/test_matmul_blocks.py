@@ -8,10 +8,12 @@ import torch
 from matmul_checks import WAYS, close, products, whole
 
 from hpctrain import Grid
-from hpctrain.comm.workspaces import Workspace
-from hpctrain.matmul.depth_rows import TwoHalfDRows
+from hpctrain.comm.workspace import new_workspace
+from hpctrain.matmul.agarwal import Sharding
+from hpctrain.matmul.sharded_dim import Columns, Rows
+from hpctrain.matmul.two_half_d_rows import TwoHalfDRows
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6)]
 
 
 def cut(generator, length, parts):
@@ -64,26 +66,48 @@ def test_plane(world, way):
             close(mm.tn(A.T[k.rows, m.columns], B[k.rows, n.columns], m.sizes, k.over_z), c)
 
 
+@pytest.mark.parametrize("kinds", [(Rows, Rows), (Columns, Columns), (Rows, Columns), (Columns, Rows)])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_agarwal(world, way):
+def test_agarwal(world, way, transposed, kinds):
+    """B and C sharded in either of their dims, stored as they are or transposed."""
     generator = random.Random(8)
     for _, mm in products(world, way, ("Agarwal",)):
-        x, y, z = (mm.x, mm.y, mm.z)
+        x, y, z = mm.x, mm.y, mm.z
         for lengths in ((12, 17, 9), (1, 5, 3), (40, 2, 2)):
-            A, B, G = whole(*lengths[:2]), whole(*lengths[1:], seed=1), whole(lengths[0], lengths[2], seed=2)
+            A, B, C = whole(*lengths[:2]), whole(*lengths[1:], seed=1), whole(lengths[0], lengths[2], seed=2)
             over = [cut(generator, length, axis.size) for length, axis in zip(lengths, (x, y, z))]
             m, k, n = (ranges(parts)[axis.rank] for parts, axis in zip(over, (x, y, z)))
 
-            def rows(name, axis, part, spread):
-                """How a block's rows are spread: drawn alike by all ranks that hold the same rows."""
-                return cut(random.Random(f"{name} {axis.rank} {part}"), part.stop - part.start, spread.size)
+            def sharded(kind, axis, length, *others):
+                """Sizes that are alike on all ranks that share a block, which have the same places on the others."""
+                return kind(axis, cut(random.Random(str((kind, *(each.rank for each in others)))), length, axis.size))
 
-            counts = rows("a", x, m, z), rows("b", y, k, x), rows("c", x, m, y)
-            a_rows, b_rows, c_rows = (ranges(count)[axis.rank] for count, axis in zip(counts, (z, x, y)))
-            a, b, g = A[m, k][a_rows], B[k, n][b_rows], G[m, n][c_rows]
-            close(mm.nn(a, b, counts), (A @ B)[m, n][c_rows])
-            close(mm.nt(g, b, counts), (G @ B.T)[m, k][a_rows])
-            close(mm.tn(a, g, counts), (A.T @ G)[k, n][b_rows])
+            def stored(matrix, *slices, transposed=transposed):
+                return matrix[slices].t().contiguous() if transposed else matrix[slices]
+
+            def own(block, how):
+                """This rank's part of a block."""
+                return block.split(how.sizes, how.dim)[how.axis.rank].contiguous()
+
+            blocks = A[m, k], stored(B, k, n), stored(C, m, n)
+            # the rows of A are those of C, which y and z cut alike everywhere
+            of_c = (x,) if kinds[1].dim == transposed else (x, z)
+            how = Sharding(
+                sharded(Rows, z, len(blocks[0]), x),
+                sharded(kinds[0], x, blocks[1].shape[kinds[0].dim], y, z),
+                sharded(kinds[1], y, blocks[2].shape[kinds[1].dim], *of_c),
+                transposed,
+            )
+            a, b, c = map(own, blocks, how[:3])
+            expected_a, expected_b = own((C @ B.T)[m, k], how.a), own(stored(A.T @ C, k, n), how.b)
+            close(mm.nn(a, b, how), own(stored(A @ B, m, n), how.c))
+            close(mm.nt(c, b, how), expected_a)
+            close(mm.tn(a, c, how), expected_b)
+            gathered = mm.gathered_c(c, how)  # valid until the next call that gathers or sums over its axis
+            close(mm.tn(a, gathered, how), expected_b)
+            close(mm.nt(gathered, mm.gathered_b(b, how), how), expected_a)
+            close(mm.tn_start(a, gathered, how).wait(), expected_b)
 
 
 def test_sizes_of_two_dims_are_refused(world):
@@ -110,8 +134,8 @@ def rows_of(axis):
 
 
 def reduced(workspace, matrix, widths):
-    room = workspace.room(matrix.numel(), matrix).view(matrix.shape)
-    return workspace.reduce_columns(room.copy_(matrix), widths)
+    buffer = workspace.buffer(matrix.numel(), matrix).view(matrix.shape)
+    return workspace.reduce_columns(buffer.copy_(matrix), widths)
 
 
 @pytest.mark.parametrize("one_node", [True, False])
@@ -119,7 +143,7 @@ def test_matrices_travel_and_their_adjoints(world, one_node):
     """<Fx, y> = <x, F*y> over all ranks, and each result from the whole matrix."""
     axis = Grid(tensor=world.size).tensor.x
     axis.one_node = one_node
-    workspace, rank = Workspace(axis), axis.rank
+    workspace, rank = new_workspace(axis, torch.empty(0)), axis.rank
     counts, widths = rows_of(axis), columns_of(axis)
     row, column = ranges(counts)[rank], ranges(widths)[rank]
     rows, columns = sum(counts), sum(widths)
@@ -147,12 +171,12 @@ def test_matrices_count_alike(world):
     for one_node in (True, False):
         axis = Grid(tensor=world.size).tensor.x
         axis.one_node = one_node
-        workspace = Workspace(axis)
+        workspace = new_workspace(axis, torch.empty(0))
         counts, widths = rows_of(axis), columns_of(axis)
         row, column = counts[axis.rank], widths[axis.rank]
         workspace.gather_columns(whole(5, column), widths)
         reduced(workspace, whole(5, sum(widths)), widths)
         workspace.rows_to_columns(whole(row, sum(widths)), counts, widths)
         workspace.columns_to_rows(whole(sum(counts), column), counts, widths)
-        tables.append(axis.wire.traffic.table())
+        tables.append(axis.transport.traffic.table())
     assert tables[0] == tables[1]

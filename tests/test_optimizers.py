@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_local_sgd import ROWS, STEPS, X, Y, grid_of, layers_on, train
+from replica_checks import ROWS, STEPS, X, Y, grid_of, layers_on, train
 
 from hpctrain import Grid
-from hpctrain.algorithms import OPTIMIZERS
+from hpctrain.choices import OPTIMIZERS
+from hpctrain.data_parallel import DataParallel, ParameterServer
 from hpctrain.grid import all_grids
-from hpctrain.replicas import DataParallel, ParameterServer
 from hpctrain.train.optimizer import make_optimizer
 
 pytestmark = pytest.mark.mpi

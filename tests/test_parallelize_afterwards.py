@@ -1,9 +1,12 @@
 """What is done to a model after the line: the right thing, or an error that names module, line and remedy."""
 
 import copy
+import io
+import os
 import pickle
 
 import pytest
+import safetensors.torch
 import torch
 from parallelize_checks import CLOSE, compare, numbers, tensor_grids
 from torch import nn
@@ -87,6 +90,27 @@ def test_state_dicts(world):
     torch.testing.assert_close(model(*SOME), network()(*SOME), rtol=1e-6, atol=1e-6)
 
 
+FILES = {
+    "torch.save": lambda state: torch.save(state, io.BytesIO()),
+    "of copies": lambda state: torch.save({name: 0.5 * x.cpu().clone() for name, x in state.items()}, os.devnull),
+    "pickle": pickle.dumps,
+    "safetensors": lambda state: safetensors.torch.save(state),
+}
+
+
+@pytest.mark.parametrize("how", FILES)
+def test_state_dicts_to_files(world, how):
+    """They hold shards, which no file can name; on one rank they are whole."""
+    model = ht.parallelize(network(), ht.Grid(tensor=world.size))
+    if world.size == 1:
+        FILES[how](model.state_dict())
+        return
+    with pytest.raises(
+        ValueError, match=r"state_dict\(\) .* divided over ranks .*: save ht\.gather_state_dict\(model\)"
+    ):
+        FILES[how](model.state_dict())
+
+
 def test_pickled(world):
     model = ht.parallelize(nn.ModuleList([network()]), ht.Grid(tensor=world.size))
     with pytest.raises(ValueError, match=r"the module 0 is divided .*: save ht\.gather_state_dict\(model\)"):
@@ -103,7 +127,7 @@ def test_a_layer_added_afterwards(world):
     model.append(nn.Linear(4, 2).double())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     calls = (
-        lambda: ht.sync(model), lambda: ht.clip_(model, 1.0), lambda: ht.gather_state_dict(model),
+        lambda: ht.sync_gradients(model), lambda: ht.clip_grad_norm_(model, 1.0), lambda: ht.gather_state_dict(model),
         lambda: ht.Trainer(model, grid, optimizer),
     )  # fmt: skip
     for call in calls:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from parallelize_checks import numbers
+from parallelize_checks import check_gradients, numbers
 from torch import nn
 
 import hpctrain as ht
@@ -44,12 +44,30 @@ def test_three_steps(world, kind, affine):
     model = ht.parallelize(copy.deepcopy(serial), grid, replicate=[kind.__name__])
     batches = [numbers(7, 3, seed=seed) for seed in range(3)]
     train(serial, batches, slice(None), lambda model: None)
-    train(model, batches, split(7, grid.data.size, grid.data.rank), ht.sync)
+    train(model, batches, split(7, grid.data.size, grid.data.rank), ht.sync_gradients)
     gathered = ht.gather_state_dict(model)
     if grid.rank == 0:
         torch.testing.assert_close(gathered, dict(serial.state_dict()), rtol=1e-10, atol=1e-12)
     for name, buffer in serial.named_buffers():
         torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=1e-12, atol=1e-12)
+
+
+def test_gradient_penalty(world):
+    """Backward through backward, of statistics over replicas: the gradients of 0.5 |dL/dx|² by weights and x."""
+    grid = ht.Grid(**GRIDS[world.size])
+    torch.manual_seed(1)
+    serial = nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3, affine=False)).double()
+    model = ht.parallelize(copy.deepcopy(serial), grid)
+    x, rows = numbers(4, 2, 5), split(4, grid.data.size, grid.data.rank)
+    found = []
+    for m, mine in ((serial, slice(None)), (model, rows)):
+        held = x[mine].clone().requires_grad_()
+        (first,) = torch.autograd.grad((m(held) ** 3).sum(), held, create_graph=True)
+        (first.square().sum() / 2).backward()
+        found.append(held.grad)
+    torch.testing.assert_close(found[1], found[0][rows], rtol=1e-11, atol=1e-11)
+    ht.sync_gradients(model)
+    check_gradients(model, serial, grid)
 
 
 def refusal(world, module, **how):
@@ -61,11 +79,10 @@ def refusal(world, module, **how):
     return str(refused.value)
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("how", [{}, {"replicate": ["1"]}])
 def test_statistics_of_one_replica(world, how):
     """A forward of its own computes them: the error leads to what does work, and not to `replicate`."""
-    if world.size == 1:
-        pytest.skip("one replica has them all")
     told = refusal(world, WithActivation(2), **how)
     assert told == (
         f"parallelize cannot divide 1 (WithActivation): its statistics would be those of one of {world.size} replicas; "

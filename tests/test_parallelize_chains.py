@@ -35,10 +35,10 @@ def test_bytes(world):
     torch.manual_seed(0)
     model = ht.parallelize(nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 8)), grid)
     x = torch.ones(16, 4, requires_grad=True)
-    grid.wire.traffic.clear()
+    grid.transport.traffic.clear()
     model(x).sum().backward()
     sums = [2 * (world.size - 1) * 16 * features * 4 // world.size for features in (4, 8)]
-    assert grid.wire.traffic.total("sent") == sum(sums)
+    assert grid.transport.traffic.total("sent") == sum(sums)
 
 
 def test_modules_one_by_one(world):

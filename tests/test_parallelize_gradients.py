@@ -59,7 +59,7 @@ def backward(model, grid, step, sync=True, scale=lambda loss: loss):
     rows = split(BATCH, grid.data.size, grid.data.rank) if grid else slice(None)
     scale(10 * model(ids(step)[rows]).square().sum() / BATCH).backward()
     if grid and sync:
-        ht.sync(model)
+        ht.sync_gradients(model)
 
 
 def check_weights(grid, model, serial):
@@ -123,7 +123,7 @@ def test_scaler(world, sync_first):
                 backward(m, where, step, sync_first, scaler.scale)
                 scaler.unscale_(optimizer)
                 if where and not sync_first:
-                    ht.sync(m)
+                    ht.sync_gradients(m)
                 scaler.step(optimizer)
                 scaler.update()
             assert [scaler.get_scale() for scaler in scalers] == [(8.0, 4.0, 4.0)[step]] * 2
@@ -157,7 +157,7 @@ def test_refused(world, case):
     with pytest.raises(ValueError) as refused:
         REFUSED[case](model[0].weight.grad)
     what = "several gradients put together" if case == "one of several" else "the gradient of '0.weight'"
-    assert f" of {what} would be that of the part that this rank holds; ht.clip_ gives" in str(refused.value)
+    assert f" of {what} would be that of the part that this rank holds; ht.clip_grad_norm_ gives" in str(refused.value)
     assert len(set(world.allgather(str(refused.value)))) == 1
     part = model[0].weight.grad.as_subclass(torch.Tensor)
     assert float(part.mean()) == 1
@@ -232,13 +232,13 @@ def test_optimizers_that_mix_elements(world, name):
 
 
 def test_replicas_that_are_not_summed(world):
-    """A loop without ht.sync would train each replica by itself."""
+    """A loop without ht.sync_gradients would train each replica by itself."""
     for sizes in ({"data": world.size}, GRIDS[world.size][-1]):
         grid, _, model = both(sizes)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         calls = {
             "optimizer.step()": optimizer.step,
-            "ht.clip_": lambda model=model: ht.clip_(model, 1.0),
+            "ht.clip_grad_norm_": lambda model=model: ht.clip_grad_norm_(model, 1.0),
             "linalg_vector_norm of the gradient of 'table.weight'": (
                 lambda model=model: nn.utils.clip_grad_norm_(model.parameters(), 1)
             ),
@@ -250,10 +250,10 @@ def test_replicas_that_are_not_summed(world):
                 with pytest.raises(ValueError) as refused:
                     call()
                 assert str(refused.value) == (
-                    "the gradients of the replicas are not summed yet; call ht.sync(model) after the last backward, "
-                    f"before {before}"
+                    "the gradients of the replicas are not summed yet; call ht.sync_gradients(model) after the last "
+                    f"backward, before {before}"
                 )
-            ht.sync(model)
+            ht.sync_gradients(model)
             call()
 
 

@@ -123,13 +123,14 @@ def test_refusals(world, make, text, how):
     on_every_rank(world, make, text, **how)
 
 
+@pytest.mark.ranks(2, 4)
 def test_weights_shared_in_a_way_that_cannot_be_divided(world):
-    if world.size > 1:
-        on_every_rank(
-            world, Twice, r"divide b \(Tr.*'a\.linear1\.weight' is shared by modules that need it divided in diff"
-        )
+    on_every_rank(
+        world, Twice, r"divide b \(Tr.*'a\.linear1\.weight' is shared by modules that need it divided in diff"
+    )
 
 
+@pytest.mark.ranks(2, 4)
 def test_weights_that_differ_between_ranks(world):
     def make():
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -138,16 +139,13 @@ def test_weights_that_differ_between_ranks(world):
                 model[1].bias += 1
         return model
 
-    if world.size > 1:
-        on_every_rank(
-            world, make, rf"differs between ranks 0 and {world.size - 1}, first in '1\.bias'; call torch\.manual"
-        )
+    on_every_rank(world, make, rf"differs between ranks 0 and {world.size - 1}, first in '1\.bias'; call torch\.manual")
 
 
+@pytest.mark.ranks(2, 4)
 def test_pipeline(world):
-    if world.size > 1:
-        grid = ht.Grid(pipeline=world.size)
-        on_every_rank(world, lambda: nn.Linear(2, 2), f"got a grid with pipeline={world.size}; set pipeline=1", grid)
+    grid = ht.Grid(pipeline=world.size)
+    on_every_rank(world, lambda: nn.Linear(2, 2), f"got a grid with pipeline={world.size}; set pipeline=1", grid)
 
 
 def test_twice(world):
@@ -159,7 +157,7 @@ def test_twice(world):
 
 
 def test_models_that_parallelize_did_not_make(world):
-    for call in (ht.sync, ht.gather_state_dict, lambda model: ht.clip_(model, 1.0)):
+    for call in (ht.sync_gradients, ht.gather_state_dict, lambda model: ht.clip_grad_norm_(model, 1.0)):
         with pytest.raises(ValueError, match="was not made by parallelize: pass its grid"):
             call(nn.Linear(2, 2))
 

@@ -61,6 +61,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["loop", "trainer"])
 def test_three_steps(world, optimizer, way):
@@ -69,7 +70,7 @@ def test_three_steps(world, optimizer, way):
         serial = network()
         model = ht.parallelize(copy.deepcopy(serial), grid, replicate=["gate"])
         ours, theirs = (OPTIMIZERS[optimizer](m.parameters()) for m in (model, serial))
-        trainer = ht.Trainer(model, grid, ours, max_norm=0.5) if way == "trainer" else None
+        trainer = ht.Trainer(model, grid, ours, loss=loss_of, max_norm=0.5) if way == "trainer" else None
         mine = split(BATCH, grid.data.size, grid.data.rank)
         for step in range(3):
             theirs.zero_grad()
@@ -79,13 +80,13 @@ def test_three_steps(world, optimizer, way):
             theirs.step()
             part = tuple(tensor[mine] for tensor in batch(step))
             if trainer:
-                loss, norm = trainer.step([part], loss_of)
+                loss, norm = trainer.step([part])
             else:
                 ours.zero_grad()
                 share = loss_of(model, part)
                 share.backward()
-                ht.sync(model)
-                norm = float(ht.clip_(model, 0.5))
+                ht.sync_gradients(model)
+                norm = float(ht.clip_grad_norm_(model, 0.5))
                 ours.step()
                 loss = grid.data.comm.allreduce(share.item())
             assert loss == pytest.approx(expected.item(), rel=1e-11)
@@ -117,7 +118,7 @@ def test_batch_norm_in_autocast(world, dtype):
     for name, buffer in serial.named_buffers():
         torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=1e-5, atol=1e-5)
     got.float().square().sum().backward()
-    ht.sync(model)
+    ht.sync_gradients(model)
     assert model[1].weight.grad.isfinite().all()
 
 
@@ -140,10 +141,10 @@ def test_accumulation(world):
             module.track_running_stats, module.momentum = True, 0.0
     model = ht.parallelize(copy.deepcopy(serial), grid, replicate=["gate"])
     model.train = lambda mode=True: model  # statistics of the whole batch would not be those of its parts
-    trainer = ht.Trainer(model, grid, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ht.Trainer(model, grid, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss_of)
     mine = split(BATCH, grid.data.size, grid.data.rank)
     x, y = (tensor[mine] for tensor in batch(0))
-    loss, _ = trainer.step([(x[:1], y[:1]), (x[1:], y[1:])], loss_of)
+    loss, _ = trainer.step([(x[:1], y[:1]), (x[1:], y[1:])])
     assert loss == pytest.approx(loss_of(serial, batch(0)).item(), rel=1e-12)
     loss_of(serial, batch(0)).backward()
     torch.optim.SGD(serial.parameters(), lr=0.1).step()
@@ -157,9 +158,9 @@ def test_not_finite(world):
     torch.manual_seed(0)
     model = ht.parallelize(nn.Linear(4, 4), grid)
     before = model.weight.detach().clone()
-    trainer = ht.Trainer(model, grid, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ht.Trainer(model, grid, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda m, x: m(x).sum())
     with pytest.raises(FloatingPointError, match="not both finite"):
-        trainer.step([None], lambda model, _: model(torch.full((1, 4), torch.inf)).sum())
+        trainer.step([torch.full((1, 4), torch.inf)])
     assert torch.equal(model.weight.detach(), before)
 
 
@@ -170,27 +171,59 @@ def test_gradients_that_only_some_replicas_have(world):
     model[0](torch.ones(1, 2)).sum().backward()
     if grid.data.rank == world.size - 1:
         model[1](torch.ones(1, 2)).sum().backward()
-    ht.sync(model)
+    ht.sync_gradients(model)
     assert torch.equal(model[0].bias.grad, torch.full((2,), float(world.size)))
     assert torch.equal(model[1].bias.grad, torch.ones(2))
     for parameter in model.parameters():
         parameter.grad = None
-    ht.sync(model)
+    ht.sync_gradients(model)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("made_by", ["parallelize", "layers"])
+def test_a_second_sum_in_a_step_is_refused(world, made_by):
+    """It would multiply the gradients by the number of replicas, in silence; another backward makes it one sum again.
+    The last replica has an empty batch, and no gradients."""
+    grid = ht.Grid(data=world.size)
+    if made_by == "layers":
+        model = ht.layers.Linear(grid, 2, 2, to="inner", key=ht.RngKey(1))
+        tokens = ht.layers.Tokens.of(grid, sequences=1, length=1)
+        inputs = torch.ones(1, 2), tokens
+    else:
+        model, inputs = ht.parallelize(nn.Linear(2, 2), grid), (torch.ones(1, 2),)
+
+    def backward():
+        if grid.data.rank < world.size - 1:
+            model(*inputs).sum().backward()
+
+    backward()
+    ht.sync_gradients(model, grid)
+    expected = torch.full((2,), float(world.size - 1))
+    with pytest.raises(
+        ValueError, match="ht.sync_gradients was called twice: the gradients are the sums over the repl"
+    ):
+        ht.sync_gradients(model, grid)
+    assert torch.equal(model.bias.grad.as_subclass(torch.Tensor), expected)
+    for parameter in model.parameters():
+        parameter.grad.zero_()  # zero_grad(set_to_none=False) leaves the same tensor
+    backward()
+    ht.sync_gradients(model, grid)
+    assert torch.equal(model.bias.grad.as_subclass(torch.Tensor), expected)
 
 
 @pytest.mark.parametrize("way", ["loop", "trainer"])
 def test_models_of_layers(world, way):
-    """sync, clip_ and Trainer complete the partial sums of ht.layers too."""
+    """sync, clip_grad_norm_ and Trainer complete the partial sums of ht.layers too."""
     grid = ht.Grid(**GRIDS[world.size][-1])
-    layer = ht.layers.Linear(grid, 6, 4, to="inner", key=ht.Key(1), dtype=torch.float64)
+    layer = ht.layers.Linear(grid, 6, 4, to="inner", key=ht.RngKey(1), dtype=torch.float64)
     weight = whole((4, 6), "weight")
     with torch.no_grad():
         layer.weight.copy_(weight[layer.weight.shard.slices])
     tokens = ht.layers.Tokens.of(grid, sequences=3, length=2)
     x, y, z = grid.tensor.x, grid.tensor.y, grid.tensor.z
     rows = split(3, z.size, z.rank)
-    rows = numbers(6, 6)[2 * rows.start : 2 * rows.stop].split(list(tokens.rows.counts))[x.rank]
+    rows = numbers(6, 6)[2 * rows.start : 2 * rows.stop].split(list(tokens.rows.sizes))[x.rank]
     x = rows[:, split(6, y.size, y.rank)]
 
     def share(layer, x):
@@ -201,13 +234,13 @@ def test_models_of_layers(world, way):
     expected.backward()
     expected_norm = torch.cat([weight.grad.flatten(), bias.grad]).norm()
     if way == "trainer":
-        trainer = ht.Trainer(layer, grid, torch.optim.SGD(layer.parameters(), lr=0.1))
-        loss, norm = trainer.step([x], share)
+        trainer = ht.Trainer(layer, grid, torch.optim.SGD(layer.parameters(), lr=0.1), loss=share)
+        loss, norm = trainer.step([x])
         assert loss == pytest.approx(expected.item(), rel=1e-12)
     else:
         share(layer, x).backward()
-        ht.sync(layer, grid)
-        norm = float(ht.clip_(layer, math.inf, grid))
+        ht.sync_gradients(layer, grid)
+        norm = float(ht.clip_grad_norm_(layer, math.inf, grid))
     assert norm == pytest.approx(float(expected_norm), rel=1e-12)
     for parameter, dense in ((layer.weight, weight), (layer.bias, bias)):
         torch.testing.assert_close(parameter.grad, dense.grad[parameter.shard.slices], **CLOSE)

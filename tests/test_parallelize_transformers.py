@@ -146,7 +146,7 @@ def test_three_steps_of_adamw(world, case):
             if trained is serial:
                 norm = torch.nn.utils.clip_grad_norm_(serial.parameters(), 0.5)
             else:
-                norm = ht.clip_(model, 0.5)
+                norm = ht.clip_grad_norm_(model, 0.5)
             optimizer.step()
             losses.append([loss.detach(), norm.detach()])
     torch.testing.assert_close(losses[3:], losses[:3], **CLOSE)

@@ -1,5 +1,7 @@
 """torch's replicas around a parallelized model: refused on all ranks, before anything is overwritten."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,3 +49,31 @@ def test_ddp(world, process_group):
 
 def test_ddp_of_other_models(world, process_group):
     DistributedDataParallel(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+
+
+def test_compiled_batches_of_several_sizes(world):
+    """The code between the sharded modules is compiled."""
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.norm = nn.Embedding(9, 6), nn.LayerNorm(6)
+            self.body = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6))
+
+        def forward(self, ids):
+            return self.norm(self.body(self.table(ids)).relu() * 2).cumsum(-1)
+
+    torch.manual_seed(0)
+    serial = Network().double()
+    model = ht.parallelize(copy.deepcopy(serial), ht.Grid(tensor=world.size))
+    compiled = torch.compile(model, backend="eager")
+    expected = None
+    for m in (serial, compiled):
+        optimizer, losses = torch.optim.SGD(m.parameters(), 0.01), []
+        for length in (4, 7, 3):
+            loss = m(torch.arange(length)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        expected = expected or losses
+    assert losses == pytest.approx(expected, rel=1e-12)

@@ -5,39 +5,43 @@ import time
 
 import pytest
 import torch
-from test_equivalence import UNEVEN, batches, fitting, microbatches, serial
+from training_checks import UNEVEN, batches, fitting, microbatches, serial
 
-from hpctrain import Grid, Key
-from hpctrain.models.export import whole_parameters
+from hpctrain import Grid, RngKey
+from hpctrain.checkpoint import Checkpointer, TrainingState, folder
+from hpctrain.data_parallel import AsyncParameterServer, ParameterServer
+from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.replicas import AsyncParameterServer, ParameterServer
 from hpctrain.shard import Shard
-from hpctrain.train import step, trainer
-from hpctrain.train.checkpoint import Checkpointer, TrainingState, folder
 from hpctrain.train.optimizer import adamw
+from hpctrain.train.trainer import Trainer
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4, 8)]
+SEVERAL = pytest.mark.ranks(4, 8)  # servers, of which two ranks would leave no worker
 
 
 def gpt2(grid, make, shape, clip, count=1):
-    model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)
+    model = GPT2(grid, shape, key=RngKey(3), dtype=torch.float64)
     optimizer = adamw(model.parameters(), 0.1)
     method = make(list(model.parameters()), grid, optimizer)
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
-    return model, trainer.Trainer(model, grid, optimizer, count, clip, method)
+    return model, Trainer(model, grid, optimizer, count, max_norm=clip, strategy=method)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.parametrize(
     ("servers", "bucket_bytes", "clip", "synchronous"),
-    [(1, 4 << 20, 1.0, False), (1, 1, 0.0, True), (2, 5000, 1.0, True), (3, 1, 0.3, False)],
+    [
+        (1, 4 << 20, 1.0, False),
+        (1, 1, 0.0, True),
+        pytest.param(2, 5000, 1.0, True, marks=SEVERAL),
+        pytest.param(3, 1, 0.3, False, marks=SEVERAL),
+    ],
 )
 def test_synchronous_servers_equal_a_serial_program(world, servers, bucket_bytes, clip, synchronous):
-    if servers >= world.size:
-        pytest.skip("leaves no worker")
     grid, shape = Grid(data=world.size), fitting(UNEVEN, 1)
-    grid.wire.synchronous = synchronous
+    grid.transport.synchronous = synchronous
     model, training = gpt2(grid, lambda *given: ParameterServer(*given, servers, bucket_bytes), shape, clip)
     results = [training.step(microbatches(grid, x, n, 1, idle=servers)) for n, x in enumerate(batches(shape))]
     weights, losses, norms = serial(shape, clip)
@@ -55,11 +59,11 @@ GRIDS = {
 }
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize(("count", "clip", "tied"), [(1, 0.0, True), (3, 0.3, False), (2, 1.0, True)])
 def test_servers_on_other_axes(world, count, clip, tied):
     """A place on the data axis is a whole replica, whose ranks all serve or all work."""
-    for data, pipeline, tensor in GRIDS.get(world.size, []):
+    for data, pipeline, tensor in GRIDS[world.size]:
         grid, shape = Grid(data, pipeline, tensor), fitting(dataclasses.replace(UNEVEN, tied=tied), pipeline)
         model, training = gpt2(grid, lambda *given: ParameterServer(*given, 1, 2000), shape, clip, count)
         results = [training.step(microbatches(grid, x, n, count, idle=1)) for n, x in enumerate(batches(shape))]
@@ -71,14 +75,14 @@ def test_servers_on_other_axes(world, count, clip, tied):
                 torch.testing.assert_close(whole, weights[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4, 8)
 def test_a_worker_sends_and_receives_the_model_once(world):
     grid, shape = Grid(data=world.size), dataclasses.replace(UNEVEN, layers=1)
     model, training = gpt2(grid, ParameterServer, shape, 1.0)
     batch = microbatches(grid, batches(shape)[0], 0, 1, idle=1)
-    grid.wire.traffic.clear()
+    grid.transport.traffic.clear()
     training.step(batch)
-    size, table = sum(p.nbytes for p in model.parameters()), grid.wire.traffic.table()
+    size, table = sum(p.nbytes for p in model.parameters()), grid.transport.traffic.table()
     moved = {name: table["data", name] for name in ("reduce_scatter", "all_gather")}
     workers = world.size - 1
     expected = (0, size * workers, size * workers, 0) if grid.data.rank == workers else (size, 0, 0, size)
@@ -92,20 +96,19 @@ def line(grid, make, values, loss, lr=0.5, max_norm=0.0):
     parameter.shard = Shard(tuple(parameter.shape), (slice(0, len(values)),))
     model = torch.nn.ParameterList([parameter])
     optimizer = torch.optim.SGD([parameter], lr=lr, momentum=0.5 if max_norm else 0.0)
-    training = step.Trainer(model, grid, optimizer, max_norm, make([parameter], grid, optimizer))
-    return parameter, lambda number: training.step([] if training.replicas.serves else [number], loss), training
+    strategy = make([parameter], grid, optimizer)
+    training = Trainer(model, grid, optimizer, loss=loss, max_norm=max_norm, strategy=strategy)
+    return parameter, lambda number: training.step([] if strategy.serves else [number]), training
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=SEVERAL)])
 def test_every_push_is_applied_once(world, servers, staleness, synchronous):
     """Of a loss that is linear in the weights the updates may come in any order: the sum is exact."""
-    if servers >= world.size:
-        pytest.skip("leaves no worker")
     grid, workers, steps = Grid(data=world.size), world.size - servers, 10
-    grid.wire.synchronous = synchronous
+    grid.transport.synchronous = synchronous
     slope = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64) * (grid.data.rank + 1)
     parameter, take, training = line(
         grid, lambda *given: AsyncParameterServer(*given, servers, staleness), [0.0, 1.0, 2.0],
@@ -113,16 +116,16 @@ def test_every_push_is_applied_once(world, servers, staleness, synchronous):
     )  # fmt: skip
     for number in range(steps):
         take(number)
-    with training.replicas.whole():
+    with training.strategy.full_weights():
         moved = 0.5 * steps * (workers * (workers + 1) // 2)
         expected = torch.tensor([0.0, 1.0, 2.0]).double() - moved * torch.tensor([1.0, 2.0, 4.0]).double()
         assert torch.equal(parameter.detach(), expected)
-    counts = world.bcast(training.replicas.report()["staleness"], world.size - servers)
+    counts = world.bcast(training.strategy.report()["staleness"], world.size - servers)
     assert sum(counts) == workers * steps
     assert len(counts) == (workers - 1) * (2 * staleness + 1) + 1
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.parametrize("max_norm", [0.0, 2.0])
 def test_one_worker_is_the_serial_run(world, max_norm):
     grid = Grid(data=world.size)
@@ -139,12 +142,12 @@ def test_one_worker_is_the_serial_run(world, max_norm):
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([alone], max_norm or float("inf"))
         optimizer.step()
-        assert training.replicas.serves or got == pytest.approx((loss.item(), norm.item()), rel=1e-14)
-    with training.replicas.whole():
+        assert training.strategy.serves or got == pytest.approx((loss.item(), norm.item()), rel=1e-14)
+    with training.strategy.full_weights():
         torch.testing.assert_close(parameter, alone, rtol=1e-14, atol=0)
 
 
-@pytest.mark.mpi(min_size=3)
+@pytest.mark.ranks(4, 8)
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_nobody_is_too_far_ahead_of_the_slowest(world, staleness):
     """Worker 0 sleeps before every push; the time of day tells who waited for whom."""
@@ -170,17 +173,17 @@ def test_nobody_is_too_far_ahead_of_the_slowest(world, staleness):
             assert answered[0] < slow[1]  # it did not wait
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4, 8)
 def test_what_is_not_finite_is_never_pushed(world):
     grid = Grid(data=world.size)
-    _, _, training = line(grid, AsyncParameterServer, [0.0], None)
-    training.replicas.clear()
-    if not training.replicas.serves:
+    _, _, training = line(grid, AsyncParameterServer, [0.0], lambda model, number: model[0].sum())
+    training.strategy.zero_grad()
+    if not training.strategy.serves:
         with pytest.raises(RuntimeError, match=f"loss nan .* of worker {grid.data.rank} are not finite"):
-            training.replicas.totals(torch.tensor(float("nan"), dtype=torch.float64))
+            training.strategy.loss_and_grad_norm(torch.tensor(float("nan"), dtype=torch.float64))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.parametrize("staleness", [None, 2])
 def test_a_save_that_fails_on_the_first_rank_changes_nothing(world, tmp_path, staleness):
     """Saving moves no tensor, so that a rank that cannot save leaves none waiting, nor keeps older weights. With one
@@ -194,12 +197,12 @@ def test_a_save_that_fails_on_the_first_rank_changes_nothing(world, tmp_path, st
     )  # fmt: skip
     frozen = torch.nn.Parameter(torch.tensor([7.0, 8.0]), requires_grad=False)
     frozen.shard = Shard((2,), (slice(0, 2),))
-    state = TrainingState(torch.nn.ParameterList([parameter, frozen]), training.replicas)
+    state = TrainingState(torch.nn.ParameterList([parameter, frozen]), training.strategy)
     take(0)
-    grid.wire.traffic.clear()
+    grid.transport.traffic.clear()
     saver = Checkpointer(root, grid.comm, background=False)
     error = saver.save(1, state, {})
-    moved = [name for axis, name in grid.wire.traffic.table() if axis == "data"]
+    moved = [name for axis, name in grid.transport.traffic.table() if axis == "data"]
     assert world.allgather((error, moved)) == [(None, [])] * world.size
 
     if world.rank == 0:
@@ -207,7 +210,7 @@ def test_a_save_that_fails_on_the_first_rank_changes_nothing(world, tmp_path, st
     error = saver.save(2, state, {})
     assert f"{folder.place(root, 2)} exists already" in error
     take(1)
-    with training.replicas.whole():  # halfway to 1 in each step
+    with training.strategy.full_weights():  # halfway to 1 in each step
         assert parameter.tolist() == [1.5, 0.5, 1.25, 0.875]
 
     with torch.no_grad():

@@ -5,10 +5,14 @@ import time
 import pytest
 import torch
 
+from hpctrain import models
 from hpctrain.models.gpt2 import GPT2Shape
+from hpctrain.models.llama import LlamaShape
+from hpctrain.models.partition import layers_per_stage, profile_blocks
 from hpctrain.pipeline import LayerCosts, partition
-from hpctrain.pipeline.profile import partition_gpt2, profile, profile_gpt2
+from hpctrain.pipeline.profile import profile
 
+SPEC = models.get("gpt2")
 SHAPE = GPT2Shape(layers=5, width=16, heads=2, context=8, vocabulary=40)
 
 
@@ -74,7 +78,7 @@ def test_gpt2(world):
     """Every rank measures by itself here."""
     for layers in (1, 2, 5):
         shape = GPT2Shape(**{**vars(SHAPE), "layers": layers})
-        costs = profile_gpt2(shape, sequences=3, dtype=torch.float64, repeats=2)
+        costs = profile_blocks(SPEC, shape, sequences=3, dtype=torch.float64, repeats=2)
         block, table = 12 * 16 * 16 + 13 * 16, 40 * 16
         weights = [block] * layers
         weights[0] += table + 8 * 16
@@ -91,9 +95,20 @@ def test_gpt2(world):
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(1)
+def test_llama(world):
+    """Bytes of its blocks: 2 + 1 + 1 heads of 4 features and their way back, 3 matrices of 20, and norms."""
+    shape = LlamaShape(5, 16, heads=2, context=8, vocabulary=40, kv_heads=1, ffn=20, head_width=4, qk_norm=True)
+    costs = profile_blocks(models.get("llama"), shape, sequences=3, dtype=torch.float64, repeats=1)
+    block, table = 16 * (16 + 8 + 3 * 20) + 2 * 16 + 2 * 4, 40 * 16
+    assert costs.weights == [8 * count for count in [block + table, block, block, block, block + 16 + table]]
+    assert all(i + w > 0 for i, w in zip(costs.input_gradient, costs.weight_gradient))
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("method", ["even", "dp", "lp", "rl", [1, 4]])
 def test_all_ranks_decide_alike(world, method):
-    counts = partition_gpt2(world, method, SHAPE, 2, ranks=2, microbatches=4, seed=world.rank)
+    counts = layers_per_stage(world, SPEC, SHAPE, method, 2, ranks=2, microbatches=4, seed=world.rank)
     assert set(map(tuple, world.allgather(counts))) == {tuple(counts)}
     assert sum(counts) == 5
     assert len(counts) == 2
@@ -110,4 +125,4 @@ def test_all_ranks_raise(world):
         ("even", {"memory": 10.0}, "needs .* bytes on a rank"),
     ):
         with pytest.raises(ValueError, match=match):
-            partition_gpt2(world, method, SHAPE, 2, ranks=2, microbatches=4, **options)
+            layers_per_stage(world, SPEC, SHAPE, method, 2, ranks=2, microbatches=4, **options)

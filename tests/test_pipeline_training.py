@@ -5,17 +5,17 @@ import dataclasses
 import pytest
 import reference
 import torch
-from test_equivalence import LENGTH, UNEVEN, batches, check, fitting, microbatches
+from training_checks import LENGTH, UNEVEN, batches, check, fitting, microbatches, train_on
 
-from hpctrain import Grid, Key
-from hpctrain.models.export import whole_parameters
+from hpctrain import Grid, RngKey
+from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.pipeline import schedule
 from hpctrain.train.batches import Samples
 from hpctrain.train.optimizer import adamw
 from hpctrain.train.trainer import Trainer
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4, 8)]
 
 GRIDS = {
     1: [(1, 1, 1)],
@@ -26,44 +26,46 @@ GRIDS = {
 }
 SLICED = {2: [(1, 1, (2, 1, 1))], 4: [(1, 2, (2, 1, 1))]}
 FLUSH = ("gpipe", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipe", "dualpipev")
+EVEN = pytest.mark.ranks(2, 4, 8)  # as chimera takes an even number of ranks
 DELAYED = ("pipedream", "pipedream-2bw")
 
 
+@pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize(
     ("change", "count", "synchronous"),
     [({}, 3, False), ({"tied": False}, 1, False), ({"dropout": 0.3}, 5, True)],  # batch 5: also empty microbatches
 )
-@pytest.mark.parametrize("name", FLUSH)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=EVEN) if name in ("chimera", "dualpipe") else name for name in FLUSH]
+)
 def test_equals_serial(world, name, change, count, synchronous):
     """Weights, losses and norms after three steps with clipping; tied tables on any ranks, uneven stages."""
-    for data, pipeline, tensor in GRIDS.get(world.size, []):
-        if name in ("chimera", "dualpipe") and pipeline % 2:
-            continue
+    for data, pipeline, tensor in GRIDS[world.size]:
         grid = Grid(data, pipeline, tensor)
-        grid.wire.synchronous = synchronous
+        grid.transport.synchronous = synchronous
         layers = schedule(name, pipeline, count).graph.stages + 1
         check(grid, dataclasses.replace(UNEVEN, layers=layers, **change), count, 1.0, pipeline=name)
 
 
+@pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize(("slices", "change"), [([7], {}), ([4, 1, 2], {"dropout": 0.3, "tied": False}), ([1] * 7, {})])
 def test_token_slices(world, slices, change):
     """TeraPipe: sequences of 7 tokens in slices, with dropout, uneven rows over x and z, and synchronous messages."""
-    for data, pipeline, tensor in [*GRIDS.get(world.size, []), *SLICED.get(world.size, [])]:
+    for data, pipeline, tensor in [*GRIDS[world.size], *SLICED.get(world.size, [])]:
         grid = Grid(data, pipeline, tensor)
-        grid.wire.synchronous = len(slices) == 3
+        grid.transport.synchronous = len(slices) == 3
         shape = dataclasses.replace(fitting(UNEVEN, pipeline), **change)
         check(grid, shape, 2, 1.0, pipeline="terapipe", slices=slices)
 
 
-def test_any_cut(world):
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_any_layers_per_stage(world):
     """Stages of very different sizes."""
-    if world.size > 4:
-        pytest.skip("one pipeline is enough")
     layers = world.size + 3
-    cut = [1] * (world.size - 1) + [4]
-    check(Grid(pipeline=world.size), dataclasses.replace(UNEVEN, layers=layers), 2, 1.0, cut=cut)
-    with pytest.raises(ValueError, match="cut must give at least one block"):
-        check(Grid(pipeline=world.size), dataclasses.replace(UNEVEN, layers=layers), 2, 1.0, cut=[layers + 1])
+    counts = [1] * (world.size - 1) + [4]
+    check(Grid(pipeline=world.size), dataclasses.replace(UNEVEN, layers=layers), 2, 1.0, layers_per_stage=counts)
+    with pytest.raises(ValueError, match="layers_per_stage must give at least one block"):
+        train_on(Grid(pipeline=world.size), UNEVEN, 2, 1.0, layers_per_stage=[UNEVEN.layers + 1])
 
 
 def delayed_reference(name, shape, stages, weights, count, replicas):
@@ -99,18 +101,19 @@ def delayed_reference(name, shape, stages, weights, count, replicas):
     return losses, now
 
 
+@pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("name", DELAYED)
 def test_delayed_schedules_are_delayed_sgd(world, name, count):
-    for data, pipeline, tensor in GRIDS.get(world.size, []):
+    for data, pipeline, tensor in GRIDS[world.size]:
         if count > 5 // data:
             continue  # an update without any sequence has no mean loss
         shape = dataclasses.replace(fitting(UNEVEN, pipeline), tied=False)
         grid = Grid(data, pipeline, tensor)
-        grid.wire.synchronous = count == 2
+        grid.transport.synchronous = count == 2
         made = schedule(name, pipeline, count)
-        model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)
-        whole = GPT2(alone(), shape, key=Key(3), dtype=torch.float64)
+        model = GPT2(grid, shape, key=RngKey(3), dtype=torch.float64)
+        whole = GPT2(alone(), shape, key=RngKey(3), dtype=torch.float64)
         weights = {n: p.detach().clone() for n, p in whole.named_parameters()}
         expected, after = delayed_reference(name, shape, pipeline, weights, count, data)
         trainer = Trainer(model, grid, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), made)
@@ -141,16 +144,14 @@ class Text:
         """There is nothing to read ahead."""
 
 
-@pytest.mark.parametrize("name", ["1f1b", "chimera", "pipedream"])
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("chimera", marks=EVEN), "pipedream"])
 def test_samples_weigh_the_tokens_of_an_update(world, name):
     """The scales of all tokens that share an update add up to one, over replicas; ids and targets are where needed."""
     pipeline = 2 if world.size % 2 == 0 else 1
-    if name == "chimera" and pipeline == 1:
-        pytest.skip("chimera takes an even number of ranks")
     grid = Grid(world.size // pipeline, pipeline)
     made = schedule(name, pipeline, 3)
     batch = 7 * grid.data.size
-    parts = Samples(Text(), 5, 0.1, Key(0)).training_step(grid, 0, batch, made, "cpu", 0)
+    parts = Samples(Text(), 5, 0.1, RngKey(0)).training_step(grid, 0, batch, made, "cpu", 0)
     for update in made.updates:
         total = sum(parts[m].scale * parts[m].targets.numel() for m in update if parts[m].targets is not None)
         assert world.allreduce(total) == pytest.approx(1, rel=1e-12)
@@ -171,13 +172,13 @@ def test_delayed_schedules_refuse_what_joins_stages(world):
         if tied and world.size == 1:  # one rank shares its table with nobody
             continue
         shape = dataclasses.replace(UNEVEN, tied=tied)
-        model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)
+        model = GPT2(grid, shape, key=RngKey(3), dtype=torch.float64)
         with pytest.raises(ValueError, match=message):
-            Trainer(model, grid, adamw(model.parameters(), 0.1), schedule("pipedream", world.size, 2), clip)
+            Trainer(model, grid, adamw(model.parameters(), 0.1), schedule("pipedream", world.size, 2), max_norm=clip)
 
 
 def test_the_model_must_be_placed_as_scheduled(world):
     grid = Grid(pipeline=world.size)
-    model = GPT2(grid, UNEVEN, key=Key(3))
+    model = GPT2(grid, UNEVEN, key=RngKey(3))
     with pytest.raises(ValueError, match="make the model with placement=schedule.placement"):
         Trainer(model, grid, adamw(model.parameters(), 0.1), schedule("zb-v", world.size, 2))

@@ -6,14 +6,15 @@ import os
 
 import pytest
 import torch
-from test_equivalence import CORNERS, UNEVEN, batches, fitting
-from test_export import evaluate, shared_folder, transformers_loss
+from export_checks import evaluate, shared_folder, transformers_loss
+from training_checks import CORNERS, UNEVEN, batches, fitting
 
-from hpctrain import Grid, Key
+from hpctrain import Grid, RngKey, models
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.models.pretrained import load_gpt2
+from hpctrain.models.pretrained import load
 
 pytestmark = pytest.mark.mpi
+SPEC = models.get("gpt2")
 
 
 def save_theirs(shape, folder, pieces="1GB", **more):
@@ -32,17 +33,18 @@ def save_theirs(shape, folder, pieces="1GB", **more):
     model.save_pretrained(folder, max_shard_size=pieces)
 
 
+@pytest.mark.ranks(*CORNERS)
 @pytest.mark.parametrize(("tied", "pieces"), [(True, "1GB"), (False, "10KB")])
 def test_transformers_computes_the_same_loss(world, tmp_path, tied, pieces):
     folder = shared_folder(world, tmp_path)
-    for number, (data, pipeline, tensor) in enumerate(CORNERS.get(world.size, [])):
+    for number, (data, pipeline, tensor) in enumerate(CORNERS[world.size]):
         grid = Grid(data, pipeline, tensor)
         shape = dataclasses.replace(fitting(UNEVEN, pipeline), tied=tied)
         if world.rank == 0:
             save_theirs(shape, folder / str(number), pieces)
         world.Barrier()
-        model = GPT2(grid, shape, key=Key(3), dtype=torch.float64)
-        load_gpt2(model, folder / str(number))
+        model = GPT2(grid, shape, key=RngKey(3), dtype=torch.float64)
+        load(SPEC, model, folder / str(number))
         batch = batches(shape)[0]
         ours = evaluate(model, grid, batch)
         if world.rank == 0:
@@ -50,15 +52,14 @@ def test_transformers_computes_the_same_loss(world, tmp_path, tied, pieces):
         world.Barrier()
 
 
+@pytest.mark.ranks(1)
 def test_another_model_is_refused(world, tmp_path):
-    if world.size > 1:
-        pytest.skip("every rank does the same")
-    model = GPT2(Grid(), UNEVEN, key=Key(3))
+    model = GPT2(Grid(), UNEVEN, key=RngKey(3))
     with pytest.raises(ValueError, match=r"holds no readable config.json"):
-        load_gpt2(model, tmp_path)
+        load(SPEC, model, tmp_path)
     save_theirs(dataclasses.replace(UNEVEN, layers=8, vocabulary=24), tmp_path)
     with pytest.raises(ValueError, match=r"n_layer = 8, not 9; vocab_size = 24, not 23$"):
-        load_gpt2(model, tmp_path)
+        load(SPEC, model, tmp_path)
     save_theirs(UNEVEN, tmp_path)
     told = json.loads((tmp_path / "config.json").read_text())
     for key, value, ours in (
@@ -68,12 +69,12 @@ def test_another_model_is_refused(world, tmp_path):
     ):
         (tmp_path / "config.json").write_text(json.dumps({**told, key: value}))
         with pytest.raises(ValueError, match=f"{key} = {value}, not {ours}$"):
-            load_gpt2(model, tmp_path)
+            load(SPEC, model, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(told))
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"model.safetensors cannot be read"):
-        load_gpt2(model, tmp_path)
+        load(SPEC, model, tmp_path)
 
 
 def strange_index(folder, file):
@@ -81,6 +82,7 @@ def strange_index(folder, file):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"transformer.wte.weight": file}}))
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -103,12 +105,10 @@ def strange_index(folder, file):
     ],
 )
 def test_a_folder_that_lies(world, tmp_path, damage, message):
-    if world.size > 1:
-        pytest.skip("every rank does the same")
     save_theirs(UNEVEN, tmp_path)
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
-        load_gpt2(GPT2(Grid(), UNEVEN, key=Key(3)), tmp_path)
+        load(SPEC, GPT2(Grid(), UNEVEN, key=RngKey(3)), tmp_path)
 
 
 def integers(path):
@@ -117,19 +117,18 @@ def integers(path):
     save_file({name: tensor.long() for name, tensor in load_file(path).items()}, path)
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("pieces", ["1GB", "10KB"])
 def test_weights_without_a_place_are_refused(world, tmp_path, pieces):
     """Rather than dropped: by the configuration, and by the weights where that does not say it."""
-    if world.size > 1:
-        pytest.skip("every rank does the same")
-    model = GPT2(Grid(), UNEVEN, key=Key(3))
+    model = GPT2(Grid(), UNEVEN, key=RngKey(3))
     save_theirs(UNEVEN, tmp_path, pieces, add_cross_attention=True)
     with pytest.raises(ValueError, match=r"add_cross_attention = True, not False$"):
-        load_gpt2(model, tmp_path)
+        load(SPEC, model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["add_cross_attention"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ValueError, match=r"holds 72 tensors .* place for, first transformer\.h\.0\.crossattention\.c_at"
     ):
-        load_gpt2(model, tmp_path)
+        load(SPEC, model, tmp_path)

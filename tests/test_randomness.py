@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.randomness import Key, Permutation, fill_slice
+from hpctrain.randomness import Permutation, RngKey, fill_slice
 from hpctrain.shard import Shard
 
-KEY = Key(5, "test")
+KEY = RngKey(5, "test")
 
 
 @pytest.mark.parametrize("shape", [(7,), (6, 5), (3, 4, 5)])
@@ -39,14 +39,14 @@ def test_a_slice_is_filled_piece_by_piece():
 
 def test_streams_differ_by_seed_name_and_step():
     streams = [
-        Key(1, "a").words(0, 8),
-        Key(2, "a").words(0, 8),
-        Key(1, "b").words(0, 8),
-        Key(1, "a").words(0, 8, step=1),
+        RngKey(1, "a").words(0, 8),
+        RngKey(2, "a").words(0, 8),
+        RngKey(1, "b").words(0, 8),
+        RngKey(1, "a").words(0, 8, step=1),
     ]
     for a, b in itertools.combinations(streams, 2):
         assert not (a == b).any()
-    assert (Key(1, "a").words(0, 8) == streams[0]).all()
+    assert (RngKey(1, "a").words(0, 8) == streams[0]).all()
 
 
 def test_distributions():

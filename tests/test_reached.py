@@ -5,6 +5,7 @@ The examples are drawn at random, alike on all ranks: see conftest.py.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hpctrain as ht
-from hpctrain.replicas import DataParallel, LocalSGD, ParameterServer, Zero1, Zero2, Zero3
+from hpctrain.data_parallel import DataParallel, LocalSGD, ParameterServer, Zero1, Zero2, Zero3
+from hpctrain.pipeline import Network, StageGraph, schedule
 from hpctrain.shard import Shard
 
 pytestmark = pytest.mark.mpi
@@ -127,21 +129,24 @@ def check(world, method, example):
     optimizer = OPTIMIZERS[example["optimizer"]](parameters)
     given = model if method == "zero3" else parameters
     replicas = METHODS[method](given, grid, optimizer, bucket_bytes=example["bucket_bytes"])
-    trainer = ht.Trainer(model, grid, optimizer, example["max_norm"], replicas)
+    trainer = ht.Trainer(
+        model, grid, optimizer, loss=lambda model, batch: model(batch[1], factor(batch[2], rank, batch[0])),
+        max_norm=example["max_norm"], strategy=replicas,
+    )  # fmt: skip
     for step, everybody in enumerate(example["reached"]):
-        mine = list(enumerate(everybody[rank])) if rank < workers else []
-        _, norm = trainer.step(mine, lambda model, batch, step=step: model(batch[1], factor(step, rank, batch[0])))
+        mine = [(number, layers, step) for number, layers in enumerate(everybody[rank])] if rank < workers else []
+        _, norm = trainer.step(mine)
         if method != "local_sgd":  # which reports the norms of the replicas
             assert norm == pytest.approx(norms[step], rel=1e-12, abs=1e-14), (method, example)
     for (name, ours), theirs in zip(model.named_parameters(), expected.parameters()):
-        with ours.layer if method == "zero3" and ours.requires_grad else contextlib.nullcontext():
+        with ours.gathered if method == "zero3" and ours.requires_grad else contextlib.nullcontext():
             torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-12, atol=1e-12, msg=f"{name} {example}")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.ranks(2, 4)) if "server" in name else name for name in METHODS]
+)
 def test_replicas_that_reach_different_weights(world, method):
-    if method == "parameter_server" and world.size < 2:
-        pytest.skip("leaves no worker")
 
     @settings(suppress_health_check=list(HealthCheck), print_blob=False)
     @given(examples(world.size, method))
@@ -168,7 +173,7 @@ DIFFERENT = {  # the layers that the last replica computes in a step's backwards
 }
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_layers_that_other_replicas_do_not_compute(world, name):
     """By messages the weights of layers of one size would be mixed: refused by all ranks, before any is."""
@@ -179,7 +184,6 @@ def test_layers_that_other_replicas_do_not_compute(world, name):
     for p in model.parameters():
         p.shard = Shard(tuple(p.shape), tuple(slice(0, size) for size in p.shape))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    trainer = ht.Trainer(model, grid, optimizer, replicas=Zero3(model, grid, optimizer))
 
     def loss(model, layers):
         y = torch.ones(1, 3)
@@ -187,5 +191,53 @@ def test_layers_that_other_replicas_do_not_compute(world, name):
             y = model["layers"][number](y)
         return y.sum()
 
+    trainer = ht.Trainer(model, grid, optimizer, loss=loss, strategy=Zero3(model, grid, optimizer))
     with pytest.raises(ValueError, match="zero3 between nodes needs .*" + said.format(last=last) + ".*zero2"):
-        trainer.step(mine if world.rank == last else [[0, 1, 2]], loss)
+        trainer.step(mine if world.rank == last else [[0, 1, 2]])
+
+
+class Sometimes(nn.Module):
+    """A stage that multiplies by one weight, and by another one in some of its forwards only."""
+
+    def __init__(self, forwards):
+        super().__init__()
+        self.always, self.sometimes = (nn.Parameter(torch.tensor(w, dtype=torch.float64)) for w in (1.5, 0.7))
+        self.forwards, self.count = forwards, 0
+
+    def forward(self, x, target=None):
+        y = self.always * x
+        if self.count in self.forwards:
+            y = self.sometimes * y
+        self.count += 1
+        return y if target is None else (y - target).square().sum()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("one_node", [True, False])
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2"])
+def test_replicas_of_a_pipeline_that_fill_their_buckets_in_different_microbatches(world, method, one_node):
+    """The first replica's first stage and the second one's last stage use all weights in every microbatch, the others
+    in their last one: a sum that is waited for in a backward would wait for a replica that waits, stage by stage, for
+    this one."""
+    count = 4
+    used = {(0, 0): range(4), (0, 1): [3], (1, 0): [3], (1, 1): range(4)}  # (replica, stage): microbatches
+    grid = ht.Grid(data=2, pipeline=2)
+    grid.data.one_node &= one_node
+    made = schedule("1f1b", 2, count)
+    made = dataclasses.replace(made, graph=StageGraph.chain(2, (1,), "float64"))
+    replica, stage = grid.data.rank, grid.pipeline.rank
+    model = Network(grid, made, [functools.partial(Sometimes, used[replica, s]) for s in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    strategy = METHODS[method](list(model.parameters()), grid, optimizer, bucket_bytes=1)
+    inputs = [[torch.tensor([1.0 + m + 3 * r], dtype=torch.float64) for m in range(count)] for r in range(2)]
+    norm = ht.Trainer(model, grid, optimizer, made, strategy=strategy).step([(x, -x) for x in inputs[replica]])[1]
+
+    stages = [[Sometimes(used[r, s]) for s in range(2)] for r in range(2)]
+    for r in range(2):
+        for x in inputs[r]:
+            stages[r][1](stages[r][0](x), -x).backward()
+    gradients = [[sum(stages[r][s].get_parameter(name).grad for r in range(2)) for name in ("always", "sometimes")]
+                 for s in range(2)]  # fmt: skip
+    assert norm == pytest.approx(float(torch.tensor(gradients).norm()), rel=1e-12)
+    for ours, start, gradient in zip(model.parameters(), (1.5, 0.7), gradients[stage]):
+        assert ours.item() == pytest.approx(start - 0.01 * gradient.item(), rel=1e-12)

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from test_equivalence import UNEVEN, batches, by_messages, fitting, microbatches
+from training_checks import UNEVEN, batches, by_messages, fitting, microbatches
 
-from hpctrain import Grid, Key
-from hpctrain.algorithms import DEFAULT_OVERLAP, OVERLAPS
-from hpctrain.config import Replicas
+from hpctrain import Grid, RngKey
+from hpctrain.choices import DEFAULT_OVERLAP, OVERLAPS
+from hpctrain.config import DataParallelConfig
+from hpctrain.data_parallel import make
 from hpctrain.layers import algorithm_of
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.replicas import make
 from hpctrain.train.optimizer import adamw
 from hpctrain.train.trainer import Trainer
 
@@ -27,23 +27,27 @@ GRIDS = {
 
 def trained(grid, shape, recompute, method="ddp"):
     made = algorithm_of(grid, "agarwal", DEFAULT_OVERLAP if method == "zero3" else OVERLAPS)
-    model = GPT2(grid, shape, algorithm=made, recompute=recompute, key=Key(3), dtype=torch.float64)
+    model = GPT2(grid, shape, algorithm=made, recompute=recompute, key=RngKey(3), dtype=torch.float64)
     optimizer = adamw(model.parameters(), 0.1)
-    trainer = Trainer(model, grid, optimizer, 2, 1.0, replicas=make(Replicas(method), model, grid, optimizer))
+    trainer = Trainer(
+        model, grid, optimizer, 2, max_norm=1.0, strategy=make(DataParallelConfig(method), model, grid, optimizer)
+    )
     return [trainer.step(microbatches(grid, batch, step, 2)) for step, batch in enumerate(batches(shape))]
 
 
-@pytest.mark.parametrize("recompute", ["attention", "block"])
+@pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_same_bits(world, recompute, dropout):
+def test_same_bits(world, dropout):
     """Losses and norms of three steps, in which the second and third depend on the gradients before."""
-    for place in GRIDS.get(world.size, []):
+    for place in GRIDS[world.size]:
         grid = Grid(*place)
         shape = dataclasses.replace(fitting(UNEVEN, place[1]), dropout=dropout)
-        assert trained(grid, shape, recompute) == trained(grid, shape, "none")
+        kept = trained(grid, shape, "none")
+        assert trained(grid, shape, "attention") == kept
+        assert trained(grid, shape, "block") == kept
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("way", ["windows", "messages"])
 def test_same_bits_where_weights_are_freed(world, way):
     """ZeRO-3: forward runs while backward does."""
@@ -59,7 +63,7 @@ def test_less_is_kept(world):
     kept = {}
     for recompute in ("none", "attention", "block"):
         shape = dataclasses.replace(UNEVEN, dropout=0.1)
-        model = GPT2(grid, shape, recompute=recompute, key=Key(3))
+        model = GPT2(grid, shape, recompute=recompute, key=RngKey(3))
         batch = microbatches(grid, batches(shape)[0], 0, 1)[0]
         storages = {}
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import hpctrain as ht
-from hpctrain.replicas import DataParallel, LocalSGD, MixedDataParallel, Precision, Zero1, Zero2, Zero3
+from hpctrain.checkpoint import Checkpointer, TrainingState
+from hpctrain.data_parallel import DataParallel, LocalSGD, MixedDataParallel, Precision, Zero1, Zero2, Zero3
 from hpctrain.shard import Shard, split
-from hpctrain.train.checkpoint import Checkpointer, TrainingState
 
 pytestmark = pytest.mark.mpi
 
@@ -29,7 +29,7 @@ def trainer_of(model, grid, kind, lr=0.1, **options):
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr)
     replicas = KINDS[kind](model if kind == "zero3" else parameters, grid, optimizer, **options)
-    return ht.Trainer(model, grid, optimizer, replicas=replicas)
+    return ht.Trainer(model, grid, optimizer, loss=loss, strategy=replicas)
 
 
 def own(grid):
@@ -43,7 +43,7 @@ def loss(model, batch):
 
 
 def step(trainer, model, grid):
-    return trainer.step([own(grid)], loss)
+    return trainer.step([own(grid)])
 
 
 def serially(model, lr=0.1, steps=1):
@@ -59,7 +59,7 @@ def serially(model, lr=0.1, steps=1):
 
 def check_weights(model, expected):
     for (name, mine), theirs in zip(model.named_parameters(), expected.parameters()):
-        with getattr(mine, "layer", contextlib.nullcontext()):  # of ZeRO-3
+        with getattr(mine, "gathered", contextlib.nullcontext()):  # of ZeRO-3
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12, msg=name)
 
 
@@ -82,11 +82,11 @@ def test_frozen_weights_are_saved(world, tmp_path, kind):
     source = ht.parallelize(network(frozen=True), grid)
     trainer = trainer_of(source, grid, kind)
     step(trainer, source, grid)
-    state = TrainingState(source, trainer.replicas)
+    state = TrainingState(source, trainer.strategy)
     assert Checkpointer(folder, world, background=False).save(1, state, {}) is None
     target = ht.parallelize(network(seed=1, frozen=True), grid)
     other = trainer_of(target, grid, kind)
-    Checkpointer(folder, world).resume(TrainingState(target, other.replicas))
+    Checkpointer(folder, world).resume(TrainingState(target, other.strategy))
     assert step(trainer, source, grid) == step(other, target, grid)
     assert torch.equal(source[0].weight, target[0].weight)
 
@@ -140,11 +140,11 @@ def test_weights_in_another_order_of_memory(world):
     mine.shard = Shard(tuple(start.shape), tuple(slice(0, size) for size in start.shape))
     optimizer = torch.optim.AdamW([mine], 0.1, fused=True)
     replicas = DataParallel([mine], grid, optimizer)
-    replicas.clear()
-    replicas.overlap()
+    replicas.zero_grad()
+    replicas.enable_grad_sync()
     (mine.sin() * start).sum().div(world.size).backward()
-    replicas.finish()
-    replicas.update(1.0, 0.0)
+    replicas.finish_grad_sync()
+    replicas.step(1.0, 0.0)
     (plain.sin() * start).sum().backward()
     torch.optim.AdamW([plain], 0.1, fused=True).step()
     torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
@@ -157,9 +157,10 @@ def test_a_loss_in_float16(world, method):
     model = ht.parallelize(network().float(), grid)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     replicas = method(model.parameters(), grid, optimizer, precision=Precision(compute=torch.float16))
-    trainer = ht.Trainer(model, grid, optimizer, replicas=replicas)
+    unscaled = lambda model, batch: (model(batch[0]) - batch[1]).square().sum()  # noqa: E731
+    trainer = ht.Trainer(model, grid, optimizer, loss=unscaled, strategy=replicas)
     batch = [t.half() for t in own(grid)]
-    losses = [trainer.step([batch], lambda model, b: (model(b[0]) - b[1]).square().sum())[0] for _ in range(3)]
+    losses = [trainer.step([batch])[0] for _ in range(3)]
     assert all(map(math.isfinite, losses))
 
 
@@ -168,7 +169,7 @@ def test_a_rank_without_weights(world):
     grid = ht.Grid(data=world.size)
     optimizer = torch.optim.SGD([{"params": []}], 0.1)
     for replicas in (DataParallel([], grid, optimizer), LocalSGD([], grid, optimizer)):
-        replicas.clear()
-        replicas.finish()
-        replicas.totals(torch.zeros((), dtype=torch.float64))
-        replicas.update(3.0, 1.0)
+        replicas.zero_grad()
+        replicas.finish_grad_sync()
+        replicas.loss_and_grad_norm(torch.zeros((), dtype=torch.float64))
+        replicas.step(3.0, 1.0)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hpctrain import Key
+from hpctrain import RngKey
 from hpctrain.data import SampleOrder
 from hpctrain.train.sanity import WINDOW, Sanity
 
@@ -50,9 +50,9 @@ def test_without_a_factor_nothing_is_a_spike():
 @pytest.mark.parametrize("stop", [1, 3, 4, 7])
 def test_no_sample_is_repeated_or_left_out(stop):
     """Batches of 3 of 10 samples, stopped in the middle of an epoch: the order is a function of the batch's number."""
-    whole = SampleOrder(10, Key(0, "order"))
+    whole = SampleOrder(10, RngKey(0, "order"))
     before = [n for batch in range(stop) for n in whole[batch * 3 : batch * 3 + 3].tolist()]
-    again = SampleOrder(10, Key(0, "order"))
+    again = SampleOrder(10, RngKey(0, "order"))
     after = [n for batch in range(stop, 10) for n in again[batch * 3 : batch * 3 + 3].tolist()]
     for epoch in range(3):
         assert sorted((before + after)[epoch * 10 : epoch * 10 + 10]) == list(range(10))

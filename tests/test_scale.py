@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from hpctrain.cli import main
 from hpctrain.config import load_config
 from hpctrain.scale import report, work
 from hpctrain.scale.figures import PARTS
@@ -139,10 +140,10 @@ def study(tmp_path):
 
 def test_efficiency_is_of_medians(study):
     one, two, four = summarise(study).rows
-    assert one.speed == 4e9
-    assert two.speed == 8e9 / 1.25
+    assert one.median_flops_per_second == 4e9
+    assert two.median_flops_per_second == 8e9 / 1.25
     assert two.efficiency == [0.8, 0.5, 1.0]
-    assert two.efficient == 0.8
+    assert two.median_efficiency == 0.8
     assert four.oversubscribed
 
 
@@ -156,7 +157,7 @@ def test_a_report_is_of_one_study(tmp_path):
     results.add(measurement(2, 2.0, **{**pipeline, "key": "pipeline2"}))  # one rank is the same for both
     for asked, vary, efficient in [(data, "data", [1, 1, 1]), (pipeline, "pipeline", [1, 0.5])]:
         study = summarise(tmp_path, asked)
-        assert (study.vary, [row.efficient for row in study.rows]) == (vary, efficient)
+        assert (study.vary, [row.median_efficiency for row in study.rows]) == (vary, efficient)
     assert summarise(tmp_path) == study
     missing = {**pipeline, "study": [[1, "other"], [2, "pipeline2"]]}
     assert (
@@ -230,3 +231,18 @@ def test_what_is_measured_has_a_name(config):
     one, two = points(config, BASE, [1, 2], "weak", "data")
     assert key(one, 5, 1) == key(points(config, BASE, [1, 4], "weak", "tensor")[0], 5, 1)
     assert len({key(one, 5, 1), key(two, 5, 1), key(one, 6, 1), key(one, 5, 2)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"gflops = [", "machine.toml is not valid TOML: "),
+        (b"# " + b"x" * 2**20, "machine.toml is longer than the 1048576 bytes"),
+        (b"[" * 100_000, "machine.toml is not valid TOML: "),
+    ],
+)
+def test_bad_figures_of_a_machine(tmp_path, capsys, content, message):
+    machine = tmp_path / "machine.toml"
+    machine.write_bytes(content)
+    assert main(["scale", "jobs/scale.toml", "--ranks=1", "--weak", f"--machine={machine}"]) == 2
+    assert message in capsys.readouterr().err

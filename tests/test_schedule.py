@@ -133,10 +133,10 @@ def test_options_that_would_do():
         (("nope", 2, 2), "use one of gpipe, 1f1b"),
         (("1f1b", 0, 2), "ranks=0"),
         (("1f1b", 2, 0), "microbatches=0"),
-        (("1f1b", 2, 2, 2), "chunks=2: 1f1b has 1 to a rank"),
-        (("zb-v", 2, 2, 3), "chunks=3: zb-v has 2"),
+        (("1f1b", 2, 2, 2), "virtual_stages=2: 1f1b has 1 to a rank"),
+        (("zb-v", 2, 2, 3), "virtual_stages=3: zb-v has 2"),
         (("gpipe", 2, 2, None, 4), "use slices=1, or terapipe"),
-        (("interleaved", 2, 2, 0), "chunks=0"),
+        (("interleaved", 2, 2, 0), "virtual_stages=0"),
     ):
         with pytest.raises(ValueError, match=match):
             schedule(*options)

@@ -32,7 +32,7 @@ def test_gpipe_and_1f1b(p, F, I, W):  # noqa: E741
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (3, 2), (4, 2), (4, 3), (8, 4)])
 def test_interleaved(p, v, F, I, W):  # noqa: E741
     for m in (p, 2 * p, 4 * p):
-        result = run("interleaved", p, m, (F, I, W), chunks=v)
+        result = run("interleaved", p, m, (F, I, W), virtual_stages=v)
         assert result.idle == exactly([(p - 1) * (F + I + W) / v] * p)
         if m > p:
             assert max(result.peak) == exactly(p + (p - 1) / v)
@@ -163,7 +163,7 @@ def test_memory_between_the_two_gradients_by_hand():
 def test_warm_up_of_interleaved(p, m, v):
     """Forwards before the first backward: 2 (p - 1 - r) + (v - 1) p, and the one that it turns on (Megatron-LM's
     `get_pp_rank_microbatches`)."""
-    made = schedule("interleaved", p, m, chunks=v)
+    made = schedule("interleaved", p, m, virtual_stages=v)
     ahead = [[a.kind for a in order].index("backward") for order in made.order]
     assert ahead == [min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p)]
 

@@ -152,9 +152,9 @@ CATALOGUE = st.tuples(
 @given(CATALOGUE, st.tuples(*[st.lists(TIMES, min_size=1, max_size=5)] * 3), st.sampled_from([0, 0.3, 5]))
 def test_any_schedule_with_any_costs(case, times, latency):
     """Costs order the messages; whatever they are, the programs pass, and no rank computes in less than its work."""
-    name, ranks, microbatches, chunks, slices = case
+    name, ranks, microbatches, virtual_stages, slices = case
     ranks += ranks % 2 if name in ("chimera", "dualpipe") else 0
-    options = {"interleaved": {"chunks": chunks}, "terapipe": {"slices": slices}}.get(name, {})
+    options = {"interleaved": {"virtual_stages": virtual_stages}, "terapipe": {"slices": slices}}.get(name, {})
     made = schedule(name, ranks, microbatches, **options)
     tables = [[table[stage % len(table)] for stage in range(made.graph.stages)] for table in times]
     costs = Costs(*tables, latency=latency)

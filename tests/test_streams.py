@@ -73,7 +73,7 @@ def _plain(given):
 @pytest.fixture(params=["direct", "staged"])
 def line(world, request, monkeypatch):
     axis = Grid(tensor=world.size).tensor.x
-    axis.wire.cuda_aware = request.param == "direct"
+    axis.transport.cuda_aware = request.param == "direct"
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Queued.stream)
     monkeypatch.setattr(buffers, "pinned_like", lambda t: torch.empty(t.shape, dtype=t.dtype).fill_(99))
     yield axis
@@ -116,7 +116,7 @@ def test_results_are_those_of_host_memory(line, name):
             assert torch.equal(read(result), expected), (name, dtype, rows)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4)
 def test_messages(line):
     values = torch.arange(50_000.0)
     if line.rank == 0:
@@ -129,7 +129,7 @@ def test_messages(line):
             assert torch.equal(read(comm.recv(out, line, 0)), values + more)
 
 
-@pytest.mark.parametrize("algorithm", ["naive", "ring", "parallel", "halving", "hierarchical"])
+@pytest.mark.parametrize("algorithm", ["naive", "ring", "direct", "rabenseifner", "hierarchical"])
 def test_every_algorithm_for_sums(line, algorithm):
     comm.choose_all_reduce(line, algorithm)
     values = torch.arange(1000.0) + line.rank

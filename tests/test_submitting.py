@@ -1,12 +1,13 @@
 """`hpctrain submit` and `hpctrain jobs` beside a Slurm that does not answer as hoped; tests/jobs has a real one."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from hpctrain.cli import main
-from hpctrain.slurm import follow, jobs, registry
+from hpctrain.cli import jobs, main
+from hpctrain.slurm import follow, submitted
 
 ROOT = Path(__file__).parents[1]
 FORGOTTEN = "!slurm_load_jobs error: Invalid job id specified\n"
@@ -40,7 +41,7 @@ def test_a_skipped_step_has_no_loss(tmp_path, scontrol):
     record = {"step": 3, "loss": None, "tokens_per_second": 1000}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     scontrol(FORGOTTEN)
-    row = jobs._row(registry.Submitted("7", "train.sbatch", str(tmp_path)))
+    row = jobs._row(submitted.Submitted("7", "train.sbatch", str(tmp_path)))
     assert row == ("7", "ENDED", tmp_path.name, "3", "skipped", "1,000")
 
 
@@ -82,4 +83,14 @@ def test_a_job_is_noted_whatever_scontrol_says(tmp_path, scontrol, monkeypatch, 
         "grid.pipeline=2",
         "--resume",
     ]
-    assert [job.job for job in registry.read()] == ["7"]
+    assert [job.job for job in submitted.read()] == ["7"]
+
+
+def test_all_job_scripts_search_for_the_checkout_alike():
+    """Slurm runs a copy of a script: the search cannot be in a file beside it."""
+    searches = {}
+    for path in (ROOT / "jobs").glob("*.sbatch"):
+        match = re.search(r"^script=\$0\n.*?^source jobs/env.sh\n", path.read_text(), re.MULTILINE | re.DOTALL)
+        searches[path.stem] = [line for line in match[0].splitlines() if not line.startswith("export ")]
+    assert {*searches} >= {"train", "test", "weak_scaling", "strong_scaling", "matmul"}
+    assert all(search == searches["train"] for search in searches.values())

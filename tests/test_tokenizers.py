@@ -1,25 +1,13 @@
 """Tokenizer files as they are found: ids with gaps, limits on the length of a text, words that are not known."""
 
-import json
 import re
 
 import numpy as np
 import pytest
+from word_tokens import END, by_words
 
 from hpctrain.data import ShardedTokens, pack
-from hpctrain.data.tokenizers import ByteTokenizer, FileTokenizer
-
-END = "<|endoftext|>"
-
-
-def by_words(ids, **more):
-    """A tokenizer file of whole words, with these ids; END is one of them."""
-    end = {"id": ids[END], "content": END, "special": True}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    model = {"type": "WordLevel", "vocab": ids, "unk_token": "no such word"}
-    parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
-    made = {"version": "1.0", **parts, "added_tokens": [end | flags], "pre_tokenizer": {"type": "Whitespace"}}
-    return FileTokenizer(json.dumps(made | {"model": model} | more))
+from hpctrain.data.tokenizers import ByteTokenizer
 
 
 @pytest.mark.parametrize(
@@ -70,3 +58,11 @@ def test_a_word_that_is_not_known(tmp_path):
     (tmp_path / "text.txt").write_text("one three")
     with pytest.raises(ValueError, match="cannot encode a text that starts with 'one three': .*Missing"):
         pack([str(tmp_path / "text.txt")], tmp_path / "data.h5", by_words({"one": 1, END: 2}))
+
+
+def test_an_added_token_that_the_model_numbers_otherwise():
+    added = {"id": 9, "content": END, "special": True}
+    added |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    assert by_words({"one": 1, END: 9}, added_tokens=[added]).end_of_document == 9
+    with pytest.raises(ValueError, match=re.escape(f"says that '{END}' is token 9, its model makes it 2")):
+        by_words({"one": 1, END: 2}, added_tokens=[added])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain import comm
-from hpctrain.comm.watch import Alarm, Watch, Watched
+from hpctrain.comm.watchdog import Alarm, Watchdog, WatchedComm
 
 STUCK = (100.0, 10.0, "data", "all_reduce", None)  # began at 100 s, may take 10 s
 
@@ -70,17 +70,17 @@ class World:
 def watched(rank, size):
     world = World(rank, size)
     grid = SimpleNamespace(
-        comm=world, rank=rank, size=size, wire=SimpleNamespace(), members=lambda axis: list(range(size)),
+        comm=world, rank=rank, size=size, transport=SimpleNamespace(), members=lambda axis: list(range(size)),
         world=SimpleNamespace(name="world"),
     )  # fmt: skip
-    world.watch = Watch(grid, 600.0)
+    world.watch = Watchdog(grid, 600.0)
     return world
 
 
 def test_others_files_are_waited_for_longer():
     """A minute in a collective; ten where ranks agree on how their own work went."""
     world = watched(0, 2)
-    control = Watched(world.watch)
+    control = WatchedComm(world.watch)
     control.allgather(1)
     comm.agree(control, None)
     with comm.together(control):

@@ -1,51 +1,46 @@
 """Tensors over MPI: the only place that moves tensor data.
 
-`collectives` changes tensors in place or returns new ones; `functional` holds the same operations for autograd.
+`collectives`, `reductions`, `rooted` and `point_to_point` change tensors in place or return new ones; `functional` has
+the same operations for autograd.
 """
 
 from hpctrain.comm import functional
 from hpctrain.comm.agree import agree, together
 from hpctrain.comm.algorithms import choose_all_reduce
-from hpctrain.comm.buffers import Work, done
-from hpctrain.comm.check import Checks, Mismatch
+from hpctrain.comm.all_reduce_buffer import AllReduceBuffer
+from hpctrain.comm.buffers import Work, accumulation_dtype, done
+from hpctrain.comm.collective_checker import CollectiveChecker, Mismatch
 from hpctrain.comm.collectives import (
     all_gather,
     all_gather_start,
-    all_reduce,
-    all_reduce_start,
     all_to_all,
-    broadcast,
-    broadcast_start,
-    gather,
-    probe,
-    recv,
-    recv_start,
-    reduce,
     reduce_scatter,
     reduce_scatter_start,
-    scatter,
-    send,
-    send_start,
 )
-from hpctrain.comm.common import Common
-from hpctrain.comm.copies import Copies
 from hpctrain.comm.device import decide_cuda_aware, local_device
 from hpctrain.comm.halo import Halo
-from hpctrain.comm.summed import Summed
-from hpctrain.comm.watch import Watch, Watched
-from hpctrain.comm.watchdog import start_watchdog
-from hpctrain.comm.workspaces import workspace
+from hpctrain.comm.path import Path, path_of
+from hpctrain.comm.point_to_point import probe, recv, recv_start, send, send_start
+from hpctrain.comm.reductions import all_reduce, all_reduce_start
+from hpctrain.comm.replicated_buffer import ReplicatedBuffer
+from hpctrain.comm.rooted import broadcast, broadcast_start, gather, reduce, scatter
+from hpctrain.comm.script_watchdog import start_watchdog
+from hpctrain.comm.sharded_buffer import ShardedBuffer
+from hpctrain.comm.watchdog import Watchdog, WatchedComm
+from hpctrain.comm.workspace import workspace
 
 __all__ = [
-    "Checks",
+    "CollectiveChecker",
     "Mismatch",
-    "Watch",
-    "Watched",
-    "Common",
-    "Copies",
+    "Watchdog",
+    "WatchedComm",
+    "ShardedBuffer",
+    "ReplicatedBuffer",
     "Halo",
-    "Summed",
+    "Path",
+    "AllReduceBuffer",
     "Work",
+    "accumulation_dtype",
     "agree",
     "all_gather",
     "all_gather_start",
@@ -60,6 +55,7 @@ __all__ = [
     "functional",
     "gather",
     "local_device",
+    "path_of",
     "probe",
     "recv",
     "recv_start",

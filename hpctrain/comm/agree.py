@@ -1,10 +1,10 @@
-"""All ranks decide alike: an error on one rank becomes the same error on every rank."""
+"""All ranks decide alike: an error on one rank becomes an error of the same text on every rank."""
 
 from __future__ import annotations
 
 import contextlib
 
-from hpctrain.comm.watch import PATIENCE, Watched
+from hpctrain.comm.watchdog import PATIENCE, WatchedComm
 
 
 class RemoteError(RuntimeError):
@@ -14,12 +14,13 @@ class RemoteError(RuntimeError):
 def agree(comm, error: BaseException | None) -> None:
     """Raise on every rank of `comm` (mpi4py) when any rank brings an error; the lowest such rank's error is reported.
 
-    The error's own type is kept where it is ValueError or OSError, so that callers can tell a user's mistake. What is
-    waited for here is the others' own work, such as writing a file, and the watchdog knows that.
+    That rank raises its own error. The others raise a ValueError of its text where it is a ValueError or an OSError, as
+    a user's mistake gives, and a RemoteError otherwise. What is waited for here is the others' own work, such as
+    writing a file, and the watchdog knows that.
     """
-    told = None if error is None else (type(error).__name__, str(error), isinstance(error, (ValueError, OSError)))
-    all_told = comm.allgather(told, PATIENCE) if isinstance(comm, Watched) else comm.allgather(told)
-    for rank, other in enumerate(all_told):
+    failure = None if error is None else (type(error).__name__, str(error), isinstance(error, (ValueError, OSError)))
+    failures = comm.allgather(failure, PATIENCE) if isinstance(comm, WatchedComm) else comm.allgather(failure)
+    for rank, other in enumerate(failures):
         if other is None:
             continue
         name, text, expected = other

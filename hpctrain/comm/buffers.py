@@ -43,6 +43,11 @@ REDUCED_BY_MPI = frozenset({torch.float32, torch.float64, torch.int32, torch.int
 REDUCED_HERE = frozenset({torch.float16, torch.bfloat16})  # summed in float32
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums, means and norms of such numbers are taken in: float32 for 16-bit floats, else their own dtype."""
+    return torch.float32 if dtype in REDUCED_HERE else dtype
+
+
 @functools.cache
 def _fromaddress():
     from mpi4py import MPI
@@ -183,21 +188,21 @@ class Work:
         return all([request.Test() for request in self._requests])
 
     def wait(self) -> torch.Tensor | None:
-        if self.owner is None or self.owner[0].wire.traffic.timing:
+        if self.owner is None or self.owner[0].transport.traffic.timing:
             return self._wait()
         axis, name, peer = self.owner
-        traffic, watch = axis.wire.traffic, axis.wire.watch
+        traffic, watchdog = axis.transport.traffic, axis.transport.watchdog
         traffic.timing = True  # operations that make the result are part of this one
         start = perf_counter()
-        if watch is not None:
-            watch.begin(axis, f"{name} wait", peer)
+        if watchdog is not None:
+            watchdog.begin(axis, f"{name} wait", peer)
         try:
             return self._wait()
         finally:
             traffic.timing = False
             traffic.add_seconds(axis.name, f"{name} wait", perf_counter() - start)
-            if watch is not None:
-                watch.end()
+            if watchdog is not None:
+                watchdog.end()
 
     def _wait(self):
         for request in self._requests:

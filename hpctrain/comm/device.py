@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 
+from hpctrain.grid import Grid
+
 log = logging.getLogger("hpctrain")
 
 PROBE = """
@@ -55,8 +57,8 @@ def local_device(wanted: str, comm):
     return device
 
 
-def decide_cuda_aware(grid, device) -> str:
-    """Decide, together with all ranks, whether CUDA tensors go to MPI directly; sets `grid.wire.cuda_aware`.
+def decide_cuda_aware(grid: Grid, device) -> str:
+    """Decide, together with all ranks, whether CUDA tensors go to MPI directly; sets `grid.transport.cuda_aware`.
 
     The ladder: HPCTRAIN_CUDA_AWARE=0 or 1 by the user; MPIX_Query_cuda_support of the libmpi that is really loaded;
     the memory kinds of MPI-4.1; MPICH_GPU_SUPPORT_ENABLED of Cray MPICH. A claim is then tried by one message in a
@@ -75,7 +77,7 @@ def decide_cuda_aware(grid, device) -> str:
         failure = grid.comm.bcast(failure)
         if failure:
             refusals = [f"{reason}, but the probe failed: {failure}"]
-    grid.wire.cuda_aware = not refusals
+    grid.transport.cuda_aware = not refusals
     verdict = f"staged through pinned host memory ({refusals[0]})" if refusals else f"given to MPI directly ({reason})"
     if grid.rank == 0:
         log.info("CUDA tensors are %s", verdict)

@@ -8,10 +8,14 @@ Backward is collective as well: the result must be used on every rank, or on non
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from hpctrain.comm import collectives
+from hpctrain.comm import collectives, point_to_point, rooted
 from hpctrain.comm.halo import Halo
+from hpctrain.comm.reductions import all_reduce as _all_reduce
+from hpctrain.grid import Axis
 
 
 class _Op(torch.autograd.Function):
@@ -31,45 +35,47 @@ class _Op(torch.autograd.Function):
         return (grad_x, None, None, *[None] * len(ctx.arguments))
 
 
-def all_reduce(x: torch.Tensor, axis) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over all ranks, on every rank. Adjoint: the same."""
     return _Op.apply(x, _sum, _sum, axis)
 
 
-def all_gather(x: torch.Tensor, axis, counts=None) -> torch.Tensor:
+def all_gather(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None) -> torch.Tensor:
     """All ranks' rows on every rank. Adjoint: reduce-scatter."""
     counts = counts or (len(x),) * axis.size
     return _Op.apply(x, _new(collectives.all_gather), _new(collectives.reduce_scatter), axis, counts)
 
 
-def reduce_scatter(x: torch.Tensor, axis, counts=None) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's rows of the sum over all ranks. Adjoint: all-gather."""
     counts = counts or collectives.even_rows(len(x), axis.size)
     return _Op.apply(x, _new(collectives.reduce_scatter), _new(collectives.all_gather), axis, counts)
 
 
-def broadcast(x: torch.Tensor, axis, root: int = 0) -> torch.Tensor:
+def broadcast(x: torch.Tensor, axis: Axis, root: int = 0) -> torch.Tensor:
     """The root's tensor on every rank. Adjoint: the sum over all ranks on the root, zeros elsewhere."""
-    return _Op.apply(x, _copied(collectives.broadcast), _new(collectives.reduce), axis, root)
+    return _Op.apply(x, _copied(rooted.broadcast), _new(rooted.reduce), axis, root)
 
 
-def reduce(x: torch.Tensor, axis, root: int = 0) -> torch.Tensor:
+def reduce(x: torch.Tensor, axis: Axis, root: int = 0) -> torch.Tensor:
     """The sum over all ranks on the root, zeros elsewhere. Adjoint: broadcast."""
-    return _Op.apply(x, _new(collectives.reduce), _copied(collectives.broadcast), axis, root)
+    return _Op.apply(x, _new(rooted.reduce), _copied(rooted.broadcast), axis, root)
 
 
-def gather(x: torch.Tensor, axis, counts=None, root: int = 0) -> torch.Tensor:
+def gather(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None, root: int = 0) -> torch.Tensor:
     """All ranks' rows on the root, no rows elsewhere. Adjoint: scatter."""
     counts = counts or (len(x),) * axis.size
-    return _Op.apply(x, _new(collectives.gather), _new(collectives.scatter), axis, counts, root)
+    return _Op.apply(x, _new(rooted.gather), _new(rooted.scatter), axis, counts, root)
 
 
-def scatter(x: torch.Tensor, axis, counts, root: int = 0) -> torch.Tensor:
+def scatter(x: torch.Tensor, axis: Axis, counts: Sequence[int], root: int = 0) -> torch.Tensor:
     """This rank's rows of the root's tensor; elsewhere x has no rows. Adjoint: gather."""
-    return _Op.apply(x, _new(collectives.scatter), _new(collectives.gather), axis, counts, root)
+    return _Op.apply(x, _new(rooted.scatter), _new(rooted.gather), axis, counts, root)
 
 
-def all_to_all(x: torch.Tensor, axis, send_counts=None, recv_counts=None) -> torch.Tensor:
+def all_to_all(
+    x: torch.Tensor, axis: Axis, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None
+) -> torch.Tensor:
     """Rows `send_counts[r]` go to rank r. Adjoint: the rows go back, counts exchanged."""
     send_counts = send_counts or collectives.even_rows(len(x), axis.size)
     return _Op.apply(x, _new(collectives.all_to_all), _send_back, axis, send_counts, recv_counts or send_counts)
@@ -80,7 +86,7 @@ def halo(x: torch.Tensor, plan: Halo) -> torch.Tensor:
     return _Op.apply(x, plan.exchange, plan.adjoint)
 
 
-def send(x: torch.Tensor, axis, dest: int, tag: int = 0) -> torch.Tensor:
+def send(x: torch.Tensor, axis: Axis, dest: int, tag: int = 0) -> torch.Tensor:
     """Send x to rank `dest`, which must call `recv`. Adjoint: the gradient is received from there.
 
     Returns a zero that depends on x: backward through it (`zero.backward()`, or adding it to a loss) receives.
@@ -88,7 +94,7 @@ def send(x: torch.Tensor, axis, dest: int, tag: int = 0) -> torch.Tensor:
     return _Op.apply(x, _send, _recv_like(x), axis, dest, tag)
 
 
-def recv(like: torch.Tensor, axis, source: int, tag: int = 0) -> torch.Tensor:
+def recv(like: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> torch.Tensor:
     """The tensor sent by `send` on rank `source`, of the shape and dtype of `like`. Adjoint: the gradient is sent.
 
     `like` must require gradients if the gradient is to be sent back; its values do not matter.
@@ -113,7 +119,7 @@ def _copied(operation):
     return call
 
 
-_sum = _copied(collectives.all_reduce)
+_sum = _copied(_all_reduce)
 
 
 def _send_back(grad, axis, send_counts, recv_counts):
@@ -121,7 +127,7 @@ def _send_back(grad, axis, send_counts, recv_counts):
 
 
 def _send(x, axis, dest, tag):
-    collectives.send(x, axis, dest, tag)
+    point_to_point.send(x, axis, dest, tag)
     return x.new_zeros(())
 
 
@@ -129,15 +135,15 @@ def _recv_like(x):
     shape, dtype, device = x.shape, x.dtype, x.device
 
     def receive(_, axis, dest, tag):
-        return collectives.recv(torch.empty(shape, dtype=dtype, device=device), axis, dest, tag)
+        return point_to_point.recv(torch.empty(shape, dtype=dtype, device=device), axis, dest, tag)
 
     return receive
 
 
 def _recv(like, axis, source, tag):
-    return collectives.recv(torch.empty_like(like, memory_format=torch.contiguous_format), axis, source, tag)
+    return point_to_point.recv(torch.empty_like(like, memory_format=torch.contiguous_format), axis, source, tag)
 
 
 def _send_gradient(grad, axis, source, tag):
-    collectives.send(grad, axis, source, tag)
+    point_to_point.send(grad, axis, source, tag)
     return torch.zeros_like(grad)  # `like` gave only its shape

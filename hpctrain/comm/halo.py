@@ -1,4 +1,4 @@
-"""Halo exchange: rows of a dim that is spread over an axis go from where they are held to where they are needed.
+"""Halo exchange: rows of a dim that is spread over an axis go from where they are local to where they are needed.
 
 Source: the generalised halo exchange of Hewett and Grady, "A linear algebraic approach to model parallelism in deep
 learning" (2020), section 4; here any rank may need rows of any other, not of its neighbours alone, as it must where
@@ -21,7 +21,7 @@ class Halo:
 
     Attributes:
         axis: over which the dim is spread.
-        held: the rows of each rank, in rank order: one after the other from 0 to the length of the dim.
+        local: the rows of each rank, in rank order: one after the other from 0 to the length of the dim.
         needed: the rows each rank is to have. They may overlap, leave rows out, and reach before 0 or beyond the
             length.
         dim: of the tensor.
@@ -29,7 +29,7 @@ class Halo:
     """
 
     axis: object
-    held: tuple[slice, ...]
+    local: tuple[slice, ...]
     needed: tuple[slice, ...]
     dim: int = 2
     fill: float = 0.0
@@ -38,33 +38,33 @@ class Halo:
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's needed rows. Receives those that others hold, once each."""
         rank = self.axis.rank
-        held, needed = self.held[rank], self.needed[rank]
-        if self.axis.size == 1 and held == needed:
+        local, needed = self.local[rank], self.needed[rank]
+        if self.axis.size == 1 and local == needed:
             return x.view_as(x)
-        to = [_common(held, other) for other in self.needed]
-        of = [_common(other, needed) for other in self.held]
+        to = [_common(local, other) for other in self.needed]
+        of = [_common(other, needed) for other in self.local]
         out = _resized(x, self.dim, needed)
         self._part(out, needed.start, slice(needed.start, min(needed.stop, 0))).fill_(self.fill)
-        length = self.held[-1].stop
+        length = self.local[-1].stop
         self._part(out, needed.start, slice(max(needed.start, length), needed.stop)).fill_(self.fill)
-        self._part(out, needed.start, of[rank]).copy_(self._part(x, held.start, to[rank]))
-        for part, rows in self._swap(x, held.start, to, of):
+        self._part(out, needed.start, of[rank]).copy_(self._part(x, local.start, to[rank]))
+        for part, rows in self._swap(x, local.start, to, of):
             self._part(out, needed.start, part).copy_(rows)
         return out
 
     @timed_method
     def adjoint(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of the held rows: the sum over all ranks that needed them, in a fixed order."""
+        """The gradient of the local rows: the sum over all ranks that needed them, in a fixed order."""
         rank = self.axis.rank
-        held, needed = self.held[rank], self.needed[rank]
-        if self.axis.size == 1 and held == needed:
+        local, needed = self.local[rank], self.needed[rank]
+        if self.axis.size == 1 and local == needed:
             return grad.view_as(grad)
-        to = [_common(other, needed) for other in self.held]
-        of = [_common(held, other) for other in self.needed]
-        out = _resized(grad, self.dim, held).zero_()
-        self._part(out, held.start, of[rank]).copy_(self._part(grad, needed.start, to[rank]))
+        to = [_common(other, needed) for other in self.local]
+        of = [_common(local, other) for other in self.needed]
+        out = _resized(grad, self.dim, local).zero_()
+        self._part(out, local.start, of[rank]).copy_(self._part(grad, needed.start, to[rank]))
         for part, rows in self._swap(grad, needed.start, to, of):
-            self._part(out, held.start, part).add_(rows)
+            self._part(out, local.start, part).add_(rows)
         return out
 
     def _swap(self, x, start, to, of):

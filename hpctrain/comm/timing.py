@@ -6,6 +6,7 @@ import functools
 from time import perf_counter
 
 from hpctrain.comm.buffers import Work
+from hpctrain.grid import Axis
 
 
 def timed(function):
@@ -31,26 +32,26 @@ def timed_method(method):
     return call
 
 
-def time_call(axis, name: str, function, *arguments, **options):
+def time_call(axis: Axis, name: str, function, *arguments, **options):
     """`function(*arguments, **options)`, whose seconds are noted for the axis and name."""
-    traffic = axis.wire.traffic
+    traffic = axis.transport.traffic
     if traffic.timing or axis.size == 1:
         return function(*arguments, **options)
     traffic.timing = True
     start = perf_counter()
-    watch, check = axis.wire.watch, axis.wire.check
+    watchdog, checker = axis.transport.watchdog, axis.transport.checker
     peer = arguments[2] if name in ("send", "recv") else None
-    if watch is not None:
-        watch.begin(axis, name, peer)
+    if watchdog is not None:
+        watchdog.begin(axis, name, peer)
     try:
-        if check is not None:
-            check(axis, name, arguments, options)
+        if checker is not None:
+            checker(axis, name, arguments, options)
         result = function(*arguments, **options)
     finally:
         traffic.timing = False
         traffic.add_seconds(axis.name, name, perf_counter() - start)
-        if watch is not None:
-            watch.end()
+        if watchdog is not None:
+            watchdog.end()
     if isinstance(result, Work):
         result.owner = axis, name, peer
     return result

@@ -16,6 +16,7 @@ import socket
 import torch
 
 from hpctrain.comm.buffers import REDUCED_HERE, Work
+from hpctrain.grid import Axis
 
 SHARED_MEMORY = "/dev/shm"  # where MPI keeps it on Linux
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
@@ -26,15 +27,15 @@ class Window:
 
     Its creation is collective, and so is `free`, after which nothing may read its tensors. A grid frees those that are
     left. A window takes a context of MPI's, and 0.4 ms to make; 2,000 of them take 0.75 s, 6,000 take 13: one is made
-    for a bucket of gradients or weights, and up to seven for the workspaces of an axis.
+    for a bucket of gradients or weights, and up to four for the workspaces of an axis.
 
     Attributes: `parts`, uint8, every rank's memory in rank order; `whole`, all of it as one.
 
     Raises:
-        OSError: on every rank, where the node has no room for it.
+        OSError: on every rank, where the node has too little of it left.
     """
 
-    def __init__(self, axis, nbytes: int):
+    def __init__(self, axis: Axis, nbytes: int):
         from mpi4py import MPI
 
         nbytes = nbytes or (16 if axis.rank == 0 else 0)  # MPI wants a byte
@@ -48,7 +49,7 @@ class Window:
         if not all(axis.comm.allgather(_populate(self.parts[axis.rank]))):
             self.free()
             raise _no_space(axis, sum(sizes), *_space())
-        axis.wire.resources.append(self)
+        axis.transport.resources.append(self)
 
     def free(self) -> None:
         self.whole, self.parts = None, ()
@@ -74,9 +75,9 @@ class Window:
 
 def _check_space(axis, nbytes: int) -> list[int]:
     """Every rank's number of bytes, once they are known to fit: MPI itself fails on some ranks and hangs on others."""
-    told = axis.comm.allgather((nbytes, *_space()))
-    sizes = [size for size, *_ in told]
-    _, free, host = min(told, key=lambda each: each[1])
+    reported = axis.comm.allgather((nbytes, *_space()))
+    sizes = [size for size, *_ in reported]
+    _, free, host = min(reported, key=lambda each: each[1])
     if sum(sizes) > free:
         raise _no_space(axis, sum(sizes), free, host)
     return sizes

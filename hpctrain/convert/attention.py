@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from hpctrain.convert.boundary import enter, gather, leave
 from hpctrain.convert.plain import altered, is_plain, is_pointwise
 from hpctrain.convert.products import SplitLinear, split_linear, split_matrix
-from hpctrain.convert.sharded import local
+from hpctrain.convert.sharding import local
+from hpctrain.grid import Axis
+from hpctrain.layers.softmax_attention import softmax_attention
 
 
 def kept(shape, p: float, dim: int, part: slice, like: torch.Tensor) -> torch.Tensor:
@@ -44,21 +46,18 @@ def drop(x: torch.Tensor, module: torch.nn.Dropout, features: int, part: slice) 
     return x * kept((*x.shape[:-1], features), module.p, x.dim() - 1, part, x)
 
 
-def attention(q, k, v, mask, *, scale: float, causal: bool, dropout: float, heads: int, part: slice):
-    """softmax(q kᵀ scale + mask) v and the softmax, for heads `part` of `heads`; q, k, v (batch, head, length, width).
+def drop_heads(p: float, heads: int, part: slice):
+    """Dropout of the probabilities of heads `part` of `heads`, as an argument of `softmax_attention`."""
+    if not p:
+        return None
 
-    Args:
-        mask: None, booleans (True: attend), or numbers to add, of shape (…, length, length).
-    """
-    scores = q @ k.mT * scale
-    if causal and mask is None:
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1)
-    if dropout:
-        weights = weights * kept((len(q), heads, *scores.shape[-2:]), dropout, 1, part, weights)
-    return weights @ v, weights
+    def drop(weights):
+        mask = kept((len(weights), heads, *weights.shape[2:]), p, 1, part, weights)
+        return (
+            weights * mask if part.stop > part.start else weights
+        )  # Hugging Face's GPT-2 goes on with a head of zeros
+
+    return drop
 
 
 class SplitMultiheadAttention:
@@ -84,10 +83,8 @@ class SplitMultiheadAttention:
         mask = self._mask(attn_mask, key_padding_mask, len(q), q.dtype)
         dropout = self.dropout if self.training else 0.0
         if dropout or need_weights or not q.shape[1]:  # of no heads, torch's kernel leaves the mask out of the graph
-            mixed, weights = attention(
-                q, k, v, mask, scale=self.head_dim**-0.5, causal=False, dropout=dropout, heads=self.num_heads,
-                part=self.part,
-            )  # fmt: skip
+            drop = drop_heads(dropout, self.num_heads, self.part)
+            mixed, weights = softmax_attention(q, k, v, mask, scale=self.head_dim**-0.5, drop=drop)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask)
         # laid out in memory as torch's, (length, batch, features), since dropout masks follow the memory
@@ -134,7 +131,7 @@ class SplitMultiheadAttention:
         return attn_mask
 
 
-def enter_learned(mask, axis):
+def enter_learned(mask: torch.Tensor, axis: Axis):
     """Each rank's heads give a part of the gradient of a mask that is learned, as a position bias is."""
     return enter(mask, axis) if mask is not None and mask.requires_grad else mask
 
@@ -145,7 +142,7 @@ def _to_add(mask, dtype):
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)
 
 
-def split_multihead_attention(plan, module) -> None:
+def split_multihead_attention(plan, module: torch.nn.Module) -> None:
     for option, is_on in (("add_bias_kv", module.bias_k is not None), ("add_zero_attn", module.add_zero_attn)):
         if is_on:
             raise ValueError(f"{option} is not supported")
@@ -160,13 +157,13 @@ def split_multihead_attention(plan, module) -> None:
         plan.split(module, name, 0, parts)
     if out not in plan.replicated:
         split_matrix(plan, out, SplitLinear, 0, 1, by_output=False, parts=parts, enters=False)
-    plan.become(
+    plan.swap_class(
         module, SplitMultiheadAttention, axis=plan.axis, part=heads[plan.axis.rank],
         counts=tuple(p.stop - p.start for p in heads), gathers=out in plan.replicated,
     )  # fmt: skip
 
 
-def split_feed_forward(plan, module) -> None:
+def split_feed_forward(plan, module: torch.nn.Module) -> None:
     """linear1, activation, dropout, linear2 of nn.TransformerEncoderLayer and nn.TransformerDecoderLayer.
 
     Left to the layers themselves where one of them was exchanged.
@@ -177,4 +174,4 @@ def split_feed_forward(plan, module) -> None:
     features = module.linear1.out_features
     split_linear(plan, module.linear1, by_output=True, leaves=False)
     split_linear(plan, module.linear2, by_output=False, enters=False)
-    plan.become(module.dropout, SplitDropout, features=features, part=plan.parts(features)[plan.axis.rank])
+    plan.swap_class(module.dropout, SplitDropout, features=features, part=plan.parts(features)[plan.axis.rank])

@@ -56,4 +56,4 @@ def split_chain(plan, module) -> None:
         else:
             first = None
     if divided:
-        plan.become(module, Chained, divided=divided, planned=tuple(module))
+        plan.swap_class(module, Chained, divided=divided, planned=tuple(module))

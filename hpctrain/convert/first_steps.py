@@ -7,12 +7,13 @@ would go on with numbers of no model at all.
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Mapping
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from hpctrain.digest import digest
+from hpctrain.grid import Axis, Grid
 from hpctrain.randomness import generator_states
 
 NAMED = 8  # ranks in an error
@@ -26,7 +27,7 @@ class FirstSteps:
     Costs a message a call of each divided module, and nothing after the first steps.
     """
 
-    def __init__(self, model: torch.nn.Module, grid, modules, steps: int):
+    def __init__(self, model: torch.nn.Module, grid: Grid, modules, steps: int):
         self._axis, self._left, self._model = grid.tensor, steps, model
         self._paths = {
             module: path or "the model itself" for path, module in model.named_modules() if module in modules
@@ -41,10 +42,10 @@ class FirstSteps:
         self._generators = generator_states()
         self._within.callback(register_module_forward_pre_hook(self._call).remove)
         self._within.callback(register_module_forward_hook(self._end, always_call=True).remove)
-        told = {f"argument {name}": _fingerprint(x) for given in (arguments, options) for name, x in _named(given)}
-        told["the mode"] = f"training={model.training}, gradients={torch.is_grad_enabled()}"
+        reported = {f"argument {name}": _fingerprint(x) for given in (arguments, options) for name, x in _named(given)}
+        reported["the mode"] = f"training={model.training}, gradients={torch.is_grad_enabled()}"
         try:
-            compare(self._axis, "calls the model", told)
+            compare(self._axis, "calls the model", reported)
         except ValueError:
             self._close()
             raise
@@ -85,12 +86,12 @@ class _Gradient:
         compare(self._axis, "runs backward", {f"the gradient of output {self._name}": _fingerprint(gradient)})
 
 
-def compare(axis, what: str, told: dict) -> None:
+def compare(axis: Axis, what: str, reported: dict) -> None:
     """Raise ValueError on every rank of the axis where one does something else than the first, or has another of what
-    it `told`."""
-    watch = axis.wire.watch
+    it `reported`."""
+    watch = axis.transport.watchdog
     with watch.during(axis, "comparison of the first steps") if watch else contextlib.nullcontext():
-        everyone = axis.comm.allgather((what, told))
+        everyone = axis.comm.allgather((what, reported))
     first, mine = everyone[0]
     differ = {}  # what differs: the ranks
     for rank, (other, theirs) in enumerate(everyone):
@@ -109,8 +110,8 @@ def compare(axis, what: str, told: dict) -> None:
         )
 
 
-def _said(name, told) -> str:
-    value = told.get(name)
+def _said(name, reported) -> str:
+    value = reported.get(name)
     if isinstance(value, int):
         return f"{name} in state {value:08x}"
     if isinstance(value, tuple):
@@ -131,8 +132,7 @@ def _fingerprint(x):
     if x.is_meta or x.is_nested or x.layout != torch.strided or x.numel() == 0:
         return kind
     if not x.dtype.is_floating_point:
-        x = torch.view_as_real(x).double() if x.is_complex() else x
-        return kind, zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        return kind, int(digest(x))
     flat = (
         x.detach().reshape(-1)[:: -(-x.numel() // SAMPLED)].double().nan_to_num(nan=1e300, posinf=1e301, neginf=-1e301)
     )

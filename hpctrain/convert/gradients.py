@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from hpctrain import comm
-from hpctrain.replicas.method import on_arrival
+from hpctrain.grid import Grid
+from hpctrain.parameter import on_arrival
 
 as_tensors = torch._C.DisableTorchFunctionSubclass  # `with as_tensors():` parts are ordinary tensors
 
-_NOT_SUMMED = "the gradients of the replicas are not summed yet; call ht.sync(model) after the last backward, before {}"
+_NOT_SUMMED = (
+    "the gradients of the replicas are not summed yet; call ht.sync_gradients(model) after the last backward, before {}"
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class PartialGradient(torch.Tensor):
         summed: over the replicas.
 
     Raises:
-        ValueError: when something else is made of it, or before `sync` on a grid with replicas.
+        ValueError: when something else is made of it, or before `sync_gradients` on a grid with replicas.
     """
 
     part: Part | None = None
@@ -130,8 +134,9 @@ def _check_whole(name, gradient) -> None:
     if gradient.part is None or gradient.part.divided:
         what = f"the gradient of {gradient.part.name!r}" if gradient.part else "several gradients put together"
         raise ValueError(
-            f"{name} of {what} would be that of the part that this rank holds; ht.clip_ gives the norm of all, "
-            "replicate=[...] of ht.parallelize leaves a module whole, and p.grad.as_subclass(torch.Tensor) is the part"
+            f"{name} of {what} would be that of the part that this rank holds; ht.clip_grad_norm_ gives the norm of "
+            "all, replicate=[...] of ht.parallelize leaves a module whole, and "
+            "p.grad.as_subclass(torch.Tensor) is the part"
         )
     _check_completed(name, gradient)
 
@@ -203,7 +208,7 @@ def _agree_on_overflow(arguments) -> None:
 # Where they come from ------------------------------------------------------------------------------------------------
 
 
-def mark_gradients(model: torch.nn.Module, grid) -> None:
+def mark_gradients(model: torch.nn.Module, grid: Grid) -> None:
     """Make every gradient that backward leaves on the model's parameters a `PartialGradient`, where it is one.
 
     Costs two microseconds a parameter and backward; nothing on a grid of one rank. The trainers' own hooks take the
@@ -236,14 +241,24 @@ class _Marker:
 # For code of ours, which knows of parts ------------------------------------------------------------------------------
 
 
-def mark_summed(parameters) -> None:
-    """Their gradients are the sums over the replicas."""
+def mark_summed(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Their gradients are the sums over the replicas, until a backward adds to them."""
     for parameter in parameters:
-        if type(parameter.grad) is PartialGradient:
-            parameter.grad.summed = True
+        gradient = parameter.grad
+        if type(gradient) is PartialGradient:
+            gradient.summed = True
+        elif gradient is not None:
+            gradient.summed_version = gradient._version
 
 
-def check_summed(parameters, before: str) -> None:
+def is_summed(gradient: torch.Tensor) -> bool:
+    """Whether it was marked, and nothing was added since."""
+    if type(gradient) is PartialGradient:
+        return gradient.summed
+    return getattr(gradient, "summed_version", None) == gradient._version
+
+
+def check_summed(parameters: Iterable[torch.nn.Parameter], before: str) -> None:
     """Raises ValueError when the replicas' gradients are not summed `before` something."""
     for parameter in parameters:
         gradient = parameter.grad

@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import copy
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hpctrain.comm import functional
-from hpctrain.convert.attention import attention, enter_learned
+from hpctrain.convert.attention import drop_heads, enter_learned
 from hpctrain.convert.boundary import enter, gather
 from hpctrain.convert.plain import is_plain, is_pointwise
 from hpctrain.convert.products import SplitConv1D, SplitLinear, split_conv1d, split_linear, split_matrix
+from hpctrain.layers.softmax_attention import softmax_attention
 from hpctrain.shard import split, split_sizes, subsplit
 
 
 class Entered:
     """Mixin for a unit of which several layers take the input: it is brought inside once."""
 
-    def forward(self, hidden_states, *args, **kwargs):
+    def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
         return super().forward(enter(hidden_states, self.axis), *args, **kwargs)
 
 
@@ -34,19 +36,19 @@ class SplitAttention(Entered):
     Attributes: `axis`; `heads`, of all ranks; `part`, the query heads of this rank; `counts`, query heads by rank.
     """
 
-    def forward(self, hidden_states, *args, attention_mask=None, encoder_hidden_states=None, **kwargs):
+    def forward(self, hidden_states: torch.Tensor, *args, attention_mask=None, encoder_hidden_states=None, **kwargs):
         mask = attention_mask = enter_learned(attention_mask, self.axis)
-        held = self.counts[self.axis.rank]
+        local = self.counts[self.axis.rank]
         if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == self.heads > 1:
-            attention_mask = attention_mask[:, self.part if held else slice(1)]  # GPT-2 goes on with a head of zeros
+            attention_mask = attention_mask[:, self.part if local else slice(1)]  # GPT-2 goes on with a head of zeros
         if encoder_hidden_states is not None:
             kwargs["encoder_hidden_states"] = enter(encoder_hidden_states, self.axis)
         out, weights = super().forward(hidden_states, *args, attention_mask=attention_mask, **kwargs)
-        if not held and mask is not None and mask.requires_grad:
+        if not local and mask is not None and mask.requires_grad:
             out = out + mask[:0].sum()  # 0: torch's kernel leaves the mask of no heads out of the graph
         if weights is None or not self._forward_hooks:  # through hooks, Hugging Face collects `output_attentions`
             return out, None
-        return out, gather(weights[:, :held], self.axis, self.counts, 1)
+        return out, gather(weights[:, :local], self.axis, self.counts, 1)
 
 
 class FusedHeads(SplitConv1D):
@@ -55,17 +57,17 @@ class FusedHeads(SplitConv1D):
     Without heads, a rank goes on with one of zeros: Hugging Face's code cannot cut nothing in three. `HeadsBack`
     drops it.
 
-    Attributes: `room`, the features of that head's queries, keys and values; 0 where there are heads.
+    Attributes: `padding`, the features of that head's queries, keys and values; 0 where there are heads.
     """
 
-    def multiply(self, x, bias):
-        return F.pad(super().multiply(x, bias), (0, self.room))
+    def multiply(self, x: torch.Tensor, bias):
+        return F.pad(super().multiply(x, bias), (0, self.padding))
 
 
 class HeadsBack(SplitConv1D):
     """Mixin for GPT-2's projection of all heads back."""
 
-    def multiply(self, x, bias):
+    def multiply(self, x: torch.Tensor, bias):
         return super().multiply(x[..., : len(self.weight)], bias)
 
 
@@ -77,13 +79,13 @@ class SharedHead(SplitLinear):
     Attributes: `needed`, the features of this rank's head.
     """
 
-    def multiply(self, x, bias):
+    def multiply(self, x: torch.Tensor, bias):
         part = super().multiply(x, bias)
         whole = functional.all_gather(part.flatten(0, -2).t(), self.axis, self.counts).t()
         return whole[:, self.needed].unflatten(0, part.shape[:-1])
 
 
-def split_gpt2_attention(plan, module) -> None:
+def split_gpt2_attention(plan, module: torch.nn.Module) -> None:
     fused = {module.c_attn: 3}
     if module.is_cross_attention:
         fused = {module.c_attn: 2, module.q_attn: 1}
@@ -93,25 +95,25 @@ def split_gpt2_attention(plan, module) -> None:
     heads, width = plan.parts(module.num_heads), module.head_dim
     parts = [slice(part.start * width, part.stop * width) for part in heads]
     part = parts[plan.axis.rank]
-    held = part.stop - part.start
+    local = part.stop - part.start
     for projection, times in fused.items():
         split_matrix(
             plan, projection, FusedHeads, 1, 0, by_output=True, parts=parts, fused=times, enters=False, leaves=False
         )
-        plan.change(projection, room=0 if held else times * width)
+        plan.change(projection, padding=0 if local else times * width)
     split_matrix(plan, module.c_proj, HeadsBack, 1, 0, by_output=False, parts=parts, enters=False)
     _split_heads(plan, module, heads, module.attn_dropout.p)
-    plan.change(module, split_size=held or width)
+    plan.change(module, split_size=local or width)
 
 
-def split_gpt2_mlp(plan, module) -> None:
+def split_gpt2_mlp(plan, module: torch.nn.Module) -> None:
     if not (is_plain(module.c_fc, "Conv1D") and is_plain(module.c_proj, "Conv1D") and is_pointwise(module.act)):
         return
     split_conv1d(plan, module.c_fc, by_output=True, leaves=False)
     split_conv1d(plan, module.c_proj, by_output=False, enters=False)
 
 
-def split_llama_attention(plan, module) -> None:
+def split_llama_attention(plan, module: torch.nn.Module) -> None:
     if not all(is_plain(child, nn.Linear) for child in (module.q_proj, module.k_proj, module.v_proj, module.o_proj)):
         return
     width, groups = module.head_dim, module.num_key_value_groups
@@ -131,14 +133,14 @@ def split_llama_attention(plan, module) -> None:
     plan.change(module, num_key_value_groups=(part.stop - part.start) // max(1, kept.stop - kept.start))
 
 
-def split_llama_mlp(plan, module) -> None:
+def split_llama_mlp(plan, module: torch.nn.Module) -> None:
     linears = module.gate_proj, module.up_proj, module.down_proj
     if not (all(is_plain(linear, nn.Linear) for linear in linears) and is_pointwise(module.act_fn)):
         return
     for up in (module.gate_proj, module.up_proj):
         split_linear(plan, up, by_output=True, enters=False, leaves=False)
     split_linear(plan, module.down_proj, by_output=False, enters=False)
-    plan.become(module, Entered, axis=plan.axis)
+    plan.swap_class(module, Entered, axis=plan.axis)
 
 
 def _grouped_heads(heads: int, key_heads: int, ranks: int, rank: int) -> tuple[slice, slice]:
@@ -169,7 +171,9 @@ def _grouped_heads(heads: int, key_heads: int, ranks: int, rank: int) -> tuple[s
 
 def _split_heads(plan, module, parts, dropout: float) -> None:
     counts = tuple(part.stop - part.start for part in parts)
-    plan.become(module, SplitAttention, axis=plan.axis, heads=sum(counts), part=parts[plan.axis.rank], counts=counts)
+    plan.swap_class(
+        module, SplitAttention, axis=plan.axis, heads=sum(counts), part=parts[plan.axis.rank], counts=counts
+    )
     if dropout == 0:
         return
     # Hugging Face's functions draw masks for the heads they are given, which would depend on the grid.
@@ -186,16 +190,16 @@ def _split_heads(plan, module, parts, dropout: float) -> None:
 
 def _attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs):
     """Attention as Hugging Face's "sdpa", with the dropout masks that one rank would draw."""
-    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if not dropout:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    groups = getattr(module, "num_key_value_groups", 1)
-    causal = query.shape[2] > 1 and (module.is_causal if is_causal is None else is_causal)
-    mixed, _ = attention(
-        query, repeat_kv(key, groups), repeat_kv(value, groups), attention_mask,
-        scale=scaling, causal=causal, dropout=dropout, heads=module.heads, part=module.part,
-    )  # fmt: skip
+    length, keys = query.shape[2], key.shape[2]
+    if attention_mask is None and length > 1 and (module.is_causal if is_causal is None else is_causal):
+        attention_mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril()
+    mixed, _ = softmax_attention(
+        query, key, value, attention_mask, scale=scaling, drop=drop_heads(dropout, module.heads, module.part)
+    )
     return mixed.transpose(1, 2).contiguous(), None

@@ -11,11 +11,11 @@ import math
 import torch
 from torch import nn
 
-from hpctrain.randomness import Key
+from hpctrain.randomness import RngKey
 
 
-def initial_numbers(module, name: str, path: str, config):
-    """A function of a Key, giving the function (start, count) -> numbers that fills the parameter.
+def initial_numbers(module: torch.nn.Module, name: str, path: str, config):
+    """A function of a RngKey, giving the function (start, count) -> numbers that fills the parameter.
 
     Args:
         path: name of the parameter in the model.
@@ -46,14 +46,14 @@ def initial_numbers(module, name: str, path: str, config):
     )
 
 
-def check_buffers(module) -> None:
+def check_buffers(module: torch.nn.Module) -> None:
     """Raise ValueError when the module has buffers of its own on the meta device and what they hold is not known."""
     lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
     if lost and type(module).__name__ != "LlamaRotaryEmbedding" and not hasattr(module, "reset_running_stats"):
         raise ValueError(f"what its buffer {lost[0]!r} on the meta device holds is not known; build it on a device")
 
 
-def give_buffers(module) -> None:
+def give_buffers(module: torch.nn.Module) -> None:
     """Fill the module's own buffers that are on the meta device."""
     lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
     if lost and type(module).__name__ == "LlamaRotaryEmbedding":
@@ -82,7 +82,7 @@ def _without_row(draw, row: int | None, width: int):
     if row is None:
         return draw
 
-    def make(key: Key):
+    def make(key: RngKey):
         numbers = draw(key)
 
         def zeroed(start, count):

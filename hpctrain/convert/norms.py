@@ -8,12 +8,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hpctrain import comm
-from hpctrain.comm import functional
 from hpctrain.convert.boundary import gather
 from hpctrain.convert.plain import altered
 from hpctrain.convert.plan import Refused
-from hpctrain.convert.sharded import local
+from hpctrain.convert.sharding import local
+from hpctrain.layers.batch_norm import batch_norm
 from hpctrain.shard import split_sizes
 
 
@@ -45,49 +44,25 @@ class GatheredBatchNorm(Gathered):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.data.size == 1 or not (self.training or self.running_mean is None):
             return super().forward(x)
-        parts = dict(self._parameters)
+        self._check_input_dim(x)
+        parts = self._parameters
         with local():
             weight, bias = (
                 gather(parts[name], self.axis, self.divided[name][1], 0) if name in self.divided else parts[name]
                 for name in ("weight", "bias")
             )
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-        # in float64 and in host memory: exact, and no GPU is waited for
-        count = int(comm.all_reduce(torch.tensor([x.numel() // x.shape[1]], dtype=torch.float64), self.data))
-        if count < 2:
-            raise ValueError(
-                f"{type(self).__name__.removeprefix('Split')} needs more than one number a channel in training, got"
-                f" {count} in the batches of all replicas; give them more samples, or call eval()"
-            )
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = functional.all_reduce(wide.sum(dims), self.data) / count
-        deviation = wide - mean.view(shape)
-        variance = functional.all_reduce(deviation.square().sum(dims), self.data) / count
-        self._remember(mean.detach(), variance.detach() * count / (count - 1))
-        y = deviation * (variance + self.eps).rsqrt().view(shape)
-        if weight is not None:
-            y = torch.addcmul(bias.to(y.dtype).view(shape), y, weight.to(y.dtype).view(shape))
-        return y.to(x.dtype)
-
-    def _remember(self, mean, variance):
-        if self.running_mean is None:
-            return
-        self.num_batches_tracked.add_(1)
-        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+            return batch_norm(self, x, weight, bias, [self.data])
 
 
-def split_norm(plan, module) -> None:
-    plan.become(module, Gathered, axis=plan.axis, divided=_divide(plan, module))
+def split_norm(plan, module: torch.nn.Module) -> None:
+    plan.swap_class(module, Gathered, axis=plan.axis, divided=_divide(plan, module))
 
 
-def split_batch_norm(plan, module) -> None:
-    plan.become(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided=_divide(plan, module))
+def split_batch_norm(plan, module: torch.nn.Module) -> None:
+    plan.swap_class(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided=_divide(plan, module))
 
 
-def check_statistics(plan, module) -> None:
+def check_statistics(plan, module: torch.nn.Module) -> None:
     """Of a norm that `parallelize` does not divide: refuse what would take statistics of one replica's batch."""
     batch = isinstance(module, nn.modules.batchnorm._BatchNorm)
     tracked = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
@@ -100,10 +75,10 @@ def check_statistics(plan, module) -> None:
     raise Refused(f"its statistics would be those of one of {plan.data.size} replicas; {remedy}, or data=1")
 
 
-def replicate_batch_norm(plan, module) -> None:
+def replicate_batch_norm(plan, module: torch.nn.Module) -> None:
     """Weights whole on every rank; statistics of all replicas nevertheless."""
     if _is_batch_norm(module):
-        plan.become(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided={})
+        plan.swap_class(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided={})
 
 
 def _is_batch_norm(module) -> bool:

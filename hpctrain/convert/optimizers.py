@@ -6,7 +6,7 @@ import functools
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hpctrain.algorithms import MIXING_OPTIMIZERS
+from hpctrain.choices import MIXING_OPTIMIZERS
 from hpctrain.convert.gradients import check_summed
 
 

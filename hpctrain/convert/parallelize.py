@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import zlib
 
-import torch
 from torch import nn
 
 from hpctrain import comm
@@ -17,7 +15,9 @@ from hpctrain.convert.optimizers import watch_optimizers
 from hpctrain.convert.plain import altered
 from hpctrain.convert.plan import Plan, Refused
 from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
-from hpctrain.convert.wrappers import refuse_ddp
+from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp
+from hpctrain.digest import digest
+from hpctrain.grid import Grid
 from hpctrain.layers.parameter import drawn_key
 
 # What divides a module of exactly this type. The units of Hugging Face go by name, as transformers need not be there.
@@ -43,7 +43,7 @@ _UNITS = {
 
 
 def parallelize(
-    model: nn.Module, grid, replicate: list[str] | tuple[str, ...] = (), check_steps: int = 3
+    model: nn.Module, grid: Grid, replicate: list[str] | tuple[str, ...] = (), check_steps: int = 3
 ) -> nn.Module:  # fmt: skip
     """Divide a model's weights and work over the tensor axis of `grid`, in place; returns the model.
 
@@ -56,16 +56,17 @@ def parallelize(
     rank.
 
     A weight that is read outside of its own module, as in `F.linear(h, self.table.weight)` or a penalty, is the whole
-    one, gathered and differentiable; so all ranks must read it. Its `.data`, `.detach()` and `.grad` are this rank's
-    part, on which optimizers work. Parameters stay the same objects, with their attributes; hooks on their gradients
-    are given the whole ones. `model.apply(f)` gives each module its whole weights, `reset_parameters()` and
-    `load_state_dict` work, and `save_pretrained` writes whole weights. What cannot be done to a divided weight is
-    refused by name.
+    one, gathered and differentiable; so all ranks must read it. Outside of a forward, its `.data`, `.detach()` and
+    `.grad` are this rank's shard, on which optimizers work, and `state_dict()` is of shards, which `load_state_dict()`
+    takes back and files refuse: `ht.gather_state_dict` is for these. Parameters stay the same objects, with their
+    attributes; hooks on their gradients are given the whole ones. `model.apply(f)` gives each module its whole weights,
+    `reset_parameters()` and `load_state_dict` work, and `save_pretrained` writes whole weights. What cannot be done to
+    a sharded weight is refused by name.
 
     In a loop of one's own, torch's clip_grad_norm_ and GradScaler, and norms and sums of gradients, are of the whole
     gradient; every rank must call them. What else would be that of a part is refused: other reductions and products of
-    gradients, optimizers that mix the elements of a weight (LBFGS, Adafactor, Muon), replicas without `sync`, torch's
-    DistributedDataParallel.
+    gradients, optimizers that mix the elements of a weight (LBFGS, Adafactor, Muon), replicas without `sync_gradients`,
+    torch's DistributedDataParallel.
 
     Divided are: nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.MultiheadAttention,
     nn.TransformerEncoderLayer and DecoderLayer, nn.Conv*d, nn.BatchNorm*d, and Hugging Face's GPT-2 and Llama. Modules
@@ -98,7 +99,7 @@ def parallelize(
     if grid.pipeline.size > 1:
         raise ValueError(
             f"parallelize divides over the tensor and data axes, got a grid with pipeline={grid.pipeline.size};"
-            " set pipeline=1, or build the model from ht.models with stages"
+            " set pipeline=1, or register the model as a ModelSpec (ht.models.register), which is cut into stages"
         )
     comm.start_watchdog(grid)
     with comm.together(grid.comm):
@@ -107,17 +108,18 @@ def parallelize(
         plan = Plan(model, grid, _chosen(model, replicate))
         _decide(model, plan, plan.replicated)
         for module in filter(is_pretrained, model.modules()):
-            plan.become(module, DividedPretrained, hpctrain_grid=grid)
+            plan.swap_class(module, DividedPretrained, hpctrain_grid=grid)
     _check_equal(model, grid)
     meta = any(parameter.is_meta for parameter in model.parameters())
     key = drawn_key(grid, None) if meta else None
     with comm.together(grid.comm):
-        plan.carry_out(key)
+        plan.apply(key)
         for module in model.modules():
             give_buffers(module)
     mark_gradients(model, grid)
     watch_optimizers()
     refuse_ddp(model)
+    leave_out_of_graphs()
     if check_steps and grid.tensor.size > 1:
         FirstSteps(model, grid, plan.claimed, check_steps)
     model.hpctrain_grid = grid
@@ -166,7 +168,7 @@ def _found(table, module):
 
 
 def _owns(module) -> bool:
-    return any(held is not None for held in (*module._parameters.values(), *module._buffers.values()))
+    return any(value is not None for value in (*module._parameters.values(), *module._buffers.values()))
 
 
 def _chosen(model, replicate) -> set:
@@ -188,7 +190,7 @@ def _chosen(model, replicate) -> set:
 
 def _check_equal(model, grid):
     """Every rank must bring the same weights: of a mixture nobody would know."""
-    mine = {name: _checksum(tensor) for name, tensor in model.state_dict().items()}
+    mine = {name: _fingerprint(tensor) for name, tensor in model.state_dict().items()}
     everyone = grid.comm.allgather(mine)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
@@ -199,7 +201,5 @@ def _check_equal(model, grid):
             )
 
 
-def _checksum(tensor):
-    if tensor.is_meta or tensor.numel() == 0:
-        return tuple(tensor.shape)
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+def _fingerprint(tensor):
+    return tuple(tensor.shape) if tensor.is_meta else (*tensor.shape, int(digest(tensor)))

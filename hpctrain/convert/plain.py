@@ -15,8 +15,8 @@ POINTWISE = (
 
 def altered(module: nn.Module) -> str:
     """What was done to a module beside its type; "" where nothing was."""
-    for name, held in vars(module).items():
-        if isinstance(held, torch.Tensor) and any(other.startswith(f"{name}_") for other in module._parameters):
+    for name, value in vars(module).items():
+        if isinstance(value, torch.Tensor) and any(other.startswith(f"{name}_") for other in module._parameters):
             return f"its {name} is computed from other parameters; remove the weight_norm, spectral_norm or pruning"
     return "its forward was replaced" if "forward" in vars(module) else ""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch.nn.parameter import is_lazy
 
-from hpctrain.convert.divided import divided
 from hpctrain.convert.initial import initial_numbers
 from hpctrain.convert.refusals import hook_refused
-from hpctrain.convert.sharded import Division, ReplicatedParameter, attach, hooked
-from hpctrain.grid import TENSOR
-from hpctrain.randomness import Key, fill_slice
+from hpctrain.convert.sharded_module import sharded_type
+from hpctrain.convert.sharded_parameter import ReplicatedParameter, attach
+from hpctrain.convert.sharding import Sharding, hooked
+from hpctrain.grid import TENSOR, Grid
+from hpctrain.parameter import annotate
+from hpctrain.randomness import RngKey, fill_slice
 from hpctrain.shard import Shard, split
 
 
@@ -19,7 +21,7 @@ class Refused(ValueError):
 
 
 class Plan:
-    """Collects what to do; `carry_out` does it.
+    """Collects what to do; `apply` does it.
 
     Attributes:
         axis: the ranks of the tensor axis, x × y × z of them, in one line: whole activations at the border of every
@@ -28,7 +30,7 @@ class Plan:
         claimed: modules that are dealt with.
     """
 
-    def __init__(self, model: torch.nn.Module, grid, replicated: set):
+    def __init__(self, model: torch.nn.Module, grid: Grid, replicated: set):
         self.replicated = replicated
         self.axis, self.data, self.config = grid.tensor, grid.data, getattr(model, "config", None)
         self.names: dict[int, str] = {}
@@ -37,17 +39,19 @@ class Plan:
             if self.names.setdefault(id(parameter), name) != name:
                 self._shared.add(id(parameter))
         self.paths = {module: path for path, module in model.named_modules()}
-        self.claimed, self._divisions, self._places, self._changes, self._draws = set(), {}, {}, [], {}
+        self.claimed, self._shardings, self._places, self._changes, self._draws = set(), {}, {}, [], {}
 
     def parts(self, length: int, unit: int = 1) -> list[slice]:
         """Every rank's range of `length`, balanced, cut at multiples of `unit`."""
         return [split(length, self.axis.size, rank, unit) for rank in range(self.axis.size)]
 
-    def is_shared(self, parameter) -> bool:
+    def is_shared(self, parameter: torch.nn.Parameter) -> bool:
         """Whether several modules have the parameter."""
         return id(parameter) in self._shared
 
-    def split(self, module, name: str, dim: int, parts: list[slice] | None = None, fused: int = 1) -> None:
+    def split(
+        self, module: torch.nn.Module, name: str, dim: int, parts: list[slice] | None = None, fused: int = 1
+    ) -> None:
         """Each rank keeps its one of `parts` of a parameter along `dim`, by default balanced ones.
 
         Where `fused` equal matrices are stacked along that dim, it is the same part of each.
@@ -65,7 +69,7 @@ class Plan:
         counts = tuple(part.stop - part.start for part in parts)
         self._keep(module, name, Shard(tuple(shape), tuple(slices)), dim, counts)
 
-    def whole(self, module) -> None:
+    def whole(self, module: torch.nn.Module) -> None:
         """Every rank keeps the module's own parameters whole, and computes their whole gradients."""
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -73,12 +77,12 @@ class Plan:
                 self._keep(module, name, Shard(tuple(parameter.shape), slices, TENSOR, partial=False))
         self.claimed.add(module)
 
-    def become(self, module, mixin: type, **attributes) -> None:
+    def swap_class(self, module: torch.nn.Module, mixin: type, **attributes) -> None:
         """The module is given `mixin`'s methods before its own, and `attributes`. Names, hooks and identity stay."""
         self._changes.append((module, mixin, attributes))
         self.claimed.add(module)
 
-    def change(self, module, **attributes) -> None:
+    def change(self, module: torch.nn.Module, **attributes) -> None:
         """Attributes alone."""
         self._changes.append((module, None, attributes))
 
@@ -86,9 +90,9 @@ class Plan:
         parameter = module._parameters[name]
         path = self.names[id(parameter)]
         self._check(parameter, path)
-        division = Division(path, self.axis, shard, dim, counts, tuple(parameter.shape), self.data.size)
-        known = self._divisions.setdefault(id(parameter), division)
-        if known != division:
+        sharding = Sharding(path, self.axis, shard, dim, counts, tuple(parameter.shape), self.data.size)
+        known = self._shardings.setdefault(id(parameter), sharding)
+        if known != sharding:
             raise ValueError(
                 f"the weight {path!r} is shared by modules that need it divided in different ways;"
                 " give each its own, or list all of them in replicate"
@@ -109,7 +113,7 @@ class Plan:
                 " register it after parallelize if it treats every element by itself"
             )
 
-    def carry_out(self, key: Key | None) -> None:
+    def apply(self, key: RngKey | None) -> None:
         """Replace parameters by this rank's slices, one by one, and change the modules.
 
         Args:
@@ -117,39 +121,39 @@ class Plan:
         """
         for identity, places in self._places.items():
             module, name = places[0]
-            division, parameter = self._divisions[identity], module._parameters[name]
+            sharding, parameter = self._shardings[identity], module._parameters[name]
             if parameter.is_meta:
-                data = torch.empty(division.shard.shape, dtype=parameter.dtype, device="cpu")
-                fill_slice(data, division.shard, self._draws[identity](key / self.names[identity]))
-                made = torch.nn.Parameter(data.view(division.part_shape), parameter.requires_grad)
+                data = torch.empty(sharding.shard.shape, dtype=parameter.dtype, device="cpu")
+                fill_slice(data, sharding.shard, self._draws[identity](key / self.names[identity]))
+                made = torch.nn.Parameter(data.view(sharding.local_shape), parameter.requires_grad)
                 made.__dict__.update(vars(parameter))
                 for module, name in places:
                     module._parameters[name] = made
                 parameter = made
             else:
-                self._cut(parameter, division)
-            if division.counts and self.axis.size > 1:
-                attach(parameter, division)
+                self._cut(parameter, sharding)
+            if sharding.counts and self.axis.size > 1:
+                attach(parameter, sharding)
             else:
                 parameter.__class__ = ReplicatedParameter
-                parameter.shard, parameter.whole_shape = division.shard, division.whole_shape
+                annotate(parameter, shard=sharding.shard, whole_shape=sharding.whole_shape)
         for module, mixin, attributes in self._changes:
             if mixin is not None:
                 path = self.paths[module]
-                held = (name for name, parameter in module._parameters.items() if parameter is not None)
-                module.divided_weights = {name: f"{path}.{name}".lstrip(".") for name in held}
-                module.__class__ = divided(mixin, type(module))
+                names = (name for name, parameter in module._parameters.items() if parameter is not None)
+                module.sharded_weights = {name: f"{path}.{name}".lstrip(".") for name in names}
+                module.__class__ = sharded_type(mixin, type(module))
                 module.path = path or "the model itself"
             for name, value in attributes.items():
                 setattr(module, name, value)
 
     @staticmethod
-    def _cut(parameter, division):
+    def _cut(parameter, sharding):
         """The parameter stays the same object, so that lists of weights, optimizers and attributes keep their sense."""
         gradient, parameter.grad = parameter.grad, None
-        parameter.data = division.take(parameter.data)
+        parameter.data = sharding.take(parameter.data)
         if gradient is not None:
-            parameter.grad = division.take(gradient)
+            parameter.grad = sharding.take(gradient)
         for number, hook in (parameter._backward_hooks or {}).items():
-            if division.counts and division.axis.size > 1:
-                parameter._backward_hooks[number] = hooked(hook, division)
+            if sharding.counts and sharding.axis.size > 1:
+                parameter._backward_hooks[number] = hooked(hook, sharding)

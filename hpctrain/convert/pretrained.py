@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpctrain import comm
 from hpctrain.convert.refusals import place
-from hpctrain.convert.state import gather_state_dict
+from hpctrain.convert.state_dict import gather_state_dict
 
 
 class DividedPretrained:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.convert.boundary import enter, gather, leave, take
-from hpctrain.convert.sharded import local
+from hpctrain.convert.sharding import local
 from hpctrain.shard import split_sizes
 
 
@@ -42,17 +42,17 @@ class SplitLinear:
             y.narrow(dim, start, len(bias)).add_(bias.view(-1, *[1] * (-1 - self.feature_dim)))
         return leave(y, axis)
 
-    def enter(self, x):
+    def enter(self, x: torch.Tensor):
         return enter(x, self.axis)
 
-    def multiply(self, x, bias):
+    def multiply(self, x: torch.Tensor, bias):
         return F.linear(x, self._parameters["weight"], bias)
 
 
 class SplitConv1D(SplitLinear):
     """Mixin for Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
 
-    def multiply(self, x, bias):
+    def multiply(self, x: torch.Tensor, bias):
         return F.linear(x, self._parameters["weight"].t(), bias)
 
 
@@ -70,12 +70,12 @@ class SplitConv(SplitLinear):
     def feature_dim(self):
         return -1 - len(self.kernel_size)
 
-    def enter(self, x):
+    def enter(self, x: torch.Tensor):
         if self.input_counts is None:
             return enter(x, self.axis)
         return take(x, self.axis, self.input_counts, x.dim() + self.feature_dim)
 
-    def multiply(self, x, bias):
+    def multiply(self, x: torch.Tensor, bias):
         if len(self.weight):
             return self._conv_forward(x, self.weight, bias)
         # torch refuses to make no channels: make one, which gives the shape and the place in the graph, and drop it.
@@ -86,12 +86,12 @@ class SplitConv(SplitLinear):
         return one.narrow(self.feature_dim, 0, 0)
 
 
-def split_linear(plan, module, **how) -> None:
+def split_linear(plan, module: torch.nn.Module, **how) -> None:
     """As `split_matrix`."""
     split_matrix(plan, module, SplitLinear, 0, 1, **how)
 
 
-def split_conv1d(plan, module, **how) -> None:
+def split_conv1d(plan, module: torch.nn.Module, **how) -> None:
     split_matrix(plan, module, SplitConv1D, 1, 0, **how)
 
 
@@ -112,20 +112,20 @@ def split_matrix(
     parts = parts or plan.parts(shape[dim] // fused)
     plan.split(module, "weight", dim, parts, fused)
     plan.split(module, "bias", 0, *[parts, fused] if by_output else [])
-    plan.become(
+    plan.swap_class(
         module, mixin, axis=plan.axis, by_output=by_output, counts=tuple(p.stop - p.start for p in parts),
         enters=enters, leaves=leaves,
     )  # fmt: skip
 
 
-def split_convolution(plan, module) -> None:
+def split_convolution(plan, module: torch.nn.Module) -> None:
     size, groups = plan.axis.size, module.groups
     unit = module.out_channels // groups if groups > 1 else 1
     parts = plan.parts(module.out_channels, unit)
     part = parts[plan.axis.rank]
     plan.split(module, "weight", 0, parts)
     plan.split(module, "bias", 0, parts)
-    plan.become(
+    plan.swap_class(
         module, SplitConv, axis=plan.axis, counts=tuple(p.stop - p.start for p in parts),
         groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,
         input_counts=split_sizes(module.in_channels, size, module.in_channels // groups) if groups > 1 else None,

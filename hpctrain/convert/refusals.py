@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
 _LIBRARIES = ("torch", "hpctrain", "transformers", "typing_extensions", "contextlib", "functools")  # not the user's
 
 
@@ -25,7 +27,7 @@ def unpicklable(what: str) -> str:
 def hook_refused(path: str) -> str:
     return (
         f"the weight {path!r} has a hook on its gradient, which would see that of one replica's batch; remove it, and"
-        " change .grad after ht.sync(model)"
+        " change .grad after ht.sync_gradients(model)"
     )
 
 
@@ -33,8 +35,24 @@ def place() -> str:
     """The line of the user's code that led here, as "line 12 of train.py"."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in _LIBRARIES:
+        if _library(frame) not in _LIBRARIES:
             return f"line {frame.f_lineno} of {frame.f_code.co_filename}"
         frame = frame.f_back
     return "torch"
+
+
+def called_in_forward(frame) -> bool:
+    """Whether code of the user's, in the forward of a module, led to this frame; not that of torch or ours."""
+    if _library(frame) in ("torch", "hpctrain"):
+        return False
+    while frame is not None:
+        code = frame.f_code
+        of_module = code.co_name == "forward" and code.co_argcount > 0
+        if of_module and isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _library(frame) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from hpctrain import comm
-from hpctrain.convert.gradients import as_tensors, check_summed, mark_summed
-from hpctrain.replicas.clipping import clip, local_square
-from hpctrain.replicas.data_parallel import BUCKET_BYTES, summed_over
+from hpctrain.convert.gradients import as_tensors, check_summed, is_summed, mark_summed
+from hpctrain.data_parallel.buckets import sum_gradients, summed_over
+from hpctrain.data_parallel.clipping import clip, local_square
+from hpctrain.grid import Grid
 from hpctrain.shard import check_shards
 
 
-def sync(model: torch.nn.Module, grid=None) -> None:
+def sync_gradients(model: torch.nn.Module, grid: Grid | None = None) -> None:
     """Sum the gradients over the replicas; without a data axis, nothing is left to do for a parallelized model.
 
     The sum is not divided: divide the loss by the batch of all replicas before backward. For models of `ht.layers`,
@@ -20,24 +21,22 @@ def sync(model: torch.nn.Module, grid=None) -> None:
 
     Args:
         grid: of a model that `parallelize` did not make.
+
+    Raises:
+        ValueError: on every rank, when the gradients are summed already, and no backward has added to them since.
     """
     grid = grid_of(model, grid)
-    groups: dict = {}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            groups.setdefault(summed_over(parameter, grid), []).append(parameter)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with as_tensors():
-        for plane, parameters in groups.items():
-            if plane is not None:
-                _sum(parameters, plane)
-        _sum([parameter for parameters in groups.values() for parameter in parameters], grid.data)
-        mark_summed(model.parameters())
+        used = _complete(parameters, grid)
+        sum_gradients(used, grid)
+        mark_summed(used)
 
 
-def clip_(model: torch.nn.Module, max_norm: float, grid=None) -> torch.Tensor:
+def clip_grad_norm_(model: torch.nn.Module, max_norm: float, grid: Grid | None = None) -> torch.Tensor:
     """Scale the gradients so that the norm of the dense gradient is at most `max_norm`; returns that norm, float64.
 
-    As torch.nn.utils.clip_grad_norm_ on one rank. Call `sync` first.
+    As torch.nn.utils.clip_grad_norm_ on one rank. Call `sync_gradients` first.
 
     Args:
         grid: of a model that `parallelize` did not make.
@@ -47,7 +46,7 @@ def clip_(model: torch.nn.Module, max_norm: float, grid=None) -> torch.Tensor:
     """
     grid = grid_of(model, grid)
     parameters = list(model.parameters())
-    check_summed(parameters, "ht.clip_")
+    check_summed(parameters, "ht.clip_grad_norm_")
     with as_tensors():
         square = comm.all_reduce(local_square(parameters, grid.coords), grid.tensor)
         norm = square.sqrt()
@@ -55,42 +54,40 @@ def clip_(model: torch.nn.Module, max_norm: float, grid=None) -> torch.Tensor:
     return norm
 
 
-def grid_of(model, grid):
+def grid_of(model: torch.nn.Module, grid: Grid):
     """The grid of a model; `grid` itself where it is given."""
     grid = grid or getattr(model, "hpctrain_grid", None)
     if grid is None:
-        raise ValueError("the model was not made by parallelize: pass its grid, as in ht.sync(model, grid)")
+        raise ValueError("the model was not made by parallelize: pass its grid, as in ht.sync_gradients(model, grid)")
     if grid.pipeline.size > 1:
         raise ValueError(f"got pipeline={grid.pipeline.size}: models cut into stages are trained by `hpctrain train`")
     check_shards(model)
     return grid
 
 
-def _sum(parameters, axis) -> None:
-    """Replace the parameters' gradients by their sums over the axis, a bucket at a time."""
-    if axis.size == 1 or not parameters:
-        return
-    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.float32)
-    comm.all_reduce(used, axis, "max")
-    gradients: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter, anywhere in zip(parameters, used.tolist()):
-        if anywhere:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for same in gradients.values():
-        for bucket in _buckets(same):
-            flat = comm.all_reduce(torch.cat([gradient.reshape(-1) for gradient in bucket]), axis)
-            for gradient, total in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
-                gradient.copy_(total.view_as(gradient))
+def _complete(parameters, grid) -> list[torch.nn.Parameter]:
+    """The parameters that have a gradient on any rank that shares them; where others have none, it is zero there.
 
-
-def _buckets(gradients):
-    bucket = []
-    for gradient in gradients:
-        bucket.append(gradient)
-        if sum(held.nbytes for held in bucket) >= BUCKET_BYTES:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
+    Raises:
+        ValueError: on every rank, when all of these gradients are sums over the replicas already.
+    """
+    by_axis: dict = {grid.data: parameters}
+    for parameter in parameters:
+        if (plane := summed_over(parameter, grid)) is not None:
+            by_axis.setdefault(plane, []).append(parameter)
+    there = {parameter: parameter.grad is not None for parameter in parameters}
+    unsummed = any(parameter.grad is not None and not is_summed(parameter.grad) for parameter in parameters)
+    for axis in sorted(by_axis, key=lambda axis: axis is grid.data):  # over the data axis last, of what all have told
+        flags = torch.tensor([*(there[parameter] for parameter in by_axis[axis]), unsummed], dtype=torch.float32)
+        *found, unsummed = comm.all_reduce(flags, axis, "max").tolist()
+        there.update(zip(by_axis[axis], map(bool, found)))
+    used = [parameter for parameter in parameters if there[parameter]]
+    if used and not unsummed and grid.data.size > 1:
+        raise ValueError(
+            "ht.sync_gradients was called twice: the gradients are the sums over the replicas already, and a second "
+            "sum would multiply them by the number of replicas; call it once, after the last backward of a step"
+        )
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return used

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.convert.boundary import gather, leave
-from hpctrain.convert.sharded import local
+from hpctrain.convert.sharding import local
+from hpctrain.layers.embedding import look_up
 
 
 class SplitEmbedding:
@@ -28,15 +29,9 @@ class SplitEmbedding:
         if not self.by_row:
             found = F.embedding(ids, weight, self.padding_idx)
             return gather(found, axis, self.counts, ids.dim())
-        first, last = self.part.start, self.part.stop
-        here = (ids >= first) & (ids < last)
-        if self.padding_idx is not None:
-            here &= ids != self.padding_idx
-        found = weight.new_zeros(*ids.shape, self.embedding_dim)
-        found[here] = F.embedding(ids[here] - first, weight)
-        if self.padding_idx is not None and first <= self.padding_idx < last:
-            found[ids == self.padding_idx] = weight[self.padding_idx - first].detach()
-        return leave(found, axis)
+        whole = axis.size == 1
+        found = look_up(weight, ids.flatten().long(), self.part, whole=whole, padding=self.padding_idx)
+        return leave(found.view(*ids.shape, self.embedding_dim), axis)
 
 
 def _check(ids, rows):
@@ -49,7 +44,7 @@ def _check(ids, rows):
         raise IndexError(f"nn.Embedding of {rows} rows got the index {wrong}; indices must be from 0 to {rows - 1}")
 
 
-def split_embedding(plan, module) -> None:
+def split_embedding(plan, module: torch.nn.Module) -> None:
     """Along the longer dim, as a linear layer of the same weight is, so that the two can share it."""
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
@@ -60,4 +55,4 @@ def split_embedding(plan, module) -> None:
     part = parts[plan.axis.rank]
     plan.split(module, "weight", 0 if by_row else 1, parts)
     counts = tuple(p.stop - p.start for p in parts)
-    plan.become(module, SplitEmbedding, axis=plan.axis, by_row=by_row, part=part, counts=counts)
+    plan.swap_class(module, SplitEmbedding, axis=plan.axis, by_row=by_row, part=part, counts=counts)

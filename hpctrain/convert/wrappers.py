@@ -1,17 +1,21 @@
-"""torch's DistributedDataParallel around a parallelized model, as accelerate puts it there, is refused.
+"""What is put around a parallelized model: torch's DistributedDataParallel is refused, torch.compile left to the rest.
 
-It would overwrite every rank's parts of the weights by those of rank 0, and sum their gradients.
+The first, as accelerate puts it there, would overwrite every rank's shards of the weights by those of rank 0, and sum
+their gradients. The second compiles code between sharded modules, and calls these as they are: communication and
+gathered weights cannot be traced.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
 _TEXT = (
     "torch's DistributedDataParallel would take the parts of weights that the ranks hold for replicas of one model, "
     "but ht.parallelize divided them; for replicas use the data axis of the grid, as in ht.Grid(data=2, tensor=4), and "
-    "ht.sync(model) after backward. accelerate, Hugging Face's Trainer and Lightning put it there where MASTER_ADDR or "
-    "WORLD_SIZE are set: unset them, or run one device"
+    "ht.sync_gradients(model) after backward. accelerate, Hugging Face's Trainer and Lightning put it there where "
+    "MASTER_ADDR or WORLD_SIZE are set: unset them, or run one device"
 )
 
 
@@ -32,3 +36,11 @@ def refuse_ddp(model: torch.nn.Module) -> None:
 def _check(model, arguments) -> None:
     if not torch.compiler.is_compiling() and torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
         raise ValueError(_TEXT)
+
+
+@functools.cache
+def leave_out_of_graphs() -> None:
+    """torch.compile breaks its graphs where a sharded module is called."""
+    from torch._dynamo import trace_rules  # an import of a second, which every optimizer of torch's needs as well
+
+    trace_rules.add("hpctrain")

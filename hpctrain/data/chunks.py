@@ -101,9 +101,9 @@ class Chunks:
         numbers = stored[:, : self._bytes].view(self.dtype)
         new = ((1 << len(stored)) - 1) << first
         if self._checked & new != new:
-            told = stored[:, self._bytes :].copy().view("<u4")[:, 0].tolist()
+            recorded = stored[:, self._bytes :].copy().view("<u4")[:, 0].tolist()
             for number, (found, wanted) in enumerate(
-                zip(self._scratch.sums(stored[:, : self._bytes].view("<u2")), told)
+                zip(self._scratch.sums(stored[:, : self._bytes].view("<u2")), recorded)
             ):
                 if found != wanted:
                     raise OSError(f"chunk {first + number} fails its checksum")

@@ -89,6 +89,8 @@ def dataset(file: h5py.File, name: str, dtype: np.dtype, size: int) -> h5py.Data
         raise OSError(f"{name} is not stored in chunks that have a checksum, and nothing else")
     if found.dtype != dtype or len(found.shape) != 1:
         raise OSError(f"{name} holds {found.dtype} in {len(found.shape)} dims, not {dtype} in one")
+    if found.id.get_type() != h5py.h5t.py_create(dtype):  # fewer bits than the bytes have, which NumPy does not know
+        raise OSError(f"{name} holds numbers of {found.id.get_type().get_precision()} bits, not {dtype}")
     ((length,), (chunk,)) = found.shape, found.chunks
     wanted = -(-length // chunk) * (chunk * dtype.itemsize + 4)
     # what it declares first: HDF5 goes through all chunks to add up what is stored

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from hpctrain.randomness import Key, Permutation
+from hpctrain.randomness import Permutation, RngKey
 
 
 class SampleOrder:
@@ -16,12 +16,12 @@ class SampleOrder:
         samples: how many there are.
         key: names the order. Epoch e is shuffled by `key / e`.
 
-    >>> order = SampleOrder(3, Key(0, "train"))
+    >>> order = SampleOrder(3, RngKey(0, "train"))
     >>> sorted(order[0:3].tolist()), sorted(order[3:6].tolist())
     ([0, 1, 2], [0, 1, 2])
     """
 
-    def __init__(self, samples: int, key: Key):
+    def __init__(self, samples: int, key: RngKey):
         if samples < 1:
             raise ValueError("no samples to put in order")
         self.samples, self.key = samples, key

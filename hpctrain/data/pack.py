@@ -115,8 +115,8 @@ class _Writer:
             )
         while len(ids):
             self._shard()
-            room = min(len(self.buffer) - self.filled, self.limit - self.length - self.filled)
-            part, ids = ids[:room], ids[room:]
+            space = min(len(self.buffer) - self.filled, self.limit - self.length - self.filled)
+            part, ids = ids[:space], ids[space:]
             self.buffer[self.filled : self.filled + len(part)] = part
             self.filled += len(part)
             if self.filled == len(self.buffer) or self.length + self.filled == self.limit:

@@ -128,11 +128,11 @@ class ShardedTokens:
     def _read_index(self):
         index = read_index(self.path)
         tokenizer = tokenizer_from_description(index.tokenizer, f"the tokenizer in {self.path}")
-        told = tokenizer.vocabulary, tokenizer.end_of_document
-        if told != (index.vocabulary, index.end_of_document):
+        found = tokenizer.vocabulary, tokenizer.end_of_document
+        if found != (index.vocabulary, index.end_of_document):
             raise ValueError(
                 f"{self.path} tells of ids below {index.vocabulary} and an end of documents {index.end_of_document}, "
-                f"its tokenizer has {told[0]} and {told[1]}; pack again"
+                f"its tokenizer has {found[0]} and {found[1]}; pack again"
             )
         return index
 
@@ -160,8 +160,8 @@ class ShardedTokens:
         file = hdf5.opened(path, rdcc_nbytes=4 << 20, **how)
         try:
             with reading(path):
-                told = hdf5.attribute(file, "packing", str), hdf5.attribute(file, "number", int)
-            if told != (index.packing, number):
+                found = hdf5.attribute(file, "packing", str), hdf5.attribute(file, "number", int)
+            if found != (index.packing, number):
                 raise ValueError(f"{path} belongs to another packing than its index {self.path}; pack again")
             with reading(path):
                 tokens = hdf5.dataset(file, "tokens", index.dtype, int(index.bytes[number]))

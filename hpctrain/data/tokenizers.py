@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -32,7 +33,7 @@ class FileTokenizer:
     Attributes: `description`, the JSON; `vocabulary`, the largest id and one; `end_of_document`.
 
     Raises:
-        ValueError: when the file is no tokenizer or lacks such a token.
+        ValueError: when the file is no tokenizer, lacks such a token, or contradicts itself about an id.
     """
 
     END = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -48,6 +49,11 @@ class FileTokenizer:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise ValueError(f"{name} is not a tokenizers JSON file: {error}") from error
+        for token in json.loads(description).get("added_tokens") or ():
+            content, declared = token["content"], token["id"]
+            found = self._tokenizer.token_to_id(content)
+            if found != declared:  # the library numbers it anew, and is silent
+                raise ValueError(f"{name} says that {content!r} is token {declared}, its model makes it {found}")
         # a model's tokenizer may be set to cut a text to the model's length, or to fill it up
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -16,7 +16,7 @@ from pathlib import Path
 from hpctrain import __version__, cores
 
 SECONDS = 90  # for a job of two ranks to start
-SAID = 300  # characters of what a launcher said last
+MESSAGE = 300  # characters of a launcher's last message
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def launcher_path() -> str | None:
 
 
 def mpi() -> tuple[list[Finding], dict]:
-    """Start two ranks and ask them; the findings on launcher, MPI and thread level, and what the ranks told."""
+    """Start two ranks and ask them; the findings on launcher, MPI and thread level, and the ranks' report."""
     launcher = launcher_path()
     if launcher is None:
         advice = "source jobs/env.sh of a checkout, or load an MPI module"
@@ -59,15 +59,16 @@ def mpi() -> tuple[list[Finding], dict]:
         return [Finding("launcher", "error", f"{launcher}: no end within {SECONDS} s", "start it by hand to see")], {}
     except OSError as error:
         return [Finding("launcher", "error", f"{launcher}: {error}", "set MPIRUN to what starts ranks here")], {}
-    told = [json.loads(line[8:]) for line in done.stdout.splitlines() if line.startswith("hpctrain")]
-    if done.returncode or not told:
-        said = " ".join(line.strip() for line in done.stderr.splitlines() if line.strip(" -*"))[-SAID:] or "no message"
+    reports = [json.loads(line[8:]) for line in done.stdout.splitlines() if line.startswith("hpctrain")]
+    if done.returncode or not reports:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip(" -*")]
+        message = " ".join(lines)[-MESSAGE:] or "no message"
         advice = (
             f"to see all of it: {shlex.join(command)}; launcher and library must be of one make; "
             "a login node may forbid MPI: run this in an allocation"
         )
-        return [Finding("launcher", "error", f"{launcher} ends with status {done.returncode}: {said}", advice)], {}
-    facts = told[0]
+        return [Finding("launcher", "error", f"{launcher} ends with status {done.returncode}: {message}", advice)], {}
+    facts = reports[0]
     if facts["size"] != 2:
         advice = "load one MPI only: mpirun must belong to the library that mpi4py loads"
         return [Finding("launcher", "error", f"{launcher} starts worlds of {facts['size']} rank", advice)], facts
@@ -78,20 +79,20 @@ def mpi() -> tuple[list[Finding], dict]:
 def processor(facts: dict) -> Finding:
     """The cores of this node, and how the two ranks of a job were bound to them. `facts` is what the ranks reported."""
     found = cores.find()
-    said = found.describe()
+    described = found.describe()
     if "cores" not in facts:
-        return Finding("cores", "ok", said)
+        return Finding("cores", "ok", described)
     threads = facts["threads"] or "1"
     each = min(facts["cores"])
     bound = f"; of 2 ranks each may use {each} core{'s' * (each > 1)} and runs {threads} thread{'s' * (threads != '1')}"
     if int(threads.split(",")[0]) > each:
         advice = "the launcher binds a rank to fewer cores than it has threads: give it --cpus-per-task, or the like"
-        return Finding("cores", "note", said + bound, advice)
-    return Finding("cores", "ok", said + bound)
+        return Finding("cores", "note", described + bound, advice)
+    return Finding("cores", "ok", described + bound)
 
 
 def gpu(facts: dict) -> list[Finding]:
-    """Devices, how tensors on them travel, and NCCL. `facts` is what the ranks told."""
+    """Devices, how tensors on them travel, and NCCL. `facts` is what the ranks reported."""
     if not facts.get("devices"):
         return [Finding("GPU", "ok", "no CUDA device: training runs on the CPU")]
     found = [Finding("GPU", "ok", f"{facts['devices']} CUDA devices")]

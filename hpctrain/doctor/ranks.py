@@ -41,7 +41,7 @@ def main() -> None:
 
         facts["nccl"] = str(nccl.get_version())
     except (ImportError, AttributeError):
-        pass  # told as such
+        pass  # reported as None
     if world.rank == 0:
         print("hpctrain" + json.dumps(facts), flush=True)
 

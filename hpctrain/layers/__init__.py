@@ -21,13 +21,13 @@ from hpctrain.layers.conv import Conv2d
 from hpctrain.layers.dropout import Dropout
 from hpctrain.layers.embedding import Embedding
 from hpctrain.layers.flatten import Flatten
-from hpctrain.layers.later import WeightGradients
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.loss import CrossEntropy
 from hpctrain.layers.mlp import MLP
 from hpctrain.layers.norm import LayerNorm, RMSNorm
 from hpctrain.layers.pool import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
 from hpctrain.layers.spatial import image_block
+from hpctrain.layers.split_backward import SplitBackward
 from hpctrain.layers.tokens import Tokens
 
 __all__ = [
@@ -48,5 +48,5 @@ __all__ = [
     "MLP",
     "RMSNorm",
     "Tokens",
-    "WeightGradients",
+    "SplitBackward",
 ]

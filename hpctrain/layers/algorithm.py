@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.algorithms import DEFAULT_OVERLAP, check_algorithm, check_overlap
-from hpctrain.layers.weights import Weights
+from hpctrain.choices import DEFAULT_OVERLAP, check_overlap, check_product
+from hpctrain.grid import Grid
+from hpctrain.matmul import Agarwal, Cannon, Summa
+from hpctrain.matmul.two_half_d_rows import TwoHalfDRows
 from hpctrain.shard import split, split_sizes, subsplit
 
 
-def algorithm_of(grid, name: str | Algorithm, overlap: Sequence[str] = DEFAULT_OVERLAP) -> Algorithm:
+def algorithm_of(grid: Grid, name: str | Algorithm, overlap: Sequence[str] = DEFAULT_OVERLAP) -> Algorithm:
     """The algorithm of this name on the tensor axes of a grid; one that is made already is returned as it is.
 
-    `overlap` names what runs beside the products of the box family; see `algorithms.OVERLAPS`. Weights are gathered
-    ahead for layers that are given one and the same `Algorithm`, in the order in which they are made.
+    `overlap` names what runs beside the products of the box family; see `choices.OVERLAPS`.
 
     "agarwal": Agarwal's 3-D product on any x × y × z box. "megatron": column- and row-parallel pairs with norms in
     sequence parallel form, on (t, 1, 1). "cannon": Cannon's product on (q, q, 1). "summa": SUMMA on (x, y, 1).
@@ -32,8 +33,8 @@ def algorithm_of(grid, name: str | Algorithm, overlap: Sequence[str] = DEFAULT_O
         return name
     tensor = grid.tensor
     check_overlap(overlap)
-    check_algorithm(name, tensor.x.size, tensor.y.size, tensor.z.size)
-    return Box(grid, name, overlap) if name in ("agarwal", "megatron") else Plane(grid, name)
+    check_product(name, tensor.x.size, tensor.y.size, tensor.z.size)
+    return BoxAlgorithm(grid, name, overlap) if name in ("agarwal", "megatron") else PlaneAlgorithm(grid, name)
 
 
 class Algorithm:
@@ -45,30 +46,24 @@ class Algorithm:
         rows: the axis over which it spreads rows.
     """
 
-    def __init__(self, grid, name):
+    def __init__(self, grid: Grid, name: str):
         self.name, self.x, self.y, self.z = name, grid.tensor.x, grid.tensor.y, grid.tensor.z
-
-    def begin_stage(self) -> None:
-        """The layers made from now on are of another pipeline stage than those before."""
 
     def inner(self, length: int, unit: int = 1, rank: int | None = None) -> slice:
         """The features that a rank of `columns`, this one by default, holds in the inner layout."""
         raise NotImplementedError
 
 
-class Box(Algorithm):
+class BoxAlgorithm(Algorithm):
     """Agarwal's family: a layer gathers its operands and scatters its result."""
 
-    def __init__(self, grid, name, overlap):
+    def __init__(self, grid: Grid, name: str, overlap):
         super().__init__(grid, name)
         self.columns, self.rows = grid.plane("x", "y"), self.z
         self.overlap = frozenset(overlap)
-        self.weights = Weights("prefetch" in self.overlap)
+        self.matmul = Agarwal(grid.tensor)
 
-    def begin_stage(self):
-        self.weights.begin_stage()
-
-    def inner(self, length, unit=1, rank=None):
+    def inner(self, length: int, unit: int = 1, rank: int | None = None):
         i, j = divmod(self.columns.rank if rank is None else rank, self.y.size)
         return subsplit(split(length, self.x.size, i, unit), self.y.size, j, unit)
 
@@ -81,22 +76,19 @@ class Box(Algorithm):
         return slice(0, sequences)
 
 
-class Plane(Algorithm):
+class PlaneAlgorithm(Algorithm):
     """The family of Cannon's product: blocks stay where they are, and panels of them travel."""
 
-    def __init__(self, grid, name):
+    def __init__(self, grid: Grid, name: str):
         super().__init__(grid, name)
-        from hpctrain.matmul import Cannon, Summa
-        from hpctrain.matmul.depth_rows import TwoHalfDRows
-
         self.columns, self.rows = self.y, grid.plane("x", "z")
         self.matmul = {"cannon": Cannon, "summa": Summa, "two_half_d": TwoHalfDRows}[name](grid.tensor)
 
-    def inner(self, length, unit=1, rank=None):
+    def inner(self, length: int, unit: int = 1, rank: int | None = None):
         return split(length, self.y.size, self.y.rank if rank is None else rank, unit)
 
-    def rows_over_x(self, sequences, length):
+    def rows_over_x(self, sequences: int, length: int):
         return split_sizes(sequences * length, self.x.size, length)
 
-    def inner_sequences(self, sequences):
+    def inner_sequences(self, sequences: int):
         return split(sequences, self.x.size, self.x.rank)

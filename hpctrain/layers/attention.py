@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
+from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import algorithm_of
 from hpctrain.layers.dropout import check_probability, drop
 from hpctrain.layers.linear import Linear
+from hpctrain.layers.norm import HeadNorm
 from hpctrain.layers.parameter import drawn_key
 from hpctrain.layers.recompute import recomputed
-from hpctrain.layers.rotary import rotate
+from hpctrain.layers.rotary import RopeScaling, rotate
+from hpctrain.layers.softmax_attention import softmax_attention
 from hpctrain.layers.tokens import Tokens
-from hpctrain.randomness import Key
+from hpctrain.randomness import RngKey
 
 
 class Attention(torch.nn.Module):
@@ -34,6 +35,9 @@ class Attention(torch.nn.Module):
         head_width: features of a head, by default width / heads.
         causal: attend to no later position.
         rotary: base of the rotary position embedding of queries and keys, such as 10000.0; None for no embedding.
+        rope_scaling: of its frequencies.
+        qk_norm: normalise the features of every query and key head before they are turned, with `norm_eps`; see
+            `layers.norm.HeadNorm`. Query heads share one weight (`q_norm`), key heads another (`k_norm`).
         algorithm: the matrix product of the projections; see `Linear`.
         recompute: keep only queries, keys and values for backward, not what attention makes of them.
         qkv_bias, proj_bias: whether the two projections have a bias.
@@ -43,14 +47,15 @@ class Attention(torch.nn.Module):
     (2023).
 
     Raises:
-        ValueError: when width, heads, kv_heads and head_width do not fit together.
+        ValueError: when width, heads, kv_heads and head_width do not fit together, or rope_scaling has no rotary.
     """
 
     def __init__(
-        self, grid, width: int, heads: int, dropout: float = 0.0, *, kv_heads: int | None = None,
-        head_width: int | None = None, causal: bool = True, rotary: float | None = None, qkv_bias: bool = True,
-        proj_bias: bool = True, recompute: bool = False, algorithm="agarwal", std: float | None = None,
-        std_out: float | None = None, key: Key | None = None, dtype=None, device=None,
+        self, grid: Grid, width: int, heads: int, dropout: float = 0.0, *, kv_heads: int | None = None,
+        head_width: int | None = None, causal: bool = True, rotary: float | None = None,
+        rope_scaling: RopeScaling | None = None, qk_norm: bool = False, norm_eps: float | None = None,
+        qkv_bias: bool = True, proj_bias: bool = True, recompute: bool = False, algorithm="agarwal",
+        std: float | None = None, std_out: float | None = None, key: RngKey | None = None, dtype=None, device=None,
     ):  # fmt: skip
         super().__init__()
         if head_width is None and width % heads:
@@ -63,8 +68,11 @@ class Attention(torch.nn.Module):
         self.head_width = width // heads if head_width is None else head_width
         if rotary is not None and self.head_width % 2:
             raise ValueError(f"rotary needs heads of an even width, got head_width {self.head_width}")
+        if rotary is None and rope_scaling is not None:
+            raise ValueError("rope_scaling needs rotary, the base of the frequencies that it scales")
         self.heads, self.queries = heads, heads // groups  # all heads; query heads of a group
-        self.causal, self.rotary, self.p = causal, rotary, check_probability(dropout)
+        self.causal, self.rotary, self.rope_scaling = causal, rotary, rope_scaling
+        self.p = check_probability(dropout)
         self.recompute = recompute
         self.key = key = drawn_key(grid, key)
 
@@ -78,41 +86,45 @@ class Attention(torch.nn.Module):
             grid, groups * unit_out, width, proj_bias, to="residual", in_unit=unit_out, std=std_out,
             key=key / "proj", **made,
         )  # fmt: skip
+        self.q_norm = self.k_norm = None
+        if qk_norm:
+            of_heads = {"eps": norm_eps, "dtype": dtype, "device": device}
+            self.q_norm = HeadNorm(grid, self.head_width, key=key / "q_norm", **of_heads)
+            self.k_norm = HeadNorm(grid, self.head_width, key=key / "k_norm", **of_heads)
         self.mine = algorithm.inner(groups)
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         groups = self.mine.stop - self.mine.start
         shape = (len(tokens.inner), tokens.length, groups, self.queries + 2, self.head_width)
         q, k, v = self.qkv(x, tokens).view(shape).split((self.queries, 1, 1), 3)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            q, k = rotate(q, self.rotary, tokens.position), rotate(k, self.rotary, tokens.position)
+            q, k = (rotate(part, self.rotary, tokens.position, self.rope_scaling) for part in (q, k))
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))  # (sequences, heads, length, head_width)
-        if tokens.past is not None:
+        if tokens.kv_cache is not None:
             if not self.causal:
                 raise ValueError("token slices need causal attention: without it, the first needs the last")
-            k, v = tokens.past.extend(self, k, v)
+            k, v = tokens.kv_cache.extend(self, k, v)
         attended = recomputed(self._attend, q, k, v, tokens) if self.recompute else self._attend(q, k, v, tokens)
-        held = groups * self.queries * self.head_width
-        return self.proj(attended.transpose(1, 2).reshape(len(tokens.inner) * tokens.length, held), tokens)
+        local_width = groups * self.queries * self.head_width
+        return self.proj(attended.transpose(1, 2).reshape(len(tokens.inner) * tokens.length, local_width), tokens)
 
     def _attend(self, q, k, v, tokens):
         if self.training and self.p > 0:
             return self._attend_with_dropout(q, k, v, tokens)
-        later = None if q.shape[2] == k.shape[2] else ~_later(q, k)
+        seen = None if q.shape[2] == k.shape[2] else _seen(q, k)
         return F.scaled_dot_product_attention(
-            q, k, v, later, is_causal=self.causal and later is None, enable_gqa=self.queries > 1
+            q, k, v, seen, is_causal=self.causal and seen is None, enable_gqa=self.queries > 1
         )
 
     def _attend_with_dropout(self, q, k, v, tokens):
         # torch's fused attention draws its own masks, which would depend on the grid.
-        length, seen = q.shape[2], k.shape[2]
-        grouped = (*k.shape[:2], self.queries * length)  # the queries of a group as one longer sequence
-        scores = (q.reshape(*grouped, self.head_width) / math.sqrt(self.head_width)) @ k.mT
-        scores = scores.view(*q.shape[:3], seen)
-        if self.causal:
-            scores.masked_fill_(_later(q, k), -math.inf)
-        probabilities = drop(_softmax(scores), self._keep(tokens), self.p)
-        return (probabilities.view(*grouped, seen) @ v).view(q.shape)
+        attended, _ = softmax_attention(
+            q, k, v, _seen(q, k) if self.causal else None, scale=self.head_width**-0.5,
+            drop=lambda probabilities: drop(probabilities, self._keep(tokens), self.p),
+        )  # fmt: skip
+        return attended
 
     def _keep(self, tokens) -> torch.Tensor:
         """Mask of the (sequence, head, query, key) elements this rank holds; they are numbered in that order."""
@@ -127,13 +139,7 @@ class Attention(torch.nn.Module):
         return torch.stack(masks).view(len(masks), heads, tokens.whole, tokens.whole)[:, :, start:stop, :stop]
 
 
-def _later(q, k) -> torch.Tensor:
-    """Which keys a query must not see: those after its own; the last key is the last query's."""
-    length, seen = q.shape[2], k.shape[2]
-    return torch.ones(length, seen, dtype=torch.bool, device=q.device).triu_(1 + seen - length)
-
-
-def _softmax(scores):
-    """In float32 where they have 16 bits."""
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(-1, wide).to(scores.dtype)
+def _seen(q, k) -> torch.Tensor:
+    """Which keys a query may see: those up to its own; the last key is the last query's."""
+    length, keys = q.shape[2], k.shape[2]
+    return torch.ones(length, keys, dtype=torch.bool, device=q.device).tril_(keys - length)

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain import comm
+from hpctrain.comm import functional
+from hpctrain.grid import Grid
 from hpctrain.layers.parameter import drawn_key, parameter
-from hpctrain.randomness import Key
+from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard, split
 
 
@@ -24,15 +26,15 @@ class BatchNorm2d(torch.nn.Module):
     `weight`, `bias`, `running_mean` and `running_var` hold this rank's channels, those of `shard`.
 
     Shapes: x and the result are this rank's blocks of (batch, features, height, width). In evaluation nothing moves.
-    In training a rank receives 2 (1 - 1/p) (2 features/x + 1) words forward and 2 (1 - 1/p) · 2 features/x backward,
+    In training a rank receives 2 (1 - 1/p) (2 features/x + 1) elements forward and 2 (1 - 1/p) · 2 features/x backward,
     for the p ranks of y × z, and again for those of data.
 
     Raises:
         ValueError: on all ranks, in training, when there is but one number a channel.
     """
 
-    def __init__(self, grid, features: int, eps: float = 1e-5, momentum: float | None = 0.1, *,
-                 key: Key | None = None, dtype=None, device=None):  # fmt: skip
+    def __init__(self, grid: Grid, features: int, eps: float = 1e-5, momentum: float | None = 0.1, *,
+                 key: RngKey | None = None, dtype=None, device: torch.device | None = None):  # fmt: skip
         super().__init__()
         self.features, self.eps, self.momentum = features, eps, momentum
         self.axes = [axis for axis in (grid.plane("y", "z"), grid.data) if axis.size > 1]
@@ -50,71 +52,100 @@ class BatchNorm2d(torch.nn.Module):
             if x.numel() == 0:
                 return x * self.weight[:, None, None] + self.bias[:, None, None]  # torch refuses to have no channels
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        mean, variance, count = self._statistics(x.detach())
-        self._track(mean, variance * (count / (count - 1)))
-        scale = (variance + self.eps).rsqrt_()
-        return _Normalise.apply(x, self.weight, self.bias, mean, scale, count, self.axes)
-
-    def _statistics(self, x):
-        """Mean and variance of each channel over all ranks that hold it, and how many numbers that is.
-
-        Each rank's mean and sum of squared deviations are merged exactly (Chan, Golub and LeVeque 1979): the plain sum
-        of squares would cancel. Two all-reduces, whose volume does not grow with the ranks as a gather's would.
-        """
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        held = x.shape[0] * x.shape[2:].numel()
-        if wide.numel():
-            variance, own_mean = torch.var_mean(wide, (0, 2, 3), correction=0)
-        else:
-            variance, own_mean = wide.new_zeros(2, x.shape[1])
-        sums = self._all_reduce(torch.cat([own_mean * held, own_mean.new_tensor([held])]))
-        count = round(sums[-1].item())
-        if count < 2:
-            raise ValueError(f"batch normalisation needs more than one number a channel in training, got {count}")
-        mean = sums[:-1] / count
-        deviation = self._all_reduce((variance + (own_mean - mean).square_()) * held)
-        return mean, deviation / count, count
-
-    def _all_reduce(self, sums):
-        for axis in self.axes:
-            comm.all_reduce(sums, axis)
-        return sums
-
-    @torch.no_grad()
-    def _track(self, mean, variance):
-        self.num_batches_tracked += 1
-        newest = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), newest)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), newest)
+        return batch_norm(self, x, self.weight, self.bias, self.axes)
 
     def extra_repr(self):
         return f"{self.features}, eps={self.eps}, momentum={self.momentum}"
+
+
+def batch_norm(layer: torch.nn.Module, x: torch.Tensor, weight, bias, axes) -> torch.Tensor:
+    """Normalise in training by the statistics of all ranks of `axes`, and add these to the layer's running ones.
+
+    Args:
+        layer: has `eps`, `momentum`, `running_mean`, `running_var` and `num_batches_tracked`, as torch's.
+        x: (batch, channels, ...).
+        weight, bias: of the channels; None for none.
+        axes: over whose ranks the batch, or what follows the channels, is spread.
+
+    Raises:
+        ValueError: on all ranks, when there is but one number a channel.
+    """
+    with torch.no_grad():
+        mean, variance, count = _statistics(x, axes)
+        if layer.running_mean is not None:
+            layer.num_batches_tracked += 1
+            newest = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
+            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), newest)
+            layer.running_var.lerp_((variance * (count / (count - 1))).to(layer.running_var.dtype), newest)
+        scale = (variance + layer.eps).rsqrt_()
+    return _Normalise.apply(x, weight, bias, mean, scale, count, layer.eps, axes)
+
+
+def _statistics(x, axes):
+    """Mean and variance of each channel over all ranks that hold it, and how many numbers that is. Differentiable.
+
+    Each rank's mean and sum of squared deviations are merged exactly (Chan, Golub and LeVeque 1979): the plain sum
+    of squares would cancel. Two all-reduces, whose volume does not grow with the ranks as a gather's would.
+    """
+    wide = x.to(comm.accumulation_dtype(x.dtype))
+    own_count = x.shape[0] * x.shape[2:].numel()
+    if wide.numel():
+        variance, own_mean = torch.var_mean(wide, _other_dims(x), correction=0)
+    else:
+        variance, own_mean = wide.sum(_other_dims(x)).expand(2, -1)
+    sums = _sum(torch.cat([own_mean * own_count, own_mean.new_tensor([own_count])]), axes)
+    count = round(sums[-1].item())
+    if count < 2:
+        raise ValueError(
+            f"batch normalisation needs more than one number a channel in training, got {count} in the batches of all"
+            " ranks; give them more samples, or call eval()"
+        )
+    mean = sums[:-1] / count
+    return mean, _sum((variance + (own_mean - mean).square()) * own_count, axes) / count, count
+
+
+def _sum(sums, axes):
+    for axis in axes:
+        sums = functional.all_reduce(sums, axis)
+    return sums
+
+
+def _other_dims(x):
+    """All dims but that of the channels."""
+    return [dim for dim in range(x.dim()) if dim != 1]
 
 
 class _Normalise(torch.autograd.Function):
     """weight · (x - mean) · scale + bias, where mean and scale are functions of x on all ranks of the axes."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, mean, scale, count, axes):
+    def forward(ctx, x, weight, bias, mean, scale, count, eps, axes):
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.count, ctx.axes = count, axes
-        y = _normal(x, mean, scale).mul_(weight[:, None, None]).add_(bias[:, None, None])
+        ctx.count, ctx.eps, ctx.axes = count, eps, axes
+        y = _normal(x, mean, scale)
+        if weight is not None:
+            y.mul_(_beside(weight, x)).add_(_beside(bias, x))
         return y.to(x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         x, weight, mean, scale = ctx.saved_tensors
-        normal = _normal(x, mean, scale)
-        along, total = (grad * normal).sum((0, 2, 3)), grad.sum((0, 2, 3), dtype=normal.dtype)
-        sums = torch.stack([along, total])
-        for axis in ctx.axes:
-            comm.all_reduce(sums, axis)
-        sums /= ctx.count
-        grad_x = torch.addcmul(grad - sums[1, :, None, None], normal, sums[0, :, None, None], value=-1)
-        grad_x *= (weight * scale)[:, None, None]
-        return grad_x.to(x.dtype), along.to(weight.dtype), total.to(weight.dtype), None, None, None, None
+        if torch.is_grad_enabled():  # create_graph: of the second derivative, they are no constants
+            mean, variance, _ = _statistics(x, ctx.axes)
+            scale = (variance + ctx.eps).rsqrt()
+        normal, others = _normal(x, mean, scale), _other_dims(x)
+        along, total = (grad * normal).sum(others), grad.sum(others, dtype=normal.dtype)
+        sums = _sum(torch.stack([along, total]), ctx.axes) / ctx.count
+        grad_x = torch.addcmul(grad - _beside(sums[1], x), normal, _beside(sums[0], x), value=-1)
+        grad_x *= _beside(scale if weight is None else weight * scale, x)
+        grads = (None, None) if weight is None else (along.to(weight.dtype), total.to(weight.dtype))
+        return grad_x.to(x.dtype), *grads, None, None, None, None, None
 
 
 def _normal(x, mean, scale):
-    return (x - mean[:, None, None]).mul_(scale[:, None, None])
+    return (x - _beside(mean, x)).mul_(_beside(scale, x))
+
+
+def _beside(channels, x):
+    """Of the shape that broadcasts over x."""
+    return channels.view(-1, *[1] * (x.dim() - 2))

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain import comm
+from hpctrain.grid import Axis
 from hpctrain.layers.parameter import drawn_key, parameter
 from hpctrain.layers.spatial import Stencil
-from hpctrain.layers.spread import Rows
-from hpctrain.randomness import Key
+from hpctrain.matmul.sharded_dim import Rows
+from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard, split, split_sizes, subsplit
 
 
@@ -35,7 +36,7 @@ class Conv2d(torch.nn.Module):
     Shapes: x is this rank's block of (batch, in_channels, height, width), the result its block of
     (batch, out_channels, height', width'), sizes as in torch.
 
-    Words received by a rank, forward and backward, with n images a rank, h rows of width w (h' of width w' made), of
+    Elements received by a rank, forward and backward, with n images a rank, h rows of width w (h' of width w' made), of
     which its windows reach R (with the zeros above and below) and r lie on other ranks, C and C' channels in all, and
     K = C · C' · kernel height · kernel width weights, where sizes divide and neighbours have as many rows to reach:
 
@@ -51,7 +52,7 @@ class Conv2d(torch.nn.Module):
 
     def __init__(
         self, grid, in_channels: int, out_channels: int, kernel_size, stride=1, padding=0, dilation=1, groups: int = 1,
-        bias: bool = True, *, std: float | None = None, key: Key | None = None, dtype=None, device=None,
+        bias: bool = True, *, std: float | None = None, key: RngKey | None = None, dtype=None, device=None,
     ):  # fmt: skip
         super().__init__()
         x, plane = grid.tensor.x, grid.plane("y", "z")
@@ -104,23 +105,23 @@ class Channels:
 
     __slots__ = ("axis", "counts")
 
-    def __init__(self, axis, counts: tuple[int, ...]):
+    def __init__(self, axis: Axis, counts: tuple[int, ...]):
         self.axis, self.counts = axis, counts
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """All channels, from every rank's; for passing use, as in `layers.spread`."""
-        return comm.workspace(self.axis).gather(part.transpose(0, 1), self.counts).transpose(0, 1)
+        """All channels, from every rank's; scratch memory, as in `matmul.sharded_dim`."""
+        return comm.workspace(self.axis, part).gather(part.transpose(0, 1), self.counts).transpose(0, 1)
 
     def scatter(self, summand: torch.Tensor) -> torch.Tensor:
         """This rank's channels of the sum over the axis."""
         if self.axis.size == 1:
             return summand
         swapped = summand.transpose(0, 1)
-        workspace = comm.workspace(self.axis)
-        room = workspace.room(summand.numel(), summand)
-        room.view(swapped.shape).copy_(swapped)
+        workspace = comm.workspace(self.axis, summand)
+        buffer = workspace.buffer(summand.numel(), summand)
+        buffer.view(swapped.shape).copy_(swapped)
         channel = swapped[:1].numel()
-        mine = workspace.reduce(room, tuple(count * channel for count in self.counts))
+        mine = workspace.reduce(buffer, tuple(count * channel for count in self.counts))
         return mine.view(self.counts[self.axis.rank], *swapped.shape[1:]).transpose(0, 1).contiguous()
 
 
@@ -171,12 +172,12 @@ def _convolve_backward(layer, grad, x, weight, wanted):
 
 def _scatter_rows(summand, rows):
     """This rank's rows of the sum over the axis of matrices of any number of dims."""
-    workspace = comm.workspace(rows.axis)
+    workspace = comm.workspace(rows.axis, summand)
     row = summand.shape[1:].numel()
-    room = workspace.room(summand.numel(), summand)
-    room.view(summand.shape).copy_(summand)
-    mine = workspace.reduce(room, tuple(count * row for count in rows.counts))
-    return mine.view(rows.counts[rows.axis.rank], *summand.shape[1:])
+    buffer = workspace.buffer(summand.numel(), summand)
+    buffer.view(summand.shape).copy_(summand)
+    mine = workspace.reduce(buffer, tuple(count * row for count in rows.sizes))
+    return mine.view(rows.sizes[rows.axis.rank], *summand.shape[1:])
 
 
 def _check_groups(groups, in_channels, out_channels, ranks):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hpctrain.grid import Grid
 from hpctrain.layers.tokens import Tokens
-from hpctrain.randomness import Key, drop_threshold
+from hpctrain.randomness import RngKey, drop_threshold
 from hpctrain.shard import split
 
 
@@ -19,7 +20,7 @@ class Dropout(torch.nn.Module):
         key: names the masks.
     """
 
-    def __init__(self, grid, p: float, width: int, *, key: Key):
+    def __init__(self, grid: Grid, p: float, width: int, *, key: RngKey):
         super().__init__()
         self.p, self.width, self.key = check_probability(p), width, key
         self.columns = split(width, grid.tensor.y.size, grid.tensor.y.rank)

@@ -8,7 +8,7 @@ from hpctrain import comm
 from hpctrain.comm import functional
 from hpctrain.layers.parameter import drawn_key, parameter
 from hpctrain.layers.tokens import Tokens
-from hpctrain.randomness import Key
+from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard, split, split_sizes, subsplit
 
 
@@ -21,8 +21,8 @@ class Embedding(torch.nn.Module):
     in the residual layout. Ids must be below `vocabulary`.
     """
 
-    def __init__(self, grid, vocabulary: int, width: int, *, std: float = 1.0, key: Key | None = None, dtype=None,
-                 device=None):  # fmt: skip
+    def __init__(self, grid, vocabulary: int, width: int, *, std: float = 1.0, key: RngKey | None = None, dtype=None,
+                 device: torch.device | None = None):  # fmt: skip
         super().__init__()
         self.tensor = grid.tensor
         x, y, z = grid.tensor.x, grid.tensor.y, grid.tensor.z
@@ -36,40 +36,58 @@ class Embedding(torch.nn.Module):
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows for `ids`, zero for those that lie on other ranks of x: a partial sum over x, (ids, width)."""
-        return _Lookup.apply(self.weight, ids, self.tensor.z, self.rows_over_z, self.range, self.tensor.x.size == 1)
+        over = None if self.tensor.z.size == 1 else (self.tensor.z, self.rows_over_z)
+        return look_up(self.weight, ids, self.range, whole=self.tensor.x.size == 1, over=over)
+
+
+def look_up(
+    weight: torch.Tensor, ids: torch.Tensor, rows: slice, *, whole: bool, over: tuple | None = None,
+    padding: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The rows for `ids` of a table of which this rank holds `rows`, zero for others: (ids, width), differentiable.
+
+    Args:
+        ids: (ids,) int64.
+        whole: the rank holds all rows.
+        over: (axis, counts), where `weight` is but this rank's part of `rows`, and they are gathered.
+        padding: an id that gives its row no gradient.
+    """
+    return _Lookup.apply(weight, ids, rows, whole, over, padding)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight, ids, z, rows_over_z, held, whole):
-        table = comm.all_gather(weight, z, rows_over_z)
-        ctx.weight = weight  # as in layers.box
-        ctx.z, ctx.rows_over_z = z, rows_over_z
+    def forward(ctx, weight, ids, rows, whole, over, padding):
+        table = weight if over is None else comm.all_gather(weight, *over)
+        ctx.weight, ctx.over, ctx.shape, ctx.dtype = weight, over, table.shape, table.dtype
+        counted = None if padding is None else ids != padding
         if whole:
-            ctx.save_for_backward(weight, ids)
-            ctx.mine = slice(None)
+            ctx.save_for_backward(ids, counted)
             return table.index_select(0, ids)
-        local = ids - held.start
-        ctx.mine = mine = (local >= 0) & (local < len(table))
-        ctx.save_for_backward(weight, local[mine])
+        local = ids - rows.start
+        mine = (local >= 0) & (local < len(table))
+        ctx.save_for_backward(local, mine if counted is None else mine & counted)
         out = table.new_zeros(len(ids), table.shape[1])
         out[mine] = table[local[mine]]
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        (_, local), weight = ctx.saved_tensors, ctx.weight
-        z = ctx.z
-        out = weight.place.take() if z.size == 1 and hasattr(weight, "place") else None
-        wide = torch.promote_types(weight.dtype, torch.float32)  # a word may come often
-        table = weight.new_empty(sum(ctx.rows_over_z), weight.shape[1], dtype=wide)
-        if out is not None and out.dtype == wide:
-            table = out
-        table.zero_().index_add_(0, local, grad[ctx.mine].to(wide))
-        return comm.reduce_scatter(table.to(weight.dtype), z, ctx.rows_over_z), None, None, None, None, None
+        (local, counted), grad_sync = ctx.saved_tensors, getattr(ctx.weight, "grad_sync", None)
+        if counted is not None:
+            local, grad = local[counted], grad[counted]
+        wide = comm.accumulation_dtype(ctx.dtype)  # a token may come often
+        table = None
+        if grad_sync is not None and ctx.over is None and not torch.is_grad_enabled():
+            table = grad_sync.out()
+        if table is None or table.dtype != wide:
+            table = grad.new_empty(ctx.shape, dtype=wide)
+        table = table.zero_().index_add_(0, local, grad.to(wide)).to(ctx.dtype)
+        if ctx.over is not None:
+            table = functional.reduce_scatter(table, *ctx.over)
+        return table, None, None, None, None, None
 
 
 def scatter_rows(partial: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """Sum partial lookups over x, each rank keeping its rows of the residual layout."""
-    return functional.reduce_scatter(partial, tokens.rows.axis, tokens.rows.counts)
+    return functional.reduce_scatter(partial, tokens.rows.axis, tokens.rows.sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.comm import functional
+from hpctrain.grid import Grid
 from hpctrain.layers.spatial import whole_height
 from hpctrain.shard import split, subsplit
 
@@ -19,7 +20,7 @@ class Flatten(torch.nn.Module):
     y - 1 heights.
     """
 
-    def __init__(self, grid, channels: int):
+    def __init__(self, grid: Grid, channels: int):
         super().__init__()
         self.channels = channels
         self.x, self.y, self.plane = grid.tensor.x, grid.tensor.y, grid.plane("x", "y")
@@ -33,18 +34,18 @@ class Flatten(torch.nn.Module):
         rows = [subsplit(batch, x.size, r) for r in range(x.size)]
         columns = [split(features, y.size, r) for r in range(y.size)]
         # The features of each rank of the plane, in increasing order: those for one range of columns are together.
-        held = [
+        local = [
             numbers[split(self.channels, x.size, i), split(height, y.size, j)].reshape(-1)
             for i in range(x.size)
             for j in range(y.size)
         ]
 
         flat = images.flatten(1)
-        mine = held[self.plane.rank]
+        mine = local[self.plane.rank]
         parts = [flat[some, _within(mine, range_)].reshape(-1) for some in rows for range_ in columns]
         wanted = columns[y.rank]
         count = rows[x.rank].stop - rows[x.rank].start
-        coming = [theirs[_within(theirs, wanted)] for theirs in held]
+        coming = [theirs[_within(theirs, wanted)] for theirs in local]
         counts = tuple(part.numel() for part in parts), tuple(count * len(part) for part in coming)
         arrived = functional.all_to_all(torch.cat(parts), self.plane, *counts).split(counts[1])
         matrix = torch.cat([block.view(count, len(part)) for block, part in zip(arrived, coming)], 1)

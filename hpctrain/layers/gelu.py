@@ -35,11 +35,11 @@ class _TanhGELU(torch.autograd.Function):
         derivative = torch.empty_like(x) if wanted else None
         slope = x.new_tensor(SLOPE)
         chunk = CHUNK * torch.get_num_threads()
-        room = x.new_empty(2, min(chunk, x.numel()))
+        scratch = x.new_empty(2, min(chunk, x.numel()))
         for start in range(0, x.numel(), chunk):
             part = slice(start, min(start + chunk, x.numel()))
-            a, v = x.view(-1)[part], room[0, : part.stop - start]
-            sigma = derivative.view(-1)[part] if wanted else room[1, : part.stop - start]
+            a, v = x.view(-1)[part], scratch[0, : part.stop - start]
+            sigma = derivative.view(-1)[part] if wanted else scratch[1, : part.stop - start]
             torch.addcmul(slope, a, a, value=SLOPE * CUBIC, out=v).mul_(a)
             torch.sigmoid(v, out=sigma)
             torch.mul(a, sigma, out=y.view(-1)[part])

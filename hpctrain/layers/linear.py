@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.layers.algorithm import Box, algorithm_of
+from hpctrain.grid import Grid
+from hpctrain.layers.algorithm import BoxAlgorithm, algorithm_of
 from hpctrain.layers.box import BoxProduct
 from hpctrain.layers.parameter import drawn_key, parameter
 from hpctrain.layers.plane import PlaneProduct
 from hpctrain.layers.tokens import Tokens
-from hpctrain.randomness import Key
+from hpctrain.randomness import RngKey
 
 
 class Linear(torch.nn.Module):
@@ -37,9 +38,9 @@ class Linear(torch.nn.Module):
     """
 
     def __init__(
-        self, grid, in_features: int, out_features: int, bias: bool = True, *, to: str,
-        in_unit: int = 1, out_unit: int = 1, algorithm="agarwal", std: float | None = None, key: Key | None = None,
-        dtype=None, device=None,
+        self, grid: Grid, in_features: int, out_features: int, bias: bool = True, *, to: str,
+        in_unit: int = 1, out_unit: int = 1, algorithm="agarwal", std: float | None = None, key: RngKey | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | None = None,
     ):  # fmt: skip
         super().__init__()
         if to not in ("inner", "residual"):
@@ -50,13 +51,11 @@ class Linear(torch.nn.Module):
         std = (3 * in_features) ** -0.5 if std is None else std
 
         algorithm = algorithm_of(grid, algorithm)
-        product = BoxProduct if isinstance(algorithm, Box) else PlaneProduct
+        product = BoxProduct if isinstance(algorithm, BoxAlgorithm) else PlaneProduct
         self.product = product(algorithm, in_features, out_features, self.to_inner, in_unit, out_unit)
-        made = {"dtype": dtype, "device": device}
-        self.weight = parameter(self.product.weight, key / "weight", std, **made)
-        self.bias = parameter(self.product.bias, key / "bias", None, **made) if bias else None
-        if isinstance(algorithm, Box):
-            self.product.number = algorithm.weights.append(self)
+        factory = {"dtype": dtype, "device": device}
+        self.weight = parameter(self.product.weight, key / "weight", std, **factory)
+        self.bias = parameter(self.product.bias, key / "bias", None, **factory) if bias else None
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return self.product(x, self.weight, self.bias, tokens)

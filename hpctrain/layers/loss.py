@@ -7,6 +7,7 @@ import math
 import torch
 
 from hpctrain import comm
+from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import algorithm_of
 
 
@@ -29,7 +30,7 @@ class CrossEntropy(torch.nn.Module):
         ValueError: when label_smoothing is not from 0 to 1.
     """
 
-    def __init__(self, grid, vocabulary: int, label_smoothing: float = 0.0, ignore_index: int = -100,
+    def __init__(self, grid: Grid, vocabulary: int, label_smoothing: float = 0.0, ignore_index: int = -100,
                  algorithm="agarwal"):  # fmt: skip
         super().__init__()
         if not 0 <= label_smoothing <= 1:
@@ -39,7 +40,7 @@ class CrossEntropy(torch.nn.Module):
         self.plane, self.first = algorithm.columns, algorithm.inner(vocabulary).start
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
-        wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        wide = logits.to(comm.accumulation_dtype(logits.dtype))
         return _CrossEntropy.apply(wide, targets, scale, self)
 
     def row_weights(self, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -55,15 +56,15 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, scale, layer):
-        rows, held = logits.shape
+        rows, columns = logits.shape
         plane, sharp, smooth = layer.plane, 1 - layer.label_smoothing, layer.label_smoothing / layer.vocabulary
         local, ignored = targets - layer.first, targets == layer.ignore_index
-        found = ((local >= 0) & (local < held)).nonzero().squeeze(1)
+        found = ((local >= 0) & (local < columns)).nonzero().squeeze(1)
         place = found, local[found]
         # One exchange: each rank's log-sum-exp, and its part of the logits weighted by the target.
         partial = logits.new_zeros(2, rows)
         softmax = logits.softmax(1)
-        if held:
+        if columns:
             highest = logits.amax(1)
             partial[0] = highest - softmax.amax(1).log_()
             # These have no weight here. torch's softmax of -inf is NaN, and what is ignored may hold anything.

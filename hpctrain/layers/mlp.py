@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import algorithm_of
 from hpctrain.layers.gelu import gelu_tanh
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.parameter import drawn_key
 from hpctrain.layers.tokens import Tokens
-from hpctrain.randomness import Key
+from hpctrain.randomness import RngKey
 
 
 class MLP(torch.nn.Module):
@@ -28,17 +29,17 @@ class MLP(torch.nn.Module):
         ValueError: when the activation is none of these.
     """
 
-    def __init__(self, grid, width: int, hidden: int, activation: str = "gelu_tanh", *, bias: bool = True,
-                 algorithm="agarwal", std: float | None = None, std_out: float | None = None, key: Key | None = None,
-                 dtype=None, device=None):  # fmt: skip
+    def __init__(self, grid: Grid, width: int, hidden: int, activation: str = "gelu_tanh", *, bias: bool = True,
+                 algorithm="agarwal", std: float | None = None, std_out: float | None = None, key: RngKey | None = None,
+                 dtype: torch.dtype | None = None, device: torch.device | None = None):  # fmt: skip
         super().__init__()
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
         self.activation, key = activation, drawn_key(grid, key)
-        made = {"bias": bias, "algorithm": algorithm_of(grid, algorithm), "dtype": dtype, "device": device}
+        factory = {"bias": bias, "algorithm": algorithm_of(grid, algorithm), "dtype": dtype, "device": device}
         unit = 2 if activation == "swiglu" else 1
-        self.up = Linear(grid, width, unit * hidden, to="inner", out_unit=unit, std=std, key=key / "up", **made)
-        self.down = Linear(grid, hidden, width, to="residual", std=std_out, key=key / "down", **made)
+        self.up = Linear(grid, width, unit * hidden, to="inner", out_unit=unit, std=std, key=key / "up", **factory)
+        self.down = Linear(grid, hidden, width, to="residual", std=std_out, key=key / "down", **factory)
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return self.down(_ACTIVATIONS[self.activation](self.up(x, tokens)), tokens)

@@ -6,19 +6,18 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain import comm
+from hpctrain.grid import Grid
 from hpctrain.layers.parameter import drawn_key, parameter
 from hpctrain.layers.tokens import Tokens
-from hpctrain.randomness import Key
+from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard, split, split_sizes
-
-_NARROW = (torch.bfloat16, torch.float16)  # normalised in float32
 
 
 class LayerNorm(torch.nn.Module):
     """torch.nn.LayerNorm over the features of (rows, width) in the residual layout; `eps` and `bias` as there."""
 
-    def __init__(self, grid, width: int, eps: float = 1e-5, *, bias: bool = True, key: Key | None = None,
-                 dtype=None, device=None):  # fmt: skip
+    def __init__(self, grid: Grid, width: int, eps: float = 1e-5, *, bias: bool = True, key: RngKey | None = None,
+                 dtype: torch.dtype | None = None, device: torch.device | None = None):  # fmt: skip
         super().__init__()
         self.y, self.width, self.eps = grid.tensor.y, width, eps
         shard, key = _features(grid, width), drawn_key(grid, key)
@@ -28,7 +27,7 @@ class LayerNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         if self.y.size == 1:
             return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
-        wide = x.float() if x.dtype in _NARROW else x
+        wide = x.to(comm.accumulation_dtype(x.dtype))
         bias = None if self.bias is None else self.bias.to(wide.dtype)
         y = _LayerNormOverY.apply(wide, self.weight.to(wide.dtype), bias, self.y, self.width, self.eps)
         return y.to(x.dtype)
@@ -42,7 +41,16 @@ class RMSNorm(torch.nn.Module):
     Source: Zhang and Sennrich, "Root mean square layer normalization" (2019).
     """
 
-    def __init__(self, grid, width: int, eps: float | None = None, *, key: Key | None = None, dtype=None, device=None):
+    def __init__(
+        self,
+        grid: Grid,
+        width: int,
+        eps: float | None = None,
+        *,
+        key: RngKey | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         self.y, self.width, self.eps = grid.tensor.y, width, eps
         key = drawn_key(grid, key)
@@ -52,9 +60,41 @@ class RMSNorm(torch.nn.Module):
         if self.y.size == 1 and x.is_cuda:
             # One kernel there; torch's on the CPU is composed of many, and takes twice the time of ours.
             return F.rms_norm(x, (self.width,), self.weight, self.eps)
-        wide = x.float() if x.dtype in _NARROW else x
-        eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps
-        return _RMSNorm.apply(wide, self.weight.to(wide.dtype), self.y, self.width, eps).to(x.dtype)
+        return _rms_norm(x, self.weight, self.y, self.width, self.eps)
+
+
+class HeadNorm(torch.nn.Module):
+    """torch.nn.RMSNorm over the features of every attention head, (…, width), in the inner layout; `eps` as there.
+
+    One weight for all heads, which every rank of the tensor axis holds and uses on heads and tokens of its own. No
+    communication. bfloat16 and float16 are normalised in float32.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        width: int,
+        eps: float | None = None,
+        *,
+        key: RngKey | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        self.eps = eps
+        shard = Shard((width,), (slice(0, width),), ("x", "y", "z"))
+        self.weight = parameter(shard, drawn_key(grid, key) / "weight", None, 1.0, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return _rms_norm(x.reshape(-1, x.shape[-1]), self.weight, None, x.shape[-1], self.eps).view(x.shape)
+
+
+def _rms_norm(x, weight, y, width, eps):
+    wide = x.to(comm.accumulation_dtype(x.dtype))
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    return _RMSNorm.apply(wide, weight.to(wide.dtype), y, width, eps).to(x.dtype)
 
 
 def _features(grid, width: int) -> Shard:
@@ -66,8 +106,8 @@ class _LayerNormOverY(torch.autograd.Function):
     def forward(ctx, x, weight, bias, y, width, eps):
         # Each rank's mean and sum of squared deviations, merged exactly (Chan, Golub and LeVeque 1979): the plain
         # sum of squares would cancel.
-        held = x.shape[1]
-        mean = x.sum(1) / max(held, 1)
+        columns = x.shape[1]
+        mean = x.sum(1) / max(columns, 1)
         deviation = (x - mean[:, None]).square_().sum(1)
         parts = comm.all_gather(torch.stack([mean, deviation]), y).view(y.size, 2, len(x))
         sizes = torch.tensor(split_sizes(width, y.size), dtype=x.dtype, device=x.device)[:, None]
@@ -91,9 +131,12 @@ class _LayerNormOverY(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
+    """Of rows whose `width` features are spread over the axis y, or None where each rank has all."""
+
     @staticmethod
     def forward(ctx, x, weight, y, width, eps):
-        squares = comm.all_reduce(torch.linalg.vector_norm(x, dim=1).square_(), y)
+        squares = torch.linalg.vector_norm(x, dim=1).square_()
+        squares = squares if y is None else comm.all_reduce(squares, y)
         scale = squares.div_(width).add_(eps).rsqrt_()
         ctx.save_for_backward(x, scale, weight)
         ctx.y, ctx.width = y, width
@@ -106,7 +149,8 @@ class _RMSNorm(torch.autograd.Function):
         x, scale, weight = ctx.saved_tensors
         along = grad * x
         grad_weight = scale @ along
-        sums = comm.all_reduce(along @ weight, ctx.y)
+        sums = along @ weight
+        sums = sums if ctx.y is None else comm.all_reduce(sums, ctx.y)
         pull = sums.mul_(scale.pow(3)).div_(ctx.width)
         grad_x = torch.mul(grad, weight, out=along).mul_(scale[:, None]).addcmul_(x, pull[:, None], value=-1)
         return grad_x, grad_weight, None, None, None

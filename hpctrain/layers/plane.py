@@ -15,10 +15,10 @@ class PlaneProduct:
     (see `matmul.plane`), and forward and both gradients are the three products of that one dim.
     """
 
-    def __init__(self, algorithm, in_features, out_features, to_inner, in_unit, out_unit):
+    def __init__(self, algorithm, in_features: int, out_features: int, to_inner: bool, in_unit: int, out_unit: int):
         x, y, z = algorithm.x, algorithm.y, algorithm.z
         self.matmul = algorithm.matmul
-        self.later = None  # `layers.later.WeightGradients` of a model whose backwards are split
+        self.split_backward = None  # the `layers.split_backward.SplitBackward` of a model whose backwards are split
         rows = split(out_features, x.size, x.rank, out_unit)
         self.sizes = self.matmul.cut(out_features, out_unit)
         self.weight = Shard(
@@ -28,10 +28,10 @@ class PlaneProduct:
         self.bias = Shard((out_features,), (split(out_features, y.size, y.rank, out_unit),), ("x", "z"))
 
     def __call__(self, x, weight, bias, tokens):
-        return _Product.apply(x, weight, bias, self, tokens.over_z)
+        return _PlaneLinear.apply(x, weight, bias, self, tokens.over_z)
 
 
-class _Product(torch.autograd.Function):
+class _PlaneLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, product, rows):
         ctx.save_for_backward(x, weight)
@@ -48,7 +48,7 @@ class _Product(torch.autograd.Function):
         grad = grad.contiguous()
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         grad_x = matmul.nn(grad, weight, sizes, rows) if ctx.needs_input_grad[0] else None
-        if ctx.product.later is not None and ctx.product.later.queue is not None:
-            ctx.product.later.queue.append(lambda: accumulate(weight, matmul.tn(grad, x, sizes, rows)))
+        if ctx.product.split_backward is not None and ctx.product.split_backward.queue is not None:
+            ctx.product.split_backward.queue.append(lambda: accumulate(weight, matmul.tn(grad, x, sizes, rows)))
             return grad_x, None, grad_bias, None, None
         return grad_x, matmul.tn(grad, x, sizes, rows), grad_bias, None, None

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.comm import functional
+from hpctrain.grid import Grid
 from hpctrain.layers.spatial import Stencil, pair, whole_height
 from hpctrain.shard import split, split_sizes
 
@@ -18,14 +19,14 @@ from hpctrain.shard import split, split_sizes
 class MaxPool2d(torch.nn.Module):
     """torch.nn.MaxPool2d: the largest of each window. `stride` is the kernel's size by default.
 
-    Words received by a rank: the n · C/x · r · w of its halo forward (as in `Conv2d`), the same backward, and y - 1
+    Elements received by a rank: the n · C/x · r · w of its halo forward (as in `Conv2d`), the same backward, and y - 1
     heights. Nothing where the windows of a rank's results lie on its own rows.
 
     Raises:
         ValueError: as `Conv2d`, and when the padding is more than half of the kernel.
     """
 
-    def __init__(self, grid, kernel_size, stride=None, padding=0, dilation=1):
+    def __init__(self, grid: Grid, kernel_size, stride=None, padding=0, dilation=1):
         super().__init__()
         self.stencil = _stencil(grid, kernel_size, stride, padding, dilation)
 
@@ -40,10 +41,10 @@ class MaxPool2d(torch.nn.Module):
 class AvgPool2d(torch.nn.Module):
     """torch.nn.AvgPool2d: the mean of each window, zeros of the padding included unless `count_include_pad` is False.
 
-    Words received and errors as of `MaxPool2d`.
+    Elements received and errors as of `MaxPool2d`.
     """
 
-    def __init__(self, grid, kernel_size, stride=None, padding=0, count_include_pad: bool = True):
+    def __init__(self, grid: Grid, kernel_size, stride=None, padding=0, count_include_pad: bool = True):
         super().__init__()
         self.stencil = _stencil(grid, kernel_size, stride, padding, 1)
         self.count_include_pad = count_include_pad
@@ -56,7 +57,7 @@ class AvgPool2d(torch.nn.Module):
             return _nothing(rows, s)
         if self.count_include_pad:
             return F.avg_pool2d(rows, s.kernel, s.stride, s.beside)
-        height = halo.held[-1].stop
+        height = halo.local[-1].stop
         made = split(s.out(height, 0), s.y.size, s.y.rank)
         inside = torch.outer(_inside(s, height, 0)[made], _inside(s, x.shape[3], 1)).to(x)
         return F.avg_pool2d(rows, s.kernel, s.stride, s.beside, divisor_override=1) / inside
@@ -67,10 +68,10 @@ class AdaptiveAvgPool2d(torch.nn.Module):
 
     Each rank adds up its own rows' part of every window; a reduce-scatter over y gives each its rows of the result, and
     the first ranks alone where there are fewer rows than ranks. With an output of h' × w' a rank receives
-    (1 - 1/y) · n · C/x · h' · w' words, the same backward, and y - 1 heights.
+    (1 - 1/y) · n · C/x · h' · w' elements, the same backward, and y - 1 heights.
     """
 
-    def __init__(self, grid, output_size):
+    def __init__(self, grid: Grid, output_size):
         super().__init__()
         self.y = grid.tensor.y
         self.height, self.width = pair("output_size", output_size, 1)
@@ -78,8 +79,8 @@ class AdaptiveAvgPool2d(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.y
         height = whole_height(x, y)
-        held = split(height, y.size, y.rank)
-        parts = _means(height, self.height)[:, held].to(x) @ x @ _means(x.shape[3], self.width).t().to(x)
+        local = split(height, y.size, y.rank)
+        parts = _means(height, self.height)[:, local].to(x) @ x @ _means(x.shape[3], self.width).t().to(x)
         rows = functional.reduce_scatter(parts.permute(2, 0, 1, 3), y, split_sizes(self.height, y.size))
         return rows.permute(1, 2, 0, 3).contiguous()
 

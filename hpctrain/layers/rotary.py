@@ -6,22 +6,57 @@ Hugging Face's Llama (`rotate_half`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
+from dataclasses import dataclass
 
 import torch
 
+from hpctrain.choices import check_rope_scaling
 
-def rotate(x: torch.Tensor, base: float, start: int = 0) -> torch.Tensor:
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's change of the frequencies, for contexts longer than those of pretraining.
+
+    A frequency that turns fewer than `low_freq_factor` times in `original_context` positions is divided by `factor`,
+    one that turns more than `high_freq_factor` times stays, and those between are interpolated by their turns.
+
+    Source: Hugging Face's `rope_type` "llama3", whose names these are but for `original_max_position_embeddings`.
+
+    Raises:
+        ValueError: as `choices.check_rope_scaling`.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+    def __post_init__(self):
+        check_rope_scaling(dataclasses.astuple(self))
+
+    def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """The changed frequencies, in radians a position."""
+        turns = self.original_context * frequencies / (2 * math.pi)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+def rotate(x: torch.Tensor, base: float, start: int = 0, scaling: RopeScaling | None = None) -> torch.Tensor:
     """Turn every head of x, (sequences, length, …, width) with positions from `start` on; width is even."""
-    table = _table(start, x.shape[1], x.shape[-1], base, x.dtype, x.device)
+    table = _table(start, x.shape[1], x.shape[-1], base, scaling, x.dtype, x.device)
     return _Rotate.apply(x, *(part.view(-1, *[1] * (x.dim() - 3), part.shape[-1]) for part in table))
 
 
 @functools.lru_cache(maxsize=8)  # every layer and microbatch asks for the same one
-def _table(start, length, width, base, dtype, device):
+def _table(start, length, width, base, scaling, dtype, device):
     """Cosines, (length, width), and sines, (length, width / 2); angles in float64, whatever the dtype."""
-    speeds = base ** (torch.arange(0, width, 2, dtype=torch.float64) / -width)
-    angles = torch.outer(torch.arange(start, start + length, dtype=torch.float64), speeds)
+    frequencies = base ** (torch.arange(0, width, 2, dtype=torch.float64) / -width)
+    if scaling is not None:
+        frequencies = scaling.apply(frequencies)
+    angles = torch.outer(torch.arange(start, start + length, dtype=torch.float64), frequencies)
     cos, sin = angles.cos().repeat(1, 2), angles.sin()
     return cos.to(device, dtype), sin.to(device, dtype)
 

@@ -13,10 +13,11 @@ import torch
 
 from hpctrain import comm
 from hpctrain.comm import Halo
+from hpctrain.grid import Grid
 from hpctrain.shard import split, split_sizes
 
 
-def image_block(grid, batch: int, channels: int, height: int, width: int) -> tuple[slice, ...]:
+def image_block(grid: Grid, batch: int, channels: int, height: int, width: int) -> tuple[slice, ...]:
     """The part of whole images that this rank holds: `block = whole[image_block(grid, *whole.shape)]`."""
     over = zip((batch, channels, height), (grid.tensor.z, grid.tensor.x, grid.tensor.y))
     return *(split(length, axis.size, axis.rank) for length, axis in over), slice(0, width)
@@ -50,20 +51,20 @@ class Stencil:
         y = self.y
         self.out(x.shape[3], 1)  # torch's own error would come on some ranks only, after the exchange
         height = whole_height(x, y)
-        held = tuple(split(height, y.size, r) for r in range(y.size))
+        local = tuple(split(height, y.size, r) for r in range(y.size))
         made = [split(self.out(height, 0), y.size, r) for r in range(y.size)]
-        needed = held if y.size == 1 else tuple(self._needed(rows) for rows in made)
-        return Halo(y, held, needed, fill=fill)
+        needed = local if y.size == 1 else tuple(self._needed(rows) for rows in made)
+        return Halo(y, local, needed, fill=fill)
 
     def out(self, length: int, dim: int) -> int:
         """Windows that fit along the height (dim 0) or the width (dim 1)."""
-        room = length + 2 * self.padding[dim] - self._span(dim)
-        if room < 0:
+        space = length + 2 * self.padding[dim] - self._span(dim)
+        if space < 0:
             raise ValueError(
                 f"kernel_size {self.kernel} with dilation {self.dilation} and padding {self.padding} does not fit "
                 f"images whose {('height', 'width')[dim]} is {length}; use larger images or padding"
             )
-        return room // self.stride[dim] + 1
+        return space // self.stride[dim] + 1
 
     def out_shape(self, x: torch.Tensor, channels: int) -> tuple[int, ...]:
         """Shape of this rank's result, given its needed rows x."""
@@ -86,7 +87,7 @@ class Stencil:
 
 
 def whole_height(x: torch.Tensor, y) -> int:
-    """Height of the images of which this rank holds the block x. One word from each rank of y.
+    """Height of the images of which this rank holds the block x. One number from each rank of y.
 
     Raises:
         ValueError: on all ranks of y, when the rows are not spread as `split` does.

@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from hpctrain import comm
 from hpctrain.matmul.base import Matmul
-from hpctrain.matmul.operands import Direct, Held, operand
-from hpctrain.matmul.panels import panels, turned
-from hpctrain.matmul.results import result
-from hpctrain.matmul.walks import contract, spread
+from hpctrain.matmul.operands import Direct, Gathered, operand
+from hpctrain.matmul.panels import in_place, panels, rotated
+from hpctrain.matmul.pipelined_loops import contract, map_panels
+from hpctrain.matmul.results import WholeSum, result
+from hpctrain.matmul.sharded_dim import Rows, ShardedDim, summand_buffer
 from hpctrain.shard import split, split_sizes
+
+
+class Sharding(NamedTuple):
+    """How the blocks of A, B and C are sharded over the third axis: the one that their dims are not cut over.
+
+    A's rows are; of B and C it may be the rows or the columns. `transposed` says that B and C are stored transposed: a
+    layer's y = x Wᵀ is Cᵀ = Bᵀ Aᵀ, whose A is the weight. `b` and `c` are of the matrices as they are stored.
+    """
+
+    a: Rows
+    b: ShardedDim
+    c: ShardedDim
+    transposed: bool = False
+
+    @property
+    def panels_in_c(self) -> bool:
+        """Whether the dim that A is sharded in is the one that C is, so that panels of both are the same."""
+        return self.c.dim == self.transposed
 
 
 class Agarwal(Matmul):
     """The 3-D product on any x × y × z ranks: gather A and B, multiply, sum and scatter C.
 
-    Each matrix is cut over two axes and its blocks' rows are spread over the third, so that every element is on one
-    rank and a product ends as it began:
+    Each matrix is cut over two axes and its blocks are sharded over the third, so that every element is on one rank and
+    a product ends as it began:
 
         A(m/x, k/y) over z        B(k/y, n/z) over x        C(m/x, n/z) over y
 
     Its three products are each other's backward: with (A, B, C) as above,
 
-        nn(a, b, rows)   C = A B
-        nt(c, b, rows)   A = C Bᵀ
-        tn(a, c, rows)   B = Aᵀ C
+        nn(a, b)   C = A B
+        nt(c, b)   A = C Bᵀ
+        tn(a, c)   B = Aᵀ C
 
-    `rows` holds how the rows of a block of A are spread over z, of B over x, and of C over y, in three tuples; the
-    first and the last are parts of one dim. Panels arrive, or their sums leave, while others are multiplied.
+    A `Sharding` says along which of their dims the blocks are sharded; here by rows, in a layer as activations lie.
+    Between nodes, panels of A arrive, and of C arrive or leave, while others are multiplied.
 
-    A product moves mk/(xy) (1-1/z) + kn/(yz) (1-1/x) + mn/(xz) (1-1/y) words to every rank: the lower
+    A product moves mk/(xy) (1-1/z) + kn/(yz) (1-1/x) + mn/(xz) (1-1/y) elements to every rank: the lower
     bound, where the blocks of the three matrices have one size (Al Daas et al. 2022, section 5).
 
     Source: Agarwal, Balle, Gustavson, Joshi and Palkar, "A three-dimensional approach to parallel matrix
@@ -39,73 +60,98 @@ class Agarwal(Matmul):
 
     layouts = ((("x", "z"), ("y",)), (("y", "x"), ("z",)), (("x", "y"), ("z",)))
 
-    def nn(self, a: torch.Tensor, b: torch.Tensor, rows) -> torch.Tensor:
-        """C = A B."""
-        b = comm.workspace(self.x).gather(b, rows[1])
-        left = self._a(a, rows)
-        shape = rows[2][self.y.rank], b.shape[1]
-        c = result(self.y, 1, shape, b, 0, rows[2], self._orders(self.y, rows), self._scratch)
-        return spread(left, c, lambda panel: (panel, b))
+    def nn(self, a: torch.Tensor, b: torch.Tensor, sharding: Sharding, bias=None) -> torch.Tensor:
+        """C = A B, plus `bias` where C is stored transposed."""
+        b = sharding.b.gather(b)
+        if in_place(sharding.a.axis, b) and (not sharding.panels_in_c or in_place(sharding.c.axis, b)):
+            return sharding.c.multiply(*_factors_of_c(sharding.a.gather(a), b, sharding), bias)
+        source = operand(Direct, sharding.a, 0, a, self._orders(sharding.a, sharding), self._scratch)
+        n = b.shape[not sharding.transposed]
+        if sharding.panels_in_c:
+            target = result(sharding.c, 1, n, b, self._orders(sharding.c, sharding), self._scratch)
+        else:
+            m = sum(sharding.a.sizes)
+            shape = (n, m) if sharding.transposed else (m, n)
+            target = WholeSum(sharding.c, shape, b, int(sharding.transposed), source.order)
+        c = map_panels(source, target, lambda panel: _factors_of_c(panel, b, sharding))
+        return c if bias is None else c.add_(bias)
 
-    def nt(self, c: torch.Tensor, b: torch.Tensor, rows) -> torch.Tensor:
-        """A = C Bᵀ."""
-        return self._nt(self._c(c, rows), b, rows)
+    def nt(self, c: torch.Tensor | Gathered, b: torch.Tensor | Gathered, sharding: Sharding, out=None, plus=None):
+        """A = C Bᵀ; `out` and `plus` as in `Rows.multiply`."""
+        b = b.whole if isinstance(b, Gathered) else sharding.b.gather(b)
+        c = self._c(c, sharding, whole=plus is not None)
+        if isinstance(c, Gathered) and (plus is not None or in_place(sharding.a.axis, b)):
+            return sharding.a.multiply(*_factors_of_a(c.whole, b, sharding), out=out, plus=plus)
+        k = b.shape[sharding.transposed]
+        target = result(sharding.a, 0, k, b, self._orders(sharding.a, sharding), self._scratch)
+        return map_panels(c, target, lambda panel: _factors_of_a(panel, b, sharding))
 
-    def tn(self, a: torch.Tensor, c: torch.Tensor, rows) -> torch.Tensor:
+    def tn(self, a: torch.Tensor, c: torch.Tensor | Gathered, sharding: Sharding) -> torch.Tensor:
         """B = Aᵀ C."""
-        return self._tn(a, self._c(c, rows), c.shape[1], rows)
+        c = self._c(c, sharding)
+        if isinstance(c, Gathered) and in_place(sharding.a.axis, a):
+            return sharding.b.multiply(*_factors_of_b(sharding.a.gather(a), c.whole, sharding))
+        k, n = a.shape[1], (c.whole if isinstance(c, Gathered) else c.block).shape[not sharding.transposed]
+        partial = summand_buffer(sharding.b.axis, (n, k) if sharding.transposed else (k, n), a)
+        source = operand(Direct, sharding.a, 0, a, self._orders(sharding.a, sharding), self._scratch)
+        left, right = (c, source) if sharding.transposed else (source, c)
+        contract(left, right, partial.shape, transpose=not sharding.transposed, out=partial)
+        return sharding.b.reduce(partial)
 
-    def _nt(self, c, b, rows):
-        b = comm.workspace(self.x).gather(b, rows[1])
-        shape = rows[0][self.z.rank], len(b)
-        a = result(self.z, 0, shape, b, 0, rows[0], self._orders(self.z, rows), self._scratch)
-        return spread(c, a, lambda panel: (panel, b.t()))
+    def tn_start(self, a: torch.Tensor, c: Gathered, sharding: Sharding) -> comm.Work:
+        """`tn`, whose sum over ranks is but begun; `wait()` returns it."""
+        if in_place(sharding.a.axis, a):
+            return sharding.b.multiply_start(*_factors_of_b(sharding.a.gather(a), c.whole, sharding))
+        return comm.done(self.tn(a, c, sharding))
 
-    def _tn(self, a, c, width, rows):
-        k = sum(rows[1])
-        x = comm.workspace(self.x)
-        room = x.room(k * width, a).view(k, width)
-        contract(self._a(a, rows), c, (k, width), transpose=True, out=room)
-        return x.reduce_rows(room, rows[1])
+    def gathered_b(self, b: torch.Tensor, sharding: Sharding) -> Gathered:
+        """B whole, for several products."""
+        return Gathered(sharding.b.gather(b), sharding.b.dim)
 
-    def _a(self, a, rows):
-        return operand(Direct, self.z, 0, a, 0, rows[0], self._orders(self.z, rows), self._scratch)
+    def gathered_c(self, c: torch.Tensor, sharding: Sharding) -> Gathered:
+        """C whole, for several products."""
+        order = () if in_place(sharding.a.axis, c) else self._orders(sharding.c, sharding)[sharding.c.axis.rank]
+        return Gathered(sharding.c.gather(c), int(sharding.transposed), order)
 
-    def _c(self, c, rows):
-        return operand(Direct, self.y, 1, c, 0, rows[2], self._orders(self.y, rows), self._scratch)
+    def _c(self, c, sharding, whole=False):
+        if isinstance(c, Gathered):
+            return c
+        if whole or not sharding.panels_in_c or in_place(sharding.c.axis, c):
+            return self.gathered_c(c, sharding)
+        return Direct(sharding.c, 1, c, self._orders(sharding.c, sharding), self._scratch)
 
-    def _orders(self, axis, rows):
-        """For each rank of y or z, its panels of the rows of A and C in the order of its steps."""
-        _, j, d = self._place
-        steps = panels(rows[0], rows[2])
-        places = [(rank, d) if axis is self.y else (j, rank) for rank in range(axis.size)]
-        return [turned(steps, y + z, max(self.y.size, self.z.size)) for y, z in places]
+    def _orders(self, sharded, sharding):
+        """For each rank of the axis of A or C, its panels of the rows of A in the order of its steps."""
+        z, y = sharding.a.axis, sharding.c.axis
+        steps = panels(sharding.a.sizes, sharding.c.sizes if sharding.panels_in_c else (sum(sharding.a.sizes),))
+        other = y.rank if sharded is sharding.a else z.rank
+        return [rotated(steps, rank + other, max(y.size, z.size)) for rank in range(sharded.axis.size)]
 
     def _sizes(self, m, k, n):
         i, j, _ = self._place
         x, y, z = self.shape
         m, k = (part.stop - part.start for part in (split(m, x, i), split(k, y, j)))
-        return split_sizes(m, z), split_sizes(k, x), split_sizes(m, y)
+        return Sharding(
+            Rows(self.z, split_sizes(m, z)), Rows(self.x, split_sizes(k, x)), Rows(self.y, split_sizes(m, y))
+        )
 
-    def _forward(self, a, b, rows):
-        return self.nn(a, b, rows)
+    def _forward(self, a, b, sharding):
+        return self.nn(a, b, sharding)
 
-    def _backward(self, needed, a, b, grad, rows):
-        # gathered once for both
-        whole = comm.workspace(self.y).gather(grad, rows[2])
-        c = Held(whole, 0, self._orders(self.y, rows)[self.y.rank])
-        grad_b = self._tn(a, c, grad.shape[1], rows) if needed[1] else None
-        return self._nt(c, b, rows) if needed[0] else None, grad_b
+    def _backward(self, needed, a, b, grad, sharding):
+        c = self.gathered_c(grad, sharding)  # once for both
+        grad_b = self.tn(a, c, sharding) if needed[1] else None
+        return self.nt(c, b, sharding) if needed[0] else None, grad_b
 
-    def volume(self, m, k, n):
+    def volume(self, m: int, k: int, n: int):
         return sum(self._parts(m, k, n))
 
-    def volume_backward(self, m, k, n):
+    def volume_backward(self, m: int, k: int, n: int):
         a, b, c = self._parts(m, k, n)
         return 2 * a + 2 * b + c
 
     def _parts(self, m, k, n):
-        """Words that a rank receives to gather A, to gather B, and to sum C."""
+        """Elements that a rank receives to gather A, to gather B, and to sum C."""
         x, y, z = self.shape
         return tuple(
             rows * columns * (over - 1) / (x * y * z) for rows, columns, over in ((m, k, z), (k, n, x), (m, n, y))
@@ -113,3 +159,18 @@ class Agarwal(Matmul):
 
     def _check_grid(self, x, y, z):
         pass  # any will do
+
+
+# The factors of each matrix as it is stored, from those as they are stored.
+
+
+def _factors_of_c(a, b, sharding):
+    return (b, a.t()) if sharding.transposed else (a, b)
+
+
+def _factors_of_a(c, b, sharding):
+    return (c.t(), b) if sharding.transposed else (c, b.t())
+
+
+def _factors_of_b(a, c, sharding):
+    return (c, a) if sharding.transposed else (a.t(), c)

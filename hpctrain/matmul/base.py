@@ -32,7 +32,7 @@ class Matmul:
 
     layouts: tuple  # for A, B and C: the axes, outermost first, that the rows are cut over, and the columns
 
-    def __init__(self, tensor):
+    def __init__(self, tensor: torch.Tensor):
         self.tensor, self.x, self.y, self.z = tensor, tensor.x, tensor.y, tensor.z
         self.shape = (self.x.size, self.y.size, self.z.size)
         self._place = (self.x.rank, self.y.rank, self.z.rank)
@@ -118,11 +118,11 @@ class Matmul:
     # Of each algorithm
 
     def volume(self, m: int, k: int, n: int) -> float:
-        """Words that each rank receives in a product, where the sizes divide evenly; on average, where they do not."""
+        """Elements that each rank receives in a product where the sizes divide evenly; on average where they do not."""
         raise NotImplementedError
 
     def volume_backward(self, m: int, k: int, n: int) -> float:
-        """Words that each rank receives for both gradients, likewise."""
+        """Elements that each rank receives for both gradients, likewise."""
         raise NotImplementedError
 
     def _check_grid(self, x, y, z):

@@ -6,17 +6,17 @@ import math
 
 
 def lower_bound(m: int, k: int, n: int, ranks: int, memory: float | None = None) -> float:
-    """Words that some rank must receive in any product of m×k and k×n matrices, of which each rank begins with and
+    """Elements that some rank must receive in any product of m×k and k×n matrices, of which each rank begins with and
     ends with an equal part, and does an equal part of the multiplications.
 
     Source: Al Daas, Ballard, Grigori, Kumar and Rouse, "Brief announcement: tight memory-independent parallel matrix
-    multiplication communication lower bounds" (2022), theorem 3. With `memory`, the words a rank can hold at once, also
-    Irony, Toledo and Tiskin, "Communication lower bounds for distributed-memory matrix multiplication" (2004),
+    multiplication communication lower bounds" (2022), theorem 3. With `memory`, the elements a rank can hold at once,
+    also Irony, Toledo and Tiskin, "Communication lower bounds for distributed-memory matrix multiplication" (2004),
     theorem 3.1; the larger of the two.
 
     >>> lower_bound(4, 2, 1, 2)  # one rank more or less: the smallest matrix moves
     1.0
-    >>> lower_bound(64, 64, 64, 8)  # a cube: 3 (64/2)² words needed, half of them already there
+    >>> lower_bound(64, 64, 64, 8)  # a cube: 3 (64/2)² elements needed, half of them already there
     1536.0
     """
     for name, value in (("m", m), ("k", k), ("n", n), ("ranks", ranks)):

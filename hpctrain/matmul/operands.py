@@ -6,12 +6,13 @@ import torch
 
 from hpctrain import comm
 from hpctrain.matmul.panels import Scratch, in_place
+from hpctrain.matmul.sharded_dim import ShardedDim
 
 
-class Held:
-    """An operand that this rank reads whole: nothing travels."""
+class Gathered:
+    """An operand that was gathered: nothing travels. `order`, of panels, is needed where those of others do."""
 
-    def __init__(self, whole: torch.Tensor, dim: int, order):
+    def __init__(self, whole: torch.Tensor, dim: int, order=()):
         self.whole, self.dim, self.order = whole, dim, order
 
     def start(self, step: int) -> None:
@@ -30,16 +31,16 @@ class Direct:
     Where the ranks take the panels in different turns, each rank sends to one other at a time, as in Cannon's product.
 
     Args:
-        axis: along which the operand's panels are spread.
+        sharded: the dim of the operand that is cut into panels, and the axis that it is sharded over.
         side: whether the axis is the first or the second (0 or 1) that the dim is cut over.
-        block: this rank's block, whose dim `dim` is the one that is cut into panels.
+        block: this rank's block.
         orders: for each rank of the axis, its panels in the order of its steps.
         scratch: holds two panels.
     """
 
-    def __init__(self, axis, side: int, block: torch.Tensor, dim: int, orders: list, scratch: Scratch):
-        self.axis, self.side, self.block, self.dim, self.orders = axis, side, block, dim, orders
-        self.order, self._scratch = orders[axis.rank], scratch
+    def __init__(self, sharded: ShardedDim, side: int, block: torch.Tensor, orders: list, scratch: Scratch):
+        self.axis, self.dim, self.side, self.block, self.orders = sharded.axis, sharded.dim, side, block, orders
+        self.order, self._scratch = orders[self.axis.rank], scratch
         self._coming = [None, None]
         self._sent = []
 
@@ -48,7 +49,7 @@ class Direct:
         here, side = self.axis.rank, self.side
         owner = self.order[step].owner[side]
         if owner != here:
-            self._coming[step % 2] = comm.recv_start(self._room(step), self.axis, owner)
+            self._coming[step % 2] = comm.recv_start(self._buffer(step), self.axis, owner)
         for rank, order in enumerate(self.orders):
             if rank != here and order[step].owner[side] == here:
                 self._sent.append(comm.send_start(self._part(order[step]), self.axis, rank))
@@ -67,7 +68,7 @@ class Direct:
     def _part(self, panel):
         return self.block.narrow(self.dim, panel.start[self.side], panel.width)
 
-    def _room(self, step):
+    def _buffer(self, step):
         shape = list(self.block.shape)
         shape[self.dim] = self.order[step].width
         return self._scratch.take(("operand", self.axis.name, step % 2), shape, self.block)
@@ -82,13 +83,11 @@ class Broadcast(Direct):
         if owner == self.axis.rank:
             self._sent.append(comm.broadcast_start(self._part(panel).contiguous(), self.axis, owner))
         else:
-            self._coming[step % 2] = comm.broadcast_start(self._room(step), self.axis, owner)
+            self._coming[step % 2] = comm.broadcast_start(self._buffer(step), self.axis, owner)
 
 
-def operand(kind: type, axis, side: int, block, dim: int, sizes, orders: list, scratch: Scratch):
+def operand(kind: type, sharded: ShardedDim, side: int, block: torch.Tensor, orders: list, scratch: Scratch):
     """The operand of which this rank holds `block`: read in place where the axis is on one node, else `kind`."""
-    if not in_place(axis, block):
-        return kind(axis, side, block, dim, orders, scratch)
-    workspace = comm.workspace(axis)
-    whole = workspace.gather_columns(block, sizes) if dim else workspace.gather(block, sizes)
-    return Held(whole, dim, orders[axis.rank])
+    if in_place(sharded.axis, block):
+        return Gathered(sharded.gather(block), sharded.dim, orders[sharded.axis.rank])
+    return kind(sharded, side, block, orders, scratch)

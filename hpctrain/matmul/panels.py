@@ -1,9 +1,9 @@
 """Panels: the steps of a product over two axes.
 
-A dim that is cut over two axes is walked in panels, each of which is whole on one rank of either axis. At every step a
-rank is brought the next panel's operands (`operands`) while it multiplies this one's, and hands partial products to the
-rank they belong to (`results`). Where an axis lies on one node there is nothing to bring: panels are read in place, in
-shared memory, and where all axes do, one product does for all panels.
+A dim that is cut over two axes is multiplied panel by panel, each of which is whole on one rank of either axis. At
+every step a rank receives the next panel's operands (`operands`) while it multiplies this one's, and sends partial
+products to the rank they belong to (`results`). Where an axis lies on one node nothing is sent: panels are read in
+place, in shared memory, and where all axes do, one product does for all panels.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import itertools
 from typing import NamedTuple
 
 import torch
+
+from hpctrain.grid import Axis
 
 
 class Panel(NamedTuple):
@@ -43,10 +45,10 @@ def panels(over_first: tuple[int, ...], over_second: tuple[int, ...]) -> tuple[P
 
 
 @functools.lru_cache(4096)
-def turned(steps: tuple, turn: int, turns: int) -> tuple:
+def rotated(steps: tuple, turn: int, turns: int) -> tuple:
     """The steps, begun `turn` of `turns` equal parts of the way.
 
-    >>> turned(("a", "b", "c", "d"), 1, 2)
+    >>> rotated(("a", "b", "c", "d"), 1, 2)
     ('c', 'd', 'a', 'b')
     """
     first = turn % turns * len(steps) // turns
@@ -59,7 +61,7 @@ class Scratch:
     def __init__(self):
         self._flat: dict = {}
 
-    def take(self, name, shape, like: torch.Tensor) -> torch.Tensor:
+    def take(self, name: str, shape, like: torch.Tensor) -> torch.Tensor:
         """Uninitialised memory, of the dtype and device of `like`."""
         key = name, like.dtype, like.device
         flat, numel = self._flat.get(key), shape[0] * shape[1]
@@ -68,6 +70,6 @@ class Scratch:
         return flat[:numel].view(shape)
 
 
-def in_place(axis, block: torch.Tensor) -> bool:
+def in_place(axis: Axis, block: torch.Tensor) -> bool:
     """Whether the axis's blocks are within this rank's reach."""
     return axis.size == 1 or (axis.one_node and block.is_cpu)

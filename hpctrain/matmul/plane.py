@@ -17,9 +17,10 @@ import torch
 
 from hpctrain.matmul.base import Matmul
 from hpctrain.matmul.operands import Broadcast, Direct, operand
-from hpctrain.matmul.panels import panels, turned
+from hpctrain.matmul.panels import panels, rotated
+from hpctrain.matmul.pipelined_loops import contract, map_panels
 from hpctrain.matmul.results import result
-from hpctrain.matmul.walks import contract, spread
+from hpctrain.matmul.sharded_dim import Columns, Rows
 from hpctrain.shard import split_sizes
 
 
@@ -27,7 +28,7 @@ class Plane(Matmul):
     """What Cannon's product and SUMMA have in common.
 
     Block products take, and `cut` gives for a dim in balanced parts, `sizes = (parts over x, parts over y)`. Each
-    of the three moves mk (y-1)/(xy) + kn (x-1)/(xy) words to every rank, with m, k and n those of the product C = A B
+    of the three moves mk (y-1)/(xy) + kn (x-1)/(xy) elements to every rank, with m, k and n those of the C = A B
     whose forward or backward it is. Here C stays; on the same ranks Agarwal's product, where A stays, moves
     kn (x-1)/(xy) + mn (y-1)/(xy): less, where k > n.
     """
@@ -59,37 +60,37 @@ class Plane(Matmul):
     def _nt(self, a, b, over_x, over_y):
         orders = self._orders("nt", self.y, over_x, over_y)
         right = self._rows("nt", b, over_x, over_y)
-        c = result(self.y, 1, (len(a), over_y[self.y.rank]), a, 1, over_y, orders, self._scratch)
-        return spread(right, c, lambda panel: (a, panel.t()))
+        c = result(Columns(self.y, over_y), 1, len(a), a, orders, self._scratch)
+        return map_panels(right, c, lambda panel: (a, panel.t()))
 
     def _tn(self, a, b, over_x, over_y):
         orders = self._orders("tn", self.x, over_x, over_y)
         left = self._columns("tn", a, over_x, over_y)
-        c = result(self.x, 0, (over_x[self.x.rank], b.shape[1]), b, 0, over_x, orders, self._scratch)
-        return spread(left, c, lambda panel: (panel.t(), b))
+        c = result(Rows(self.x, over_x), 0, b.shape[1], b, orders, self._scratch)
+        return map_panels(left, c, lambda panel: (panel.t(), b))
 
     def _columns(self, product, a, over_x, over_y):
         """A, whose columns are spread over y."""
         orders = self._orders(product, self.y, over_x, over_y)
-        return operand(self._kind, self.y, 1, a, 1, over_y, orders, self._scratch)
+        return operand(self._kind, Columns(self.y, over_y), 1, a, orders, self._scratch)
 
     def _rows(self, product, b, over_x, over_y):
         """B, whose rows are spread over x."""
         orders = self._orders(product, self.x, over_x, over_y)
-        return operand(self._kind, self.x, 0, b, 0, over_x, orders, self._scratch)
+        return operand(self._kind, Rows(self.x, over_x), 0, b, orders, self._scratch)
 
     def _orders(self, product, axis, over_x, over_y):
         """For each rank of the axis, its panels in the order of its steps."""
         i, j, _ = self._place
         steps = panels(over_x, over_y)
         places = [(rank, j) if axis is self.x else (i, rank) for rank in range(axis.size)]
-        return [turned(steps, *self._turn(product, *place)) for place in places]
+        return [rotated(steps, *self._turn(product, *place)) for place in places]
 
-    def volume(self, m, k, n):
+    def volume(self, m: int, k: int, n: int):
         x, y, _ = self.shape
         return (m * k * (y - 1) + k * n * (x - 1)) / (x * y)
 
-    def volume_backward(self, m, k, n):
+    def volume_backward(self, m: int, k: int, n: int):
         return 2 * self.volume(m, k, n)
 
     def _sizes(self, m, k, n):
@@ -111,7 +112,7 @@ class Cannon(Plane):
     At step t, rank (i, j) multiplies A(i, l) B(l, j) with l = i + j + t mod q: every rank is at another panel, so that
     each sends one block and receives one, which travel while the ranks multiply. A block is received from the rank that
     holds it, where Cannon's mesh passed it from neighbour to neighbour: this needs no skewing beforehand, and a rank
-    receives (q-1)/q² (mk + kn) words instead of (q²-1)/q³ (mk + kn).
+    receives (q-1)/q² (mk + kn) elements instead of (q²-1)/q³ (mk + kn).
 
     Source: Cannon, "A cellular computer to implement the Kalman filter algorithm" (1969), chapter 3.
     """

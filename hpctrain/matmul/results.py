@@ -5,21 +5,29 @@ from __future__ import annotations
 import torch
 
 from hpctrain import comm
-from hpctrain.comm.buffers import REDUCED_HERE
 from hpctrain.matmul.panels import Scratch, in_place
+from hpctrain.matmul.sharded_dim import ShardedDim, summand_buffer
 
 
-class Result:
+class PanelSums:
     """Adds up panels of the result where they belong, from the partial products of all ranks of an axis, by messages.
 
     The terms are added in the order of the steps, so that equal input gives equal bits; 16-bit floats are summed in
-    float32 and rounded once. Arguments as for `Direct`; `shape` is that of this rank's block, `like` gives its dtype.
+    float32 and rounded once.
+
+    Args:
+        sharded: the dim of the result that is cut into panels, and the axis that it is sharded over.
+        side: whether the axis is the first or the second (0 or 1) that the dim is cut over.
+        shape: of this rank's block.
+        like: gives its dtype and device.
+        orders: for each rank of the axis, its panels in the order of its steps.
+        scratch: holds what arrives and leaves.
     """
 
-    def __init__(self, axis, side: int, shape: tuple[int, int], like, dim: int, orders: list, scratch: Scratch):
-        self.axis, self.side, self.dim, self.orders = axis, side, dim, orders
-        self.order, self._scratch, self._like = orders[axis.rank], scratch, like
-        wide = torch.float32 if like.dtype in REDUCED_HERE else like.dtype
+    def __init__(self, sharded: ShardedDim, side: int, shape, like: torch.Tensor, orders: list, scratch: Scratch):
+        self.axis, self.dim, self.side, self.orders = sharded.axis, sharded.dim, side, orders
+        self.order, self._scratch, self._like = orders[self.axis.rank], scratch, like
+        wide = comm.accumulation_dtype(like.dtype)
         self._total = torch.zeros(shape, dtype=wide, device=like.device)
         self._arriving = [[], []]
         self._sent = [None, None]
@@ -30,8 +38,8 @@ class Result:
         for rank, order in enumerate(self.orders):
             panel = order[step]
             if rank != here and panel.owner[side] == here:
-                room = self._scratch.take(("sum", step % 2, rank), self._shape(panel), self._like)
-                self._arriving[step % 2].append((panel, comm.recv_start(room, self.axis, rank)))
+                arriving = self._scratch.take(("sum", step % 2, rank), self._shape(panel), self._like)
+                self._arriving[step % 2].append((panel, comm.recv_start(arriving, self.axis, rank)))
 
     def multiply(self, step: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add a @ b to this step's panel, on the rank that it belongs to."""
@@ -67,35 +75,46 @@ class Result:
         return shape
 
 
-class SharedResult:
-    """The same on an axis of one node: the partial product is written where the others will read it."""
+class WholeSum:
+    """Writes this rank's partial product panel by panel, and sums once all panels are there.
 
-    def __init__(self, axis, shape: tuple[int, int], like: torch.Tensor, dim: int, sizes, order):
-        self._workspace, self._dim, self._sizes, self.order = comm.workspace(axis), dim, sizes, order
-        shape = list(shape)
-        shape[dim] = sum(sizes)
-        self.room = self._workspace.room(shape[0] * shape[1], like).view(shape)
+    On an axis of one node it is written where the others will read it.
+
+    Args:
+        sharded: how the result is sharded.
+        shape: of the partial product.
+        dim: of the partial product, which is cut into panels.
+        order: this rank's panels in the order of its steps.
+    """
+
+    def __init__(self, sharded: ShardedDim, shape, like: torch.Tensor, dim: int, order):
+        self._sharded, self._dim, self.order = sharded, dim, order
+        self.partial = summand_buffer(sharded.axis, shape, like)
 
     def start(self, step: int) -> None:
         pass
 
     def multiply(self, step: int, a: torch.Tensor, b: torch.Tensor) -> None:
         panel = self.order[step]
-        torch.mm(a, b, out=self.room.narrow(self._dim, panel.at, panel.width))
+        torch.mm(a, b, out=self.partial.narrow(self._dim, panel.at, panel.width))
 
     def collect(self, step: int) -> None:
         pass
 
     def finish(self) -> torch.Tensor:
-        reduce = self._workspace.reduce_columns if self._dim else self._workspace.reduce_rows
-        return reduce(self.room, self._sizes)
+        return self._sharded.reduce(self.partial)
 
 
-def result(axis, side: int, shape, like, dim: int, sizes, orders: list, scratch: Scratch):
-    """The result of which this rank is to hold a block of `shape`: summed in place on one node, else by messages."""
-    if in_place(axis, like):
-        return SharedResult(axis, shape, like, dim, sizes, orders[axis.rank])
-    return Result(axis, side, shape, like, dim, orders, scratch)
+def result(sharded: ShardedDim, side: int, width: int, like: torch.Tensor, orders: list, scratch: Scratch):
+    """The result whose sharded dim is cut into panels and whose other dim has this `width`: summed at once on one
+    node, else panel by panel."""
+    rank = sharded.axis.rank
+    whole = in_place(sharded.axis, like)
+    length = sum(sharded.sizes) if whole else sharded.sizes[rank]
+    shape = (length, width) if sharded.dim == 0 else (width, length)
+    if whole:
+        return WholeSum(sharded, shape, like, sharded.dim, orders[rank])
+    return PanelSums(sharded, side, shape, like, orders, scratch)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hpctrain import comm
-from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.grid import Grid
+from hpctrain.layers.whole_parameters import whole_parameters
+from hpctrain.models.huggingface import Format
+from hpctrain.models.spec import ModelSpec
 
 FILE_BYTES = 4 << 30  # larger models are cut into files of about this size, so that one rank never holds more
 
-# Our names, Hugging Face's, and whether their matrix is the transpose of ours.
-_NAMES = [
-    (r"wte\.weight", "transformer.wte.weight", False),
-    (r"wpe\.weight", "transformer.wpe.weight", False),
-    (r"blocks\.(\d+)\.(ln_[12])\.(\w+)", r"transformer.h.\1.\2.\3", False),
-    (r"blocks\.(\d+)\.attention\.qkv\.(\w+)", r"transformer.h.\1.attn.c_attn.\2", True),
-    (r"blocks\.(\d+)\.attention\.proj\.(\w+)", r"transformer.h.\1.attn.c_proj.\2", True),
-    (r"blocks\.(\d+)\.mlp\.up\.(\w+)", r"transformer.h.\1.mlp.c_fc.\2", True),
-    (r"blocks\.(\d+)\.mlp\.down\.(\w+)", r"transformer.h.\1.mlp.c_proj.\2", True),
-    (r"ln_f\.(\w+)", r"transformer.ln_f.\1", False),
-    (r"head\.weight", "lm_head.weight", False),
-]
 
-
-def export_gpt2(model: GPT2, grid, folder: Path, end_of_document: int | None = None) -> None:
+def export(
+    spec: ModelSpec, model: torch.nn.Module, grid: Grid, folder: Path, end_of_document: int | None = None
+) -> None:
     """Write the weights, in their own precision, to `folder` on the first rank; collective over the grid.
+
+    Args:
+        model: of this spec, with its `shape`.
+        end_of_document: the token that config.json names so.
 
     Raises:
         ValueError: on every rank, when the folder cannot be written.
@@ -37,7 +32,7 @@ def export_gpt2(model: GPT2, grid, folder: Path, end_of_document: int | None = N
     writer = None
     with comm.together(grid.comm):
         if grid.rank == 0:
-            writer = HuggingFaceWriter(folder, model.shape, end_of_document)
+            writer = HuggingFaceWriter(folder, spec, model.shape, end_of_document)
     for name, weight in whole_parameters(model, grid):
         with comm.together(grid.comm):
             if writer:
@@ -47,78 +42,17 @@ def export_gpt2(model: GPT2, grid, folder: Path, end_of_document: int | None = N
             writer.close()
 
 
-def gpt2_config(shape: GPT2Shape, end_of_document: int | None) -> dict:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_layer": shape.layers,
-        "n_embd": shape.width,
-        "n_head": shape.heads,
-        "n_positions": shape.context,
-        "vocab_size": shape.vocabulary,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "embd_pdrop": shape.dropout,
-        "attn_pdrop": shape.dropout,
-        "resid_pdrop": shape.dropout,
-        "tie_word_embeddings": shape.tied,
-        "bos_token_id": end_of_document,
-        "eos_token_id": end_of_document,
-    }
-
-
-def to_hugging_face(name: str, weight: torch.Tensor, shape: GPT2Shape) -> tuple[str, torch.Tensor]:
-    """Hugging Face's name of a whole parameter, and its tensor in their layout."""
-    theirs, transposed = hugging_face_name(name)
-    if ".qkv." in name:  # ours: (head, {q, k, v}, feature); theirs: ({q, k, v}, head, feature)
-        head_width = shape.width // shape.heads
-        weight = weight.unflatten(0, (shape.heads, 3, head_width)).transpose(0, 1).flatten(0, 2)
-    weight = weight.t() if transposed and weight.dim() == 2 else weight
-    return theirs, weight.contiguous()
-
-
-def hugging_face_name(name: str) -> tuple[str, bool]:
-    """Hugging Face's name of a parameter, and whether their matrix is the transpose of ours.
-
-    >>> hugging_face_name("blocks.3.mlp.up.bias")
-    ('transformer.h.3.mlp.c_fc.bias', True)
-    """
-    for pattern, theirs, transposed in _NAMES:
-        if match := re.fullmatch(pattern, name):
-            return match.expand(theirs), transposed
-    raise AssertionError(f"{name} has no Hugging Face name")
-
-
-def whole_parameters(model: torch.nn.Module, grid):
-    """(name, tensor) of every parameter of the model, in the same order on every rank; collective.
-
-    The first rank gets the whole tensor, in host memory, one at a time; the others get an empty one.
-    """
-    here = dict(model.named_parameters())
-    held = {} if grid.coords["data"] else {name: p for name, p in here.items() if p.shard.owned(grid.coords)}
-    told = grid.comm.allgather({name: (p.shard, p.dtype) for name, p in held.items()})
-    names = dict.fromkeys(name for shards in told for name in shards)
-    for name in names:
-        owners = [rank for rank, shards in enumerate(told) if name in shards]
-        layer = getattr(here.get(name), "layer", None)
-        if layer is not None:  # of ZeRO-3: its weights are spread over the replicas
-            layer.gather()
-        if grid.rank == 0:
-            shard, dtype = told[owners[0]][name]
-            whole = torch.empty(shard.global_shape, dtype=dtype)
-            for rank in owners:
-                part = told[rank][name][0]
-                if rank == 0:
-                    whole[part.slices] = held[name].detach().cpu().view(part.shape)
-                elif math.prod(part.shape):
-                    whole[part.slices] = comm.recv(torch.empty(part.shape, dtype=dtype), grid.world, rank)
-            yield name, whole
-        else:
-            if name in held and math.prod(held[name].shard.shape):
-                comm.send(held[name].detach().cpu(), grid.world, 0)
-            yield name, torch.empty(0)
-        if layer is not None:
-            layer.release()
+def to_hugging_face(name: str, weight: torch.Tensor, format: Format, shape: Any) -> dict[str, torch.Tensor]:
+    """A whole parameter as Hugging Face's tensors, by their names."""
+    source = format.source(name, shape)
+    if source.order is not None:
+        ordered = torch.empty_like(weight)
+        ordered[torch.from_numpy(source.order)] = weight
+        weight = ordered
+    parts = weight.split(source.rows) if source.rows else (weight,)
+    if source.transposed and weight.dim() == 2:
+        parts = tuple(part.t() for part in parts)
+    return {theirs: part.contiguous() for theirs, part in zip(source.names, parts, strict=True)}
 
 
 class HuggingFaceWriter:
@@ -127,17 +61,19 @@ class HuggingFaceWriter:
     An older export in the folder stays until this one is whole.
     """
 
-    def __init__(self, folder: Path, shape: GPT2Shape, end_of_document: int | None):
-        self.folder, self.shape, self.held, self.files = folder, shape, {}, []
+    def __init__(self, folder: Path, spec: ModelSpec, shape: Any, end_of_document: int | None):
+        self.folder, self.format, self.shape = folder, spec.huggingface, shape
+        self.waiting: dict[str, torch.Tensor] = {}
+        self.files: list[tuple[list[str], int]] = []
         folder.mkdir(parents=True, exist_ok=True)
-        config = json.dumps(gpt2_config(shape, end_of_document), indent=2)
-        (folder / "config.json").write_text(config + "\n", encoding="utf-8")
+        if (config := self.format.config(shape, end_of_document)) is not None:
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        name, tensor = to_hugging_face(name, weight, self.shape)
-        if self.held and sum(t.nbytes for t in self.held.values()) + tensor.nbytes > FILE_BYTES:
-            self._write()
-        self.held[name] = tensor
+        for theirs, tensor in to_hugging_face(name, weight, self.format, self.shape).items():
+            if self.waiting and sum(t.nbytes for t in self.waiting.values()) + tensor.nbytes > FILE_BYTES:
+                self._write()
+            self.waiting[theirs] = tensor
 
     def close(self) -> None:
         self._write()
@@ -158,6 +94,6 @@ class HuggingFaceWriter:
     def _write(self) -> None:
         from safetensors.torch import save_file
 
-        save_file(self.held, self.folder / f"part-{len(self.files)}.safetensors", metadata={"format": "pt"})
-        self.files.append((list(self.held), sum(t.nbytes for t in self.held.values())))
-        self.held = {}
+        save_file(self.waiting, self.folder / f"part-{len(self.files)}.safetensors", metadata={"format": "pt"})
+        self.files.append((list(self.waiting), sum(t.nbytes for t in self.waiting.values())))
+        self.waiting = {}

@@ -6,96 +6,107 @@ import contextlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from hpctrain import files
-from hpctrain.models.export import gpt2_config, hugging_face_name
-from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.models.huggingface import Format, Source
+from hpctrain.models.spec import ModelSpec
 
 CHUNK = 4 << 20  # elements read at a time
 LARGEST_JSON = 64 << 20  # bytes of config.json and of an index; that of a model of 100,000 tensors has 10 MB
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Tensors of a GPT-2 of ours; and its causal masks, which older files have.
-_KNOWN = re.compile(
-    r"(transformer\.)?(wte\.weight|wpe\.weight|ln_f\.(weight|bias)|h\.\d+\.(ln_[12]|attn\.c_attn|attn\.c_proj"
-    r"|mlp\.c_fc|mlp\.c_proj)\.(weight|bias)|h\.\d+\.attn\.(masked_)?bias)|lm_head\.weight"
-)
-_FREE = ("architectures", "embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id", "eos_token_id")
 
 
-def load_gpt2(model: GPT2, folder: Path) -> None:
-    """Fill this rank's parameters; needs no communication.
+def load(spec: ModelSpec, model: torch.nn.Module, folder: Path) -> None:
+    """Fill this rank's parameters of a model of this spec; needs no communication.
 
     Raises:
         ValueError: when the folder cannot be read, or holds a model of other sizes; all differences are listed.
     """
-    check_config(model.shape, folder)
-    with _Safetensors(folder) as tensors, torch.no_grad():
-        if unknown := sorted(name for name in tensors.names() if not _KNOWN.fullmatch(name)):
+    format = spec.huggingface
+    if format.config(model.shape, None) is None:
+        raise ValueError(
+            f"model.init = {folder}: model.kind = {spec.kind} has no config.json of Hugging Face's to start from"
+        )
+    check_config(format, model.shape, folder)
+    with _Safetensors(folder, format.prefix) as tensors, torch.no_grad():
+        if unknown := sorted(name for name in tensors.names() if not format.known.fullmatch(name)):
             raise ValueError(
                 f"model.init = {folder} holds {len(unknown)} tensors that the model has no place for, first"
-                f" {unknown[0]}; it takes a plain GPT-2"
+                f" {unknown[0]}; it takes a plain {spec.kind}"
             )
         for name, p in model.named_parameters():
-            theirs, transposed = hugging_face_name(getattr(p, "same_as", name))
-            stored = tensors.get(theirs)
-            shape = tuple(p.shard.global_shape)
-            if transposed:
-                shape = shape[::-1]
-            if tuple(stored.get_shape()) != shape:
-                raise ValueError(f"{theirs} in {folder} has the shape {tuple(stored.get_shape())}, not {shape}")
-            _fill(p, stored, _columns(model.shape, ".qkv." in name), transposed)
+            _fill(p, format.source(getattr(p, "same_as", name), model.shape), tensors)
 
 
-def check_config(shape: GPT2Shape, folder: Path) -> None:
-    """Raise ValueError unless the folder holds a GPT-2 of this shape."""
+def check_config(format: Format, shape: Any, folder: Path) -> None:
+    """Raise ValueError unless the folder holds a model of this shape."""
     try:
-        told = _json(folder / "config.json")
+        settings = _json(folder / "config.json")
     except ValueError as error:
         raise ValueError(f"model.init = {folder} holds no readable config.json: {error}") from error
-    # what Hugging Face leaves out of the file has the value of the first GPT-2
-    scales = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-    usual = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, **scales}
-    wanted = {key: value for key, value in gpt2_config(shape, None).items() if key not in _FREE} | scales
-    wrong = [f"{k} = {got}, not {v}" for k, v in wanted.items() if (got := told.get(k, usual.get(k))) != v]
-    if wrong:
+    if wrong := format.differences(settings, shape):
         raise ValueError(f"model.init = {folder} is another model than the section [model] says: {'; '.join(wrong)}")
 
 
-def _columns(shape: GPT2Shape, fused: bool) -> np.ndarray | None:
-    """Where our rows are among their columns: the fused queries, keys and values are by head in ours."""
-    if not fused:
-        return None
-    theirs = np.arange(3 * shape.width).reshape(3, shape.heads, -1)
-    return theirs.transpose(1, 0, 2).reshape(-1)
+def _fill(p: torch.nn.Parameter, source: Source, tensors: _Safetensors) -> None:
+    """Read the slices of this rank."""
+    rows, *columns = p.shard.slices
+    whole = p.shard.global_shape
+    heights = source.rows or (whole[0],)
+    transposed = source.transposed and len(whole) == 2
+    theirs = np.arange(rows.start, rows.stop) if source.order is None else source.order[rows]
+    ours, first = p.view(p.shard.shape), 0
+    for name, height in zip(source.names, heights, strict=True):
+        stored = tensors.get(name)
+        shape = (height, *whole[1:])
+        if transposed:
+            shape = shape[::-1]
+        if tuple(stored.get_shape()) != shape:
+            raise ValueError(f"{name} in {tensors.folder} has the shape {tuple(stored.get_shape())}, not {shape}")
+        if p.numel():
+            here = np.flatnonzero((theirs >= first) & (theirs < first + height))
+            read = _read_columns if transposed else _read_rows
+            read(ours, here, theirs[here] - first, stored, columns)
+        first += height
 
 
-def _fill(p: torch.nn.Parameter, stored, columns, transposed: bool) -> None:
-    rows, *rest = p.shard.slices
-    if p.numel() == 0:
+def _read_rows(ours: torch.Tensor, here: np.ndarray, theirs: np.ndarray, stored, columns: list[slice]) -> None:
+    """ours[here] = stored[theirs], read by runs of rows that follow one another in the file."""
+    ends = np.flatnonzero(np.diff(theirs) != 1) + 1
+    for into, run in zip(np.split(here, ends), np.split(theirs, ends)) if len(here) else ():
+        part = stored[int(run[0]) : int(run[-1]) + 1]
+        ours[_index(into)] = (part[:, columns[0]] if columns else part).to(ours)
+
+
+def _read_columns(ours: torch.Tensor, here: np.ndarray, theirs: np.ndarray, stored, columns: list[slice]) -> None:
+    """ours[here] = stored.T[theirs], read by some of its rows, which are columns of ours, at a time."""
+    if not len(here):
         return
-    ours = p.view(p.shard.shape)
-    if not rest or not transposed:
-        if columns is not None:  # a bias
-            ours.copy_(stored[:][torch.from_numpy(columns[rows])])
-        else:
-            ours.copy_(stored[rows.start : rows.stop][..., rest[0]] if rest else stored[rows.start : rows.stop])
-        return
-    taken = torch.from_numpy(columns[rows]) if columns is not None else rows
     step = max(1, CHUNK // stored.get_shape()[1])
-    (features,) = rest
+    (features,) = columns
+    into, taken = _index(here), _index(theirs)
     for start in range(features.start, features.stop, step):
         stop = min(start + step, features.stop)
-        ours[:, start - features.start : stop - features.start].copy_(stored[start:stop][:, taken].t())
+        ours[into, start - features.start : stop - features.start] = stored[start:stop][:, taken].t().to(ours)
+
+
+def _index(numbers: np.ndarray) -> slice | torch.Tensor:
+    """A slice where ascending numbers are equally far apart, which needs no copy."""
+    steps = np.diff(numbers)
+    if (steps == steps[:1]).all() and (steps > 0).all():
+        return slice(int(numbers[0]), int(numbers[-1]) + 1, int(steps[0]) if len(steps) else 1)
+    return torch.from_numpy(numbers)
 
 
 class _Safetensors:
     """The tensors of a folder, in one file or in several with an index; read by slices."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, prefix: str):
+        self.folder, self.prefix = folder, prefix
         index = folder / "model.safetensors.index.json"
         self.where = None
         if files.status(index):
@@ -117,8 +128,8 @@ class _Safetensors:
         return self._file("model.safetensors")[1] if self.where is None else set(self.where)
 
     def get(self, name: str):
-        # GPT2Model, without the projection onto the vocabulary, names its parts without the prefix
-        for known in (name, name.removeprefix("transformer.")):
+        # a model without the projection onto the vocabulary names its parts without the prefix
+        for known in (name, name.removeprefix(self.prefix)):
             file = "model.safetensors" if self.where is None else self.where.get(known)
             if file:
                 opened, names = self._file(file)
@@ -148,9 +159,9 @@ class _Safetensors:
 def _json(path: Path) -> dict:
     """Raises ValueError, naming the file, for what cannot be read or is no object."""
     try:
-        told = json.loads(files.read_bounded(path, LARGEST_JSON))
+        settings = json.loads(files.read_bounded(path, LARGEST_JSON))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(settings, dict):
         raise ValueError(f"{path} holds no JSON object")
-    return told
+    return settings

@@ -6,14 +6,14 @@ Everything but the executor and networks is plain Python; it starts neither MPI 
 import importlib
 
 from hpctrain.pipeline.actions import Action, Fused
-from hpctrain.pipeline.catalogue import NAMES, schedule
-from hpctrain.pipeline.flush import forward_only, gpipe, interleaved, one_f_one_b
 from hpctrain.pipeline.graph import Edge, StageGraph
-from hpctrain.pipeline.listing import list_schedule
+from hpctrain.pipeline.list_scheduler import list_schedule
 from hpctrain.pipeline.lowering import Lowered
 from hpctrain.pipeline.partitioners import LayerCosts, partition, score
+from hpctrain.pipeline.registry import NAMES, schedule
 from hpctrain.pipeline.schedules import Schedule
 from hpctrain.pipeline.simulate import Costs, Simulation
+from hpctrain.pipeline.synchronous import forward_only, gpipe, interleaved, one_f_one_b
 from hpctrain.pipeline.terapipe import balanced_slices, token_slices
 
 __all__ = [

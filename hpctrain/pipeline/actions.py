@@ -39,7 +39,13 @@ class Action(NamedTuple):
 
     @property
     def unit(self) -> tuple[int, int, int, int]:
-        return self[1:5]
+        """What a forward gives and its gradients take back: replica, stage, microbatch and slice."""
+        return self[1:5]  # a large schedule asks hundreds of thousands of times
+
+    @property
+    def microbatch_unit(self) -> tuple[int, int, int]:
+        """All slices of a microbatch in a stage: replica, stage and microbatch."""
+        return self[1:4]
 
     def __str__(self):
         text = f"{self.kind} of stage {self.stage}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpctrain.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Fused
-from hpctrain.pipeline.flush import check, with_flush
 from hpctrain.pipeline.schedules import Schedule
+from hpctrain.pipeline.synchronous import check, with_flush
 from hpctrain.pipeline.zero_bubble import v_placement
 
 

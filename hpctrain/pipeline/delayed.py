@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 
 from hpctrain.pipeline.actions import BACKWARD, FREE, REDUCE, UPDATE, Action
-from hpctrain.pipeline.flush import chain_placement, check, one_forward_one_backward
 from hpctrain.pipeline.graph import StageGraph
 from hpctrain.pipeline.schedules import Schedule
+from hpctrain.pipeline.synchronous import chain_placement, check, one_forward_one_backward
 
 
 def pipedream(ranks: int, microbatches: int) -> Schedule:

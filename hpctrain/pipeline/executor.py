@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from hpctrain import comm
+from hpctrain.grid import Axis
 from hpctrain.pipeline.actions import (
     BACKWARD,
     FORWARD,
@@ -27,10 +28,10 @@ from hpctrain.pipeline.simulate import Costs
 MOST_EDGES = 1 << 14  # two tags each, below those that hpctrain.comm uses itself
 
 
-class Work(Protocol):
+class StageWork(Protocol):
     """What the executor asks of a model. An action names replica, stage, microbatch, token slice and version."""
 
-    def room(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    def message_spec(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Shape, dtype and device of the activation that a receive brings along `action.edge`."""
 
     def forward(self, action: Action, inputs: list[torch.Tensor]) -> torch.Tensor | Sequence[torch.Tensor]:
@@ -59,14 +60,14 @@ class Executor:
     """Runs a schedule on the pipeline axis, any of `hpctrain.pipeline`.
 
     Messages do not block, but are started in an order that is proven to be safe if they did. With
-    `grid.wire.synchronous` they do block, both ends, by MPI_Ssend.
+    `grid.transport.synchronous` they do block, both ends, by MPI_Ssend.
 
     Of a schedule with a flush, the reduction and the update are the caller's, after `run`.
 
     Args:
         axis: the pipeline axis.
         schedule: is lowered and checked here, before anything is sent.
-        later: puts off weight gradients (`layers.WeightGradients`); for schedules that split backwards.
+        split_backward: puts off weight gradients (`layers.SplitBackward`); for schedules that split backwards.
         costs: decide the order of messages.
 
     Attributes:
@@ -74,10 +75,10 @@ class Executor:
 
     Raises:
         ValueError: on every rank, for a schedule of another number of ranks, one that is not valid, or one that splits
-            backwards where `later` is missing.
+            backwards where `split_backward` is missing.
     """
 
-    def __init__(self, axis, schedule: Schedule, later=None, costs: Costs = COSTS):
+    def __init__(self, axis: Axis, schedule: Schedule, split_backward=None, costs: Costs = COSTS):
         if schedule.ranks != axis.size:
             raise ValueError(
                 f"schedule {schedule.name} is for {schedule.ranks} ranks, axis {axis.name} has {axis.size}"
@@ -85,12 +86,12 @@ class Executor:
         if len(schedule.graph.edges) > MOST_EDGES:
             raise ValueError(f"a stage graph of {len(schedule.graph.edges)} edges; {MOST_EDGES} is the most")
         lowered = schedule.lower(costs)
-        if schedule.splits and later is None:
+        if schedule.splits and split_backward is None:
             raise ValueError(
-                f"{schedule.name} splits backwards: give the executor later=layers.WeightGradients(model), or use a "
-                "schedule with whole backwards, such as 1f1b"
+                f"{schedule.name} splits backwards: give the executor split_backward=layers.SplitBackward(model), or "
+                "use a schedule with whole backwards, such as 1f1b"
             )
-        self.axis, self.schedule, self.later, self.pool = axis, schedule, later, Pool()
+        self.axis, self.schedule, self.split_backward, self.pool = axis, schedule, split_backward, Pool()
         program = lowered.programs[axis.rank]
         if not schedule.delayed:
             program = [action for action in program if action.kind not in (REDUCE, UPDATE, FREE)]
@@ -109,7 +110,9 @@ class Executor:
             last[place].last = True
         return whole
 
-    def run(self, work: Work, on_last_backward: Callable[[Action], None] = lambda action: None) -> list[torch.Tensor]:
+    def run(
+        self, work: StageWork, on_last_backward: Callable[[Action], None] = lambda action: None
+    ) -> list[torch.Tensor]:
         """Carry out the program; returns what this rank's last stages gave (losses, in training), in program order.
 
         `on_last_backward` is called before a backward that completes the gradients of its stage.
@@ -130,7 +133,7 @@ class _Step:
     __slots__ = ("action", "do", "gives", "last", "message", "output", "takes", "unit", "users")
 
     def __init__(self, action: Action, graph, lowered):
-        kind, replica, stage, m, part = action[:5]
+        kind, (replica, stage, m, part) = action.kind, action.unit
         self.action, self.unit, self.last = action, action.unit, False
         self.do = _Run.DO[kind]
         activations = [(2 * edge, replica, m, part) for edge, _ in graph.into[stage]]
@@ -157,13 +160,13 @@ class _Step:
 class _Run:
     """The state of one pass through a program."""
 
-    def __init__(self, executor: Executor, work: Work, on_last_backward):
-        self.axis, self.pool, self.later = executor.axis, executor.pool, executor.later
+    def __init__(self, executor: Executor, work: StageWork, on_last_backward):
+        self.axis, self.pool, self.split_backward = executor.axis, executor.pool, executor.split_backward
         self.training, self.sliced = executor.schedule.training, executor.schedule.slices > 1
-        self.synchronous = executor.axis.wire.synchronous
+        self.synchronous = executor.axis.transport.synchronous
         self.work, self.on_last_backward = work, on_last_backward
         self.messages: dict[tuple, torch.Tensor | comm.Work] = {}  # to be sent, under way here, or between stages here
-        self.held: dict[tuple, tuple] = {}  # unit -> (inputs, outputs), from its forward to its gradients
+        self.saved: dict[tuple, tuple] = {}  # unit -> (inputs, outputs), from its forward to its gradients
         self.products: dict[tuple, list] = {}  # unit -> weight gradients to be computed
         self.leaving: list[comm.Work] = []
         self.results: list[torch.Tensor] = []
@@ -171,14 +174,14 @@ class _Run:
     def receive(self, step):
         action = step.action
         if step.output is None:
-            shape, dtype, device = self.work.room(action)
+            shape, dtype, device = self.work.message_spec(action)
         else:
             unit, number = step.output
-            y = self.held[unit][1]
+            y = self.saved[unit][1]
             y = y if isinstance(y, torch.Tensor) else y[number]
             shape, dtype, device = y.shape, y.dtype, y.device
-        room = self.pool.take(tuple(shape), dtype, device)
-        work = comm.recv_start(room, self.axis, action.peer, step.message[0])
+        buffer = self.pool.take(tuple(shape), dtype, device)
+        work = comm.recv_start(buffer, self.axis, action.peer, step.message[0])
         self.messages[step.message] = work.wait() if self.synchronous else work
 
     def send(self, step):
@@ -200,7 +203,7 @@ class _Run:
                 x.requires_grad_()
         y = self.work.forward(step.action, inputs)
         if self.training:
-            self.held[step.unit] = inputs, y
+            self.saved[step.unit] = inputs, y
         if not step.gives:
             self.results.append(y.detach())
         elif isinstance(y, torch.Tensor):
@@ -213,7 +216,7 @@ class _Run:
     def backward(self, step):
         if step.last:
             self.on_last_backward(step.action)
-        inputs, y = self.held.pop(step.unit)
+        inputs, y = self.saved.pop(step.unit)
         grads = [self.take(message) for message in step.takes]
         roots = [y if isinstance(y, torch.Tensor) else y[i] for i in step.users] or [y]
         if self.sliced:
@@ -227,7 +230,7 @@ class _Run:
             self.messages[message] = torch.zeros_like(x) if x.grad is None else x.grad
 
     def input_gradient(self, step):
-        with self.later as self.products[step.unit]:
+        with self.split_backward as self.products[step.unit]:
             self.backward(step)
 
     def weight_gradient(self, step):

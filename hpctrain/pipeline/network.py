@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from hpctrain import comm
+from hpctrain.parameter import annotate
+from hpctrain.pipeline.draws import DrawCheck, refuse_dropout
 from hpctrain.pipeline.schedules import Schedule
-from hpctrain.randomness import Key, generator_states
+from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard
 
 
 class Network(torch.nn.Module):
-    """This rank's stages of a network, for `train.trainer.Trainer` or, by `work`, for the `Executor` itself.
+    """This rank's stages of a network, for `ht.Trainer` or, by `work`, for the `Executor` itself.
 
         graph = StageGraph(4, [Edge(0, 1, (8, 16)), Edge(0, 2, (8, 16)), Edge(1, 3, (8, 16)), Edge(2, 3, (8, 16))])
         schedule = list_schedule(graph, {(0, 0): 0, (0, 1): 0, (0, 2): 1, (0, 3): 1}, microbatches=4)
         network = Network(grid, schedule, [lambda: nn.Linear(3, 16), nn.Tanh, nn.Sigmoid, Head])
-        trainer = Trainer(network, grid, torch.optim.SGD(network.parameters(), 0.1), schedule)
+        trainer = ht.Trainer(network, grid, torch.optim.SGD(network.parameters(), 0.1), schedule)
         loss, norm = trainer.step([(x, target), ...])  # four pairs, of any numbers of samples
 
     A stage is called with what comes along its edges, in the order of `graph.into[stage]`, and returns one tensor,
@@ -56,14 +58,13 @@ class Network(torch.nn.Module):
     """
 
     def __init__(
-        self, grid, schedule: Schedule, stages: Sequence[Callable[[], torch.nn.Module]], *, key: Key | None = None,
-        shape: Callable | None = None, device=None,
+        self, grid, schedule: Schedule, stages: Sequence[Callable[[], torch.nn.Module]], *, key: RngKey | None = None,
+        shape: Callable | None = None, device: torch.device | None = None,
     ):  # fmt: skip
         super().__init__()
         self.graph, self.placement, self.device = schedule.graph, schedule.placement, device
         self._shape = shape
-        self._drawing: dict[int, str] = {}  # stages, and the generators from which they drew in training
-        self._checked, self._world = False, grid.comm
+        self._draws = DrawCheck(grid.comm)
         if schedule.slices > 1 or schedule.delayed:
             raise ValueError(
                 f"schedule {schedule.name} cuts microbatches or keeps several versions of weights, which a Network "
@@ -76,7 +77,7 @@ class Network(torch.nn.Module):
                 raise ValueError(f"{edge} needs a shape such as (8, 16) for 8 samples of 16, or give Network shape=")
             if not getattr(torch, edge.dtype).is_floating_point:
                 raise ValueError(f"{edge} must be of floating point numbers, which have gradients")
-        key = key or Key(grid.comm.bcast(int(torch.randint(2**62, ()))))
+        key = key or RngKey(grid.comm.bcast(int(torch.randint(2**62, ()))))
         ranks = {}
         for (_, stage), rank in self.placement.items():
             ranks.setdefault(stage, set()).add(rank)
@@ -93,12 +94,8 @@ class Network(torch.nn.Module):
     def _check_modules(self, replicas: int) -> None:
         """Refuse what would give another network on another grid."""
         for stage in self.stages:
+            refuse_dropout(f"stage {stage}", self.stage[str(stage)])
             for module in self.stage[str(stage)].modules():
-                if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p:
-                    raise ValueError(
-                        f"stage {stage} has a {type(module).__name__} of torch, whose masks depend on the grid; set "
-                        "p=0, or draw masks in the stage by hpctrain.Key, as hpctrain.layers.Dropout does"
-                    )
                 if replicas > 1 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
                     raise ValueError(
                         f"stage {stage} has a {type(module).__name__} of torch, whose statistics would be those of one "
@@ -121,13 +118,13 @@ class Network(torch.nn.Module):
                     )
                 shard = shard or Shard(tuple(parameter.shape), tuple(slice(0, size) for size in parameter.shape))
                 holders = tuple(sorted(ranks[stage])) if len(ranks[stage]) > 1 else ()
-                parameter.shard = dataclasses.replace(shard, holders=holders)
+                annotate(parameter, shard=dataclasses.replace(shard, holders=holders))
 
     def parameters_of(self, stage: int) -> Iterator[torch.nn.Parameter]:
         """Those of one stage of this rank."""
         return self.stage[str(stage)].parameters()
 
-    def room(self, edge: int, microbatch) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    def message_spec(self, edge: int, microbatch) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Shape, dtype and device of a microbatch's message along an edge, given by its number."""
         edge = self.graph.edges[edge]
         shape = self._shape(edge, microbatch) if self._shape else (len(microbatch[0]), *edge.shape[1:])
@@ -136,20 +133,12 @@ class Network(torch.nn.Module):
     def forward(self, stage: int, inputs: list[torch.Tensor], microbatch):
         """One stage of this rank on a microbatch, a pair (input, target)."""
         x, target = microbatch
+        module = self.stage[str(stage)]
         arguments = inputs if self.graph.into[stage] else [x]
         if not self.graph.out[stage]:
-            return self._call(stage, *arguments, target)
-        y = self._call(stage, *arguments)
+            return self._draws.call(stage, self.training, module, *arguments, target)
+        y = self._draws.call(stage, self.training, module, *arguments)
         self._check(stage, y, microbatch)
-        return y
-
-    def _call(self, stage, *arguments):
-        if self._checked or not self.training:
-            return self.stage[str(stage)](*arguments)
-        before = generator_states()
-        y = self.stage[str(stage)](*arguments)
-        if drawn := [name for name, state in generator_states().items() if state != before.get(name)]:
-            self._drawing[stage] = drawn[0]
         return y
 
     def check_draws(self) -> None:
@@ -158,19 +147,10 @@ class Network(torch.nn.Module):
         Raises:
             ValueError: on every rank. Collective the first time, and nothing later.
         """
-        if self._checked:
-            return
-        with comm.together(self._world):
-            for stage, generator in self._drawing.items():
-                raise ValueError(
-                    f"stage {stage} draws random numbers from the generator of {generator} in training, as F.dropout "
-                    "and StochasticDepth do, which would be others on another grid; leave it out, or draw in the stage "
-                    "by hpctrain.Key, as hpctrain.layers.Dropout does"
-                )
-        self._checked = True
+        self._draws.check()
 
     def _check(self, stage: int, y, microbatch) -> None:
-        """What leaves is what the other ranks make room for."""
+        """What leaves is what the other ranks expect."""
         edges = self.graph.out[stage]
         parts = [y] * len(edges) if isinstance(y, torch.Tensor) else y
         if len(parts) != len(edges):
@@ -178,7 +158,7 @@ class Network(torch.nn.Module):
                 f"stage {stage} gave {len(parts)} tensors for {len(edges)} edges; give one, or one for each"
             )
         for (number, _), part in zip(edges, parts):
-            shape, dtype, _ = self.room(number, microbatch)
+            shape, dtype, _ = self.message_spec(number, microbatch)
             if (part.shape, part.dtype) != (shape, dtype):
                 raise ValueError(
                     f"stage {stage} gave {tuple(part.shape)} of {part.dtype} for {self.graph.edges[number]}, where "
@@ -186,7 +166,7 @@ class Network(torch.nn.Module):
                 )
 
     def work(self, microbatches: list) -> _Work:
-        """These microbatches, pairs (input, target), as the executor's `Work`."""
+        """These microbatches, pairs (input, target), as the executor's `StageWork`."""
         return _Work(self, microbatches)
 
 
@@ -194,8 +174,8 @@ class _Work:
     def __init__(self, network: Network, microbatches: list):
         self.network, self.microbatches = network, microbatches
 
-    def room(self, action):
-        return self.network.room(action.edge, self.microbatches[action.microbatch])
+    def message_spec(self, action):
+        return self.network.message_spec(action.edge, self.microbatches[action.microbatch])
 
     def forward(self, action, inputs):
         return self.network(action.stage, inputs, self.microbatches[action.microbatch])

@@ -9,10 +9,10 @@ class Pool:
     """Gives out tensors; makes a new one only while all of that shape are in use.
 
     In use is what any tensor refers to: a view, what autograd saved, a message under way. So nobody has to give
-    anything back, and there are never more buffers than messages and activations that are held at once.
+    anything back, and there are never more buffers than messages and activations that are alive at once.
 
     Attributes:
-        buffers: {(shape, dtype, device): all that were made}.
+        buffers: {(shape, dtype, device): all of them}.
     """
 
     def __init__(self):
@@ -20,10 +20,11 @@ class Pool:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor of any values."""
-        made = self.buffers.setdefault((shape, dtype, device), [])
-        for buffer in made:
-            # the buffer itself and the object that is asked hold the storage; any other tensor would be a third
+        buffers = self.buffers.setdefault((shape, dtype, device), [])
+        for buffer in buffers:
+            # The buffer itself and the object that is asked hold the storage; any other tensor would be a third. torch
+            # has no public count: what autograd saved is no Python object that a weak reference could watch.
             if torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) == 2:
                 return buffer.detach()
-        made.append(torch.empty(shape, dtype=dtype, device=device))
-        return made[-1].detach()
+        buffers.append(torch.empty(shape, dtype=dtype, device=device))
+        return buffers[-1].detach()

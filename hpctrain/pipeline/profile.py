@@ -1,4 +1,4 @@
-"""Measured costs of a model's layers, for `pipeline.partition`.
+"""Measured costs of a chain of layers, for `pipeline.partition`.
 
 `hpctrain.pipeline` does not import this file: it brings torch.
 """
@@ -10,18 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from hpctrain import comm
-from hpctrain.grid import Grid
-from hpctrain.layers import Tokens, WeightGradients
-from hpctrain.models.gpt2 import GPT2
-from hpctrain.pipeline.partitioners import LayerCosts, partition
-from hpctrain.randomness import Key
+from hpctrain.pipeline.partitioners import LayerCosts
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
 def profile(
-    layers: Sequence[Layer], make_input: Callable[[], torch.Tensor], repeats: int = 5, later=None
+    layers: Sequence[Layer], make_input: Callable[[], torch.Tensor], repeats: int = 5, split_backward=None
 ) -> LayerCosts:
     """Least seconds of each layer of a chain after a pass to warm up, and its bytes. What others do to the machine
     only ever adds to a time.
@@ -33,7 +28,7 @@ def profile(
     Args:
         layers: functions of one tensor.
         make_input: gives the first layer's input. If it requires no gradient, the first layer has no input gradient.
-        later: `layers.WeightGradients` of the model, whose layers put off their weight gradients as they do in
+        split_backward: `layers.SplitBackward` of the model, whose layers put off their weight gradients as they do in
             schedules with split backwards; without it, input gradients are those of `torch.autograd.grad`.
     """
     x, sizes, gradients = make_input(), [], {}
@@ -48,7 +43,7 @@ def profile(
     for _ in range(repeats + 1):
         x, run = make_input(), []
         for layer in layers:
-            y, times = _times(layer, x, later)
+            y, times = _times(layer, x, split_backward)
             run.append(times)
             x = y.detach().requires_grad_()
         runs.append(run)
@@ -61,69 +56,7 @@ def profile(
     return LayerCosts(forward, [i for i, _ in both], [w for _, w in both], message, activation, weights)
 
 
-def profile_gpt2(
-    shape, sequences: int, *, algorithm="agarwal", dtype=torch.float32, device=None, repeats: int = 5
-) -> LayerCosts:
-    """Costs of a GPT-2's blocks on a microbatch of `sequences`, measured by this process alone.
-
-    The first block has the embeddings' costs besides its own, the last those of the projection onto the vocabulary and
-    the loss; one block is measured for all others. A tensor grid would spread all of them: what counts for a partition
-    are the ratios.
-    """
-    from mpi4py import MPI  # starts MPI, so not at import
-
-    grid = Grid(comm=MPI.COMM_SELF)
-    pieces = min(3, shape.layers)  # first, one for all between, last
-    here = {(0, stage): 0 for stage in range(pieces)}
-    shorter = type(shape)(**{**vars(shape), "layers": pieces})
-    model = GPT2(grid, shorter, placement=here, algorithm=algorithm, key=Key(0), dtype=dtype, device=device)
-    tokens = Tokens.of(grid, sequences, shape.context, algorithm=algorithm)
-    ids = torch.randint(shape.vocabulary, (sequences * shape.context,), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(device)
-
-    def piece(stage: int) -> Layer:
-        def forward(x):
-            y = model(x, tokens, stage)
-            return model.loss(y, ids, 1 / len(ids)) if stage == model.last else y
-
-        return forward
-
-    measured = profile([piece(stage) for stage in range(pieces)], lambda: ids, repeats, WeightGradients(model))
-    between = shape.layers - 2
-    costs = {
-        name: values[:1] + values[1:2] * between + values[2:] if between > 0 else values
-        for name, values in vars(measured).items()
-    }
-    return LayerCosts(**costs)
-
-
-def partition_gpt2(
-    world, method: str | Sequence[int], shape, sequences: int, ranks: int, microbatches: int, *, algorithm="agarwal",
-    dtype=torch.float32, device=None, **options,
-) -> list[int]:  # fmt: skip
-    """Blocks of each stage of a GPT-2, for `models.gpt2.GPT2(cut=…)`; the same on all ranks of `world`.
-
-    The first rank of this communicator (mpi4py) measures and decides for all, since neither clocks nor exponentials are
-    the same everywhere. Nothing is measured where costs do not matter.
-
-    Args:
-        sequences: of a microbatch.
-        options: of `pipeline.partition`.
-
-    Raises:
-        ValueError: on all ranks, as `pipeline.partition`.
-    """
-    counts = None
-    with comm.together(world):
-        if world.rank == 0:
-            costs = LayerCosts([1.0] * shape.layers)
-            if method in ("dp", "lp", "rl") or options.get("memory") is not None:
-                costs = profile_gpt2(shape, sequences, algorithm=algorithm, dtype=dtype, device=device)
-            counts = partition(method, costs, ranks, microbatches, **options)
-    return world.bcast(counts)
-
-
-def _times(layer: Layer, x: torch.Tensor, later) -> tuple[torch.Tensor, tuple[float, float, float]]:
+def _times(layer: Layer, x: torch.Tensor, split_backward) -> tuple[torch.Tensor, tuple[float, float, float]]:
     """The output; seconds of the forward, of the backward to the input alone, and of the full backward.
 
     Each backward has a forward of its own, as some use up what it kept.
@@ -136,8 +69,8 @@ def _times(layer: Layer, x: torch.Tensor, later) -> tuple[torch.Tensor, tuple[fl
         whole, _ = _clock(lambda: y.backward(gradient))
         x = _leaf(x)
         y = layer(x)
-        if later is not None:
-            with later:
+        if split_backward is not None:
+            with split_backward:
                 inputs, _ = _clock(lambda: y.backward(gradient))
         elif x.requires_grad:
             inputs, _ = _clock(lambda: torch.autograd.grad(y, x, gradient))

@@ -211,15 +211,15 @@ def peaks(schedule, costs: Costs, done: Simulation) -> list[float]:
 def _peaks(schedule, costs: Costs, tasks: Tasks, starts, ends) -> list[float]:
     """Every change as (time, before or after what begins then, bytes), summed in that order."""
     graph, stages = schedule.graph, schedule.graph.stages
-    held, weights = _table("activation", costs.activation, stages), _table("weights", costs.weights, stages)
-    kept = held if costs.kept is None else _table("kept", costs.kept, stages)
+    saved, weights = _table("activation", costs.activation, stages), _table("weights", costs.weights, stages)
+    kept = saved if costs.kept is None else _table("kept", costs.kept, stages)
     parts = costs.tables(stages, schedule.slices)[1]
     changes: list[list[tuple[float, int, float]]] = [[] for _ in range(schedule.ranks)]
     place = [0] * len(tasks.order)
     for at, task in enumerate(tasks.order):
         place[task] = at
     carries = any(edge.bytes for edge in graph.edges)
-    moves = carries or schedule.delayed or any(held) or any(kept)
+    moves = carries or schedule.delayed or any(saved) or any(kept)
     for task, actions in enumerate(tasks.actions if moves else ()):
         rank, start, end, at = tasks.ranks[task][0], starts[task], ends[task], 2 * place[task]
         if carries:  # before the forward below: the message becomes a part of what it holds
@@ -231,13 +231,13 @@ def _peaks(schedule, costs: Costs, tasks: Tasks, starts, ends) -> list[float]:
             stage, part = action.stage, parts[action.slice] if action.slice < len(parts) else 1.0
             if action.kind == FORWARD:
                 if schedule.training:
-                    changes[rank].append((start, at, held[stage] * part))
+                    changes[rank].append((start, at, saved[stage] * part))
                 else:
-                    changes[rank] += [(start, at, held[stage] * part), (end, at + 1, -held[stage] * part)]
+                    changes[rank] += [(start, at, saved[stage] * part), (end, at + 1, -saved[stage] * part)]
             elif action.kind == BACKWARD:
-                changes[rank].append((end, at + 1, -held[stage] * part))
+                changes[rank].append((end, at + 1, -saved[stage] * part))
             elif action.kind == INPUT_GRADIENT:
-                changes[rank].append((end, at + 1, (kept[stage] - held[stage]) * part))
+                changes[rank].append((end, at + 1, (kept[stage] - saved[stage]) * part))
             elif action.kind == WEIGHT_GRADIENT:
                 changes[rank].append((end, at + 1, -kept[stage] * part))
             elif schedule.delayed and action.kind in (UPDATE, FREE):

@@ -27,7 +27,7 @@ Need = tuple[str, tuple[int, int, int, int], int | None]
 
 def needs(action: Action, graph: StageGraph, slices: int) -> Iterator[Need]:
     """What must be finished before a piece of work, from the graph alone."""
-    kind, replica, stage, m, part = action[:5]
+    kind, (replica, stage, m, part) = action.kind, action.unit
     if kind == FORWARD:
         for edge, source in graph.into[stage]:
             yield (FORWARD, (replica, source, m, part), edge)
@@ -70,9 +70,10 @@ class Tasks:
         for rank, order in enumerate(schedule.order):
             alone, previous = (rank,), None
             for entry in order:
-                actions = entry if isinstance(entry, Fused) else (entry,)
+                fused = isinstance(entry, Fused)
+                actions = entry if fused else (entry,)
                 task = new = len(tasks)
-                if entry[0] == REDUCE and replicas > 1:
+                if replicas > 1 and not fused and entry.kind == REDUCE:
                     place = entry.replica, entry.stage
                     key = entry.stage, reduced.get(place, 0)
                     reduced[place] = key[1] + 1
@@ -88,11 +89,10 @@ class Tasks:
                     waits[task].append((previous, None))
                 previous = task
                 for action in actions:
-                    kind = action[0]
-                    if kind == FORWARD:
-                        forwards[action[1:5]] = task
-                    elif kind in GRADIENT:
-                        gradients[action[1:5]] = task
+                    if action.kind == FORWARD:
+                        forwards[action.unit] = task
+                    elif action.kind in GRADIENT:
+                        gradients[action.unit] = task
         for actions, before, ranks in zip(tasks, waits, carriers):
             for action in actions:
                 for kind, unit, edge in needs(action, graph, slices):

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 
 from hpctrain.pipeline.actions import BACKWARD, FORWARD, Action
-from hpctrain.pipeline.flush import chain_placement, check, with_flush
 from hpctrain.pipeline.schedules import Schedule
+from hpctrain.pipeline.synchronous import chain_placement, check, with_flush
 
 
 def terapipe(ranks: int, microbatches: int, slices: int) -> Schedule:

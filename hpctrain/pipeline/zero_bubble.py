@@ -7,8 +7,8 @@ controllable memory" (NeurIPS 2024), for ZB-V. Both keep the order of the microb
 from __future__ import annotations
 
 from hpctrain.pipeline.actions import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
-from hpctrain.pipeline.flush import chain_placement, check, with_flush
 from hpctrain.pipeline.schedules import Schedule
+from hpctrain.pipeline.synchronous import chain_placement, check, with_flush
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:

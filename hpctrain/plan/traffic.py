@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.algorithms import DEFAULT_OVERLAP
-from hpctrain.models.gpt2 import GPT2Shape
+from hpctrain.choices import DEFAULT_OVERLAP
+from hpctrain.models import TransformerCosts
 from hpctrain.pipeline import Schedule, one_f_one_b
 from hpctrain.pipeline.actions import FORWARD, RECEIVE, WEIGHT_GRADIENT, flat
 from hpctrain.shard import split_sizes
 
 
 def step_traffic(
-    shape: GPT2Shape,
+    model: TransformerCosts,
     grid: dict[str, int],
     batch: int,
     schedule: Schedule | int,
@@ -20,42 +20,42 @@ def step_traffic(
     rank: int = 0,
     algorithm: str = "agarwal",
     overlap: Sequence[str] = DEFAULT_OVERLAP,
-    cut: Sequence[int] | None = None,
+    layers_per_stage: Sequence[int] | None = None,
     method: str = "ddp",
 ) -> dict[str, float]:
-    """Bytes that rank `rank` of the pipeline axis receives in one training step of a GPT-2, {axis: bytes}.
+    """Bytes that rank `rank` of the pipeline axis receives in one training step, {axis: bytes}.
 
     Exact where the sizes divide evenly over the grid; then it is also what the rank sends, but for the ends of the
     pipeline. Every gather, scatter and sum over p ranks counts (p-1)/p of what it gathers, scatters or (twice) sums.
 
     Source: the volumes of Agarwal's product, mk/(pm pk) (1 - 1/pn) + kn/(pk pn) (1 - 1/pm) + mn/(pm pn) (1 - 1/pk)
-    words a rank; here the backward products gather again what was not kept. Those of the others are in `matmul`.
+    elements a rank; here the backward products gather again what was not kept. Those of the others are in `matmul`.
 
     Args:
-        shape: sizes of the model.
+        model: `ModelSpec.costs` of its shape.
         grid: sizes of the axes data, pipeline, x, y and z.
         batch: sequences of the global batch.
         schedule: of the pipeline; a number means 1F1B of so many microbatches.
         itemsize: bytes of a number.
         algorithm: the matrix product of the layers.
         overlap: as in `layers.algorithm_of`.
-        cut: blocks of each stage, by default as equal as can be.
-        method: of `replicas`: "ddp", "zero1", "zero2" or "zero3"; to this one, where weights travel by messages, come 8
-            bytes from each other replica before each layer's forward and backward, and once a step.
+        layers_per_stage: blocks of each stage, by default as equal as can be.
+        method: of `data_parallel`: "ddp", "zero1", "zero2" or "zero3"; to this one, where weights travel by messages,
+            come 8 bytes from each other replica before each layer's forward and backward, and once a step.
     """
     plane = algorithm in ("cannon", "summa", "two_half_d")
     d, p, x, y, z = (grid[axis] for axis in ("data", "pipeline", "x", "y", "z"))
     if isinstance(schedule, int):
         schedule = one_f_one_b(p, schedule)
     stages, slices = schedule.graph.stages, schedule.slices
-    cut = split_sizes(shape.layers, stages) if cut is None else cut
-    width, vocabulary = shape.width, shape.vocabulary
-    rows = batch / (d * schedule.microbatches * slices) / z * shape.context  # of a z block, in one forward
+    blocks = split_sizes(model.layers, stages) if layers_per_stage is None else layers_per_stage
+    width, vocabulary = model.width, model.vocabulary
+    rows = batch / (d * schedule.microbatches * slices) / z * model.context  # of a z block, in one forward
     work = [(a.kind, a.stage) for a in flat(schedule.order[rank])]
-    held = sorted({stage for (_, stage), home in schedule.placement.items() if home == rank})
-    first, last = 0 in held, stages - 1 in held
+    local_stages = sorted({stage for (_, stage), home in schedule.placement.items() if home == rank})
+    first, last = 0 in local_stages, stages - 1 in local_stages
     # how often a step sums gradients over ranks, and gathers the weights
-    updates, passes = len(schedule.updates), work.count((FORWARD, held[0]))
+    updates, passes = len(schedule.updates), work.count((FORWARD, local_stages[0]))
     sums = updates if method in ("ddp", "zero1") else passes
     gathers = 2 * passes if method == "zero3" else updates
 
@@ -79,37 +79,40 @@ def step_traffic(
         # a late weight gradient gathers the output's gradient once more
         return forward + (1 + split) * gather_out + weight + gather_in + gather_in + weight / summed_once
 
-    norm = part(y) * y * 2 * rows / x + 2 * part(y) * 2 * rows / x  # statistics gathered, then sums reduced
-    tables = (vocabulary + shape.context) * width / (x * y)
+    if model.rms_norm:  # a number a row is summed, forward and backward
+        norm = 2 * 2 * part(y) * rows / x
+    else:  # two numbers a row are gathered forward, and summed backward
+        norm = part(y) * y * 2 * rows / x + 2 * part(y) * 2 * rows / x
+    tables = (vocabulary + model.positions) * width / (x * y)
     embedding = 2 * part(x) * rows * width / y + 2 * part(z) * tables
     loss = (y - 1) * 2 * rows / x if plane else (x * y - 1) * 2 * rows
     tensor = 0.0
-    for stage in held:
+    for stage in local_stages:
         once = passes if "weight_gradient" in overlap and sums == 1 else 1
         how = work.count((WEIGHT_GRADIENT, stage)) / passes, once
-        block = (
-            2 * norm
-            + linear(width, 3 * width, True, *how)
-            + linear(width, width, False, *how)
-            + linear(width, 4 * width, True, *how)
-            + linear(4 * width, width, False, *how)
-        )
+        block = model.norms * norm + sum(linear(each.n_in, each.n_out, each.to_inner, *how) for each in model.linears)
         head = norm + linear(width, vocabulary, True, *how) + loss
-        tensor += passes * (cut[stage] * block + (stage == 0) * embedding + (stage == stages - 1) * head)
+        tensor += passes * (blocks[stage] * block + (stage == 0) * embedding + (stage == stages - 1) * head)
 
     # Gradients of vectors, summed over the tensor axes along which they are repeated, then everything over data.
-    layers = sum(cut[stage] for stage in held)
-    norms = 2 * (2 * layers + last) * width / y
-    biases_inner = 0 if plane else layers * 7 * width / (x * y)
-    biases_residual = layers * (9 if plane else 2) * width / y
+    layers = sum(blocks[stage] for stage in local_stages)
+    norms = (1 if model.rms_norm else 2) * (model.norms * layers + last) * width / y
+    inner, residual = (
+        sum(each.n_out for each in model.linears if each.bias and each.to_inner == to_inner)
+        for to_inner in (True, False)
+    )
+    biases_inner = 0 if plane else layers * inner / (x * y)
+    biases_residual = layers * (inner + residual if plane else residual) / y
+    head_norms = layers * model.head_norm_elements
     tensor += sums * (2 * part(x * z) * (norms + biases_residual) + 2 * part(z) * biases_inner)
-    weights = (layers * 12 * width * width) / (x * y * z)
+    tensor += sums * 2 * part(x * y * z) * head_norms
+    weights = layers * model.block_weights / (x * y * z)
     table = vocabulary * width / (x * y * z)
     if first:
-        weights += table + shape.context * width / (x * y * z)
-    if last and not (first and shape.tied):
+        weights += table + model.positions * width / (x * y * z)
+    if last and not (first and model.tied):
         weights += table
-    parameters = weights + norms + biases_inner + biases_residual
+    parameters = weights + norms + head_norms + biases_inner + biases_residual
     data = (sums + gathers) * part(d) * parameters
 
     # What other ranks hold too is received from each of them; activations and their gradients have one size.
@@ -118,7 +121,7 @@ def step_traffic(
     homes = {stage: {home for (_, s), home in schedule.placement.items() if s == stage} for stage in range(stages)}
     if schedule.replicas > 1:
         shared = parameters
-    elif shape.tied and (first or last) and homes[0] != homes[stages - 1]:
+    elif model.tied and (first or last) and homes[0] != homes[stages - 1]:
         shared = table
     else:
         shared = 0

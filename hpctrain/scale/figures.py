@@ -17,14 +17,14 @@ CROWDED = "hollow: more ranks than cores, not scaling"
 
 def figures(studies: list[Study]) -> dict[str, bytes]:
     """{name: PNG} of one study, or of several over each other."""
-    made = {"throughput": throughput(studies), "efficiency": efficiency(studies)}
+    pictures = {"throughput": throughput(studies), "efficiency": efficiency(studies)}
     if len(studies) == 1:
         (study,) = studies
-        made |= {"time": time_split(study), "bytes": bytes_moved(study), "mfu-memory": mfu_and_memory(study)}
-    return made
+        pictures |= {"time": time_split(study), "bytes": bytes_moved(study), "mfu-memory": mfu_and_memory(study)}
+    return pictures
 
 
-def throughput(studies) -> bytes:
+def throughput(studies: list[Study]) -> bytes:
     """Speed over ranks, the spread of the repeats, and the ideal from each study's first point."""
     from matplotlib.ticker import LogLocator
 
@@ -32,7 +32,7 @@ def throughput(studies) -> bytes:
     for study, colour in zip(studies, COLOURS):
         _spread(axes, study, colour, [[speed / 1e9 for speed in row.flops_per_second] for row in study.rows])
         first = study.rows[0]
-        ideal = [first.speed / first.ranks * row.ranks / 1e9 for row in study.rows]
+        ideal = [first.median_flops_per_second / first.ranks * row.ranks / 1e9 for row in study.rows]
         axes.plot(
             [row.ranks for row in study.rows], ideal, ":", color=colour, label="ideal" if len(studies) == 1 else None
         )
@@ -43,7 +43,7 @@ def throughput(studies) -> bytes:
     return _png(figure, axes)
 
 
-def efficiency(studies) -> bytes:
+def efficiency(studies: list[Study]) -> bytes:
     """Efficiency over ranks; points with more ranks than cores have none."""
     figure, axes = _new("efficiency", studies)
     for study, colour in zip(studies, COLOURS):
@@ -55,7 +55,7 @@ def efficiency(studies) -> bytes:
     return _png(figure, axes)
 
 
-def time_split(study) -> bytes:
+def time_split(study: Study) -> bytes:
     """Where a step's time goes, mean over ranks."""
     figure, axes = _new("seconds a step", [study], logarithmic=False)
     labels = [_label(row) for row in study.rows]
@@ -69,7 +69,7 @@ def time_split(study) -> bytes:
     return _png(figure, axes, outside=True)
 
 
-def bytes_moved(study) -> bytes:
+def bytes_moved(study: Study) -> bytes:
     """What the busiest rank receives, beside the formula and the lower bound."""
     figure, axes = _new("MiB received a step", [study], logarithmic=False)
     for shift, (name, colour) in enumerate((("received", "#4c78a8"), ("formula", "#f58518"), ("bound", "#54a24b"))):
@@ -83,7 +83,7 @@ def bytes_moved(study) -> bytes:
     return _png(figure, axes, outside=True)
 
 
-def mfu_and_memory(study) -> bytes:
+def mfu_and_memory(study: Study) -> bytes:
     """Share of the measured peak, and memory of the largest rank."""
     figure, axes = _new("% of the measured peak", [study], logarithmic=False)
     labels = [_label(row) for row in study.rows]

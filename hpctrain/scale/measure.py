@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 
 from hpctrain import cores
-from hpctrain.cli import abort, check_launcher, complain
 from hpctrain.comm import together
 from hpctrain.config import load_config
+from hpctrain.launch import abort, check_launcher, complain
 from hpctrain.scale import work
-from hpctrain.train.job import Job
-from hpctrain.train.precision import DTYPES
+from hpctrain.train.dtypes import DTYPES
+from hpctrain.train.loop import train_step
+from hpctrain.train.session import Session, build
 
 WARM_UP = 3  # steps
 
@@ -38,10 +39,10 @@ def main() -> int:
         try:
             with together(world):
                 config = load_config(path, overrides)
-            job = Job(config, world)
+            session = build(config, world)
         except (ValueError, OSError) as error:
             return complain(error, world.rank)
-        result = measure(job, world, int(steps))
+        result = measure(session, world, int(steps))
         with together(world):
             if world.rank == 0:
                 Path(out).write_text(json.dumps(result))
@@ -50,7 +51,7 @@ def main() -> int:
     return 0
 
 
-def measure(job: Job, world, steps: int) -> dict:
+def measure(session: Session, world, steps: int) -> dict:
     """What a step takes, by parts, in seconds, bytes and memory; the same on every rank.
 
     Time is cut into reading, communication of each axis, the waiting of pipeline stages for their neighbours
@@ -59,19 +60,19 @@ def measure(job: Job, world, steps: int) -> dict:
     """
     from mpi4py import MPI
 
-    peak = gemm_rate(world, job)
+    peak = gemm_rate(world, session)
     for _ in range(WARM_UP):
-        job.loop.take_step()
+        train_step(session)
     taken = []
     for _ in range(steps):
         world.Barrier()
-        taken.append(job.loop.take_step())
-    rank, known = job.grid.pipeline.rank, work.has_formula(job.config)
+        taken.append(train_step(session))
+    rank, known = session.grid.pipeline.rank, work.has_formula(session.config)
     mine = {
         "taken": [(record["seconds"], record["time"]) for record in taken],
         "received": taken[-1]["bytes_received"],
-        "formula": work.received(job.config, rank) if known else None,
-        "bound": work.bound(job.config, rank) if known else None,
+        "formula": work.received(session.config, rank) if known else None,
+        "bound": work.bound(session.config, rank) if known else None,
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "place": (socket.gethostname(), cores.identities(os.sched_getaffinity(0)), cores.find().quota),
     }
@@ -80,7 +81,7 @@ def measure(job: Job, world, steps: int) -> dict:
     parts = [part for other in everybody for _, part in other["taken"]]
     most = max(everybody, key=lambda other: sum(other["received"].values()))
     median = statistics.median(seconds)
-    config = job.config
+    config = session.config
     return {
         "step_seconds": median,
         "tokens_per_second": config.train.batch * config.model.context / median,
@@ -99,9 +100,9 @@ def measure(job: Job, world, steps: int) -> dict:
     }
 
 
-def gemm_rate(world, job: Job, size: int = 1024, seconds: float = 0.3) -> float:
+def gemm_rate(world, session: Session, size: int = 1024, seconds: float = 0.3) -> float:
     """Floating-point operations a second of all ranks in matrix products at the same time: the peak there is here."""
-    a = torch.ones(size, size, dtype=DTYPES[job.config.precision.compute], device=job.device)
+    a = torch.ones(size, size, dtype=DTYPES[session.config.precision.compute], device=session.device)
     out = torch.mm(a, a)
     world.Barrier()
     rates, start = [], time.perf_counter()

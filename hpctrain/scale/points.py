@@ -64,11 +64,11 @@ def points(
             )
         fixed += ["grid.data=1", "grid.pipeline=1", "grid.tensor=[1, 1, 1]"]
         base = load_config(path, fixed)
-    made = []
+    fastest = []
     for count in ranks:
         candidates = _candidates(base, path, fixed, count // ranks[0], mode, vary, count)
-        made.append(min(candidates, key=lambda point: predicted_seconds(point.config, machine)))
-    return made
+        fastest.append(min(candidates, key=lambda point: predicted_seconds(point.config, machine)))
+    return fastest
 
 
 def _check(ranks, mode, vary, machine):
@@ -92,25 +92,25 @@ def _check(ranks, mode, vary, machine):
 
 def _candidates(base, path, fixed, factor, mode, vary, ranks):
     """The points that `vary` allows for a grid `factor` times as large."""
-    found, refused = [], None
+    candidates, refused = [], None
     for data, pipeline, box in all_grids(factor):
         grown = {"data": data, "pipeline": pipeline, "tensor": prod(box)}
         if vary != "auto" and any(size > 1 for axis, size in grown.items() if axis != vary):
             continue
         extra = _overrides(base, data, pipeline, box, mode == "weak")
         try:
-            found.append(Point(ranks, (*fixed, *extra), load_config(path, [*fixed, *extra])))
+            candidates.append(Point(ranks, (*fixed, *extra), load_config(path, [*fixed, *extra])))
         except ValueError as error:
             refused = refused or error
-    if not found:
+    if not candidates:
         raise ValueError(f"{ranks} ranks by --vary {vary}: {refused}")
-    return found
+    return candidates
 
 
 def _overrides(base, data, pipeline, box, weak):
     shape, model = base.grid_shape, base.model
     tensor = [shape[axis] * size for axis, size in zip("xyz", box)]
-    made = [
+    overrides = [
         f"grid.data={shape['data'] * data}",
         f"grid.pipeline={shape['pipeline'] * pipeline}",
         f"grid.tensor={tensor}",
@@ -118,9 +118,9 @@ def _overrides(base, data, pipeline, box, weak):
     if weak:
         step = 4 * model.heads  # head sizes that are multiples of four
         width = model.width if prod(box) == 1 else max(1, round(model.width * sqrt(prod(box)) / step)) * step
-        made += [
+        overrides += [
             f"train.batch={base.train.batch * data}",
             f"model.layers={model.layers * pipeline}",
             f"model.width={width}",
         ]
-    return made
+    return overrides

@@ -27,10 +27,10 @@ tr.crowded td { color: #888 } details { margin: .5rem 0 } pre { font-size: 12px;
 """
 
 
-def write(folder: Path, asked: dict | None = None) -> Path:
-    """Write report.html, report.md and the PNGs of the study in `folder`, of `runner.asked` or the newest; returns the
-    HTML file."""
-    study = summarise(folder, asked)
+def write(folder: Path, description: dict | None = None) -> Path:
+    """Write report.html, report.md and the PNGs of the study in `folder` that `runner.describe_study`
+    describes, or the newest; returns the HTML file."""
+    study = summarise(folder, description)
     return _write(folder, [study], title(study))
 
 
@@ -59,9 +59,9 @@ def rows(study: Study) -> list[list[str]]:
             str(row.ranks),
             "×".join(str(size) for size in row.grid.values()),
             f"{row.tokens_per_second:,.0f}",
-            f"{row.speed / 1e9:,.1f}",
+            f"{row.median_flops_per_second / 1e9:,.1f}",
             f"{min(row.flops_per_second) / 1e9:,.1f}–{max(row.flops_per_second) / 1e9:,.1f}",
-            "oversubscribed" if row.oversubscribed else f"{row.efficient:.3f}",
+            "oversubscribed" if row.oversubscribed else f"{row.median_efficiency:.3f}",
             f"{row.step_seconds:.4f}",
             f"{row.seconds['compute']:.4f}",
             " + ".join(f"{row.seconds[axis]:.4f}" for axis in ("data", "pipeline", "tensor")),
@@ -79,7 +79,7 @@ def notes(study: Study) -> list[str]:
     """What a reader must know to judge the figures."""
     about = study.about
     repeats, first = len(study.rows[0].flops_per_second), study.rows[0].ranks
-    said = [
+    lines = [
         f"{repeats} repeats of {about['steps']} steps; medians, and the least and the most. Efficiency is model FLOP/s "
         f"a rank over those of {first} rank(s).",
         f"{about['mpi']}; {about['threads']} thread(s) a rank; hosts {', '.join(about['hosts'])}; commit "
@@ -90,10 +90,12 @@ def notes(study: Study) -> list[str]:
         "the job.",
     ]
     if first != study.first:
-        said.append(f"The point of {study.first} rank(s), which efficiency should be over, is not measured yet.")
+        lines.append(f"The point of {study.first} rank(s), which efficiency should be over, is not measured yet.")
     if any(row.oversubscribed for row in study.rows):
-        said.append("Points with more ranks than cores share them in time: they show that it works, not how it scales.")
-    return said
+        lines.append(
+            "Points with more ranks than cores share them in time: they show that it works, not how it scales."
+        )
+    return lines
 
 
 def markdown(studies: list[Study], heading: str) -> str:
@@ -140,7 +142,8 @@ def _section(study: Study, several: bool) -> str:
         f"<details><summary>Configuration, {row.ranks} ranks</summary><pre>{html.escape(row.config)}</pre></details>"
         for row in study.rows
     )
-    said = "".join(f"<p>{html.escape(note)}</p>" for note in notes(study))
+    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes(study))
     return (
-        f'{heading}<div class="wide"><table><tr>{cells("th", HEADER)}</tr>{"".join(lines)}</table></div>{said}{configs}'
+        f'{heading}<div class="wide"><table><tr>{cells("th", HEADER)}</tr>{"".join(lines)}</table></div>'
+        f"{below}{configs}"
     )

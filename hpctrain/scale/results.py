@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Results:
-    """FOLDER/results.jsonl: one object a measurement. What is whole is kept and used again; a torn last line is not."""
+    """FOLDER/results.jsonl: one object a measurement. Complete lines are used again; a torn last line is ignored."""
 
     def __init__(self, folder: Path):
         self.path = folder / "results.jsonl"
@@ -17,13 +17,13 @@ class Results:
     def read(self) -> list[dict]:
         if not self.path.exists():
             return []
-        found = []
+        measurements = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
-                found.append(json.loads(line))
+                measurements.append(json.loads(line))
             except json.JSONDecodeError:
                 continue  # torn: the disk was full, or the job was ended, in the middle of it
-        return found
+        return measurements
 
     def add(self, result: dict) -> None:
         """

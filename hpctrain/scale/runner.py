@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def key(point: Point, steps: int, threads: int) -> str:
-    """Names what is measured, so that it is not measured again."""
+    """Identifies a measurement, so that it is not repeated."""
     return hashlib.blake2b(f"{point.toml}{steps} {threads}".encode(), digest_size=8).hexdigest()
 
 
-def asked(points: list[Point], mode: str, vary: str, steps: int, threads: int) -> dict:
-    """The study that these points make: noted with its measurements, as a folder may hold those of several."""
+def describe_study(points: list[Point], mode: str, vary: str, steps: int, threads: int) -> dict:
+    """The study that these points make, noted with each measurement, as one folder may hold several studies."""
     return {"mode": mode, "vary": vary, "study": [[point.ranks, key(point, steps, threads)] for point in points]}
 
 
@@ -34,7 +34,7 @@ def measure(
     """Every point `repeats` times, round after round, so that all see the same hours of a shared machine.
 
     Args:
-        about: noted with every measurement, as `asked` makes it.
+        about: noted with every measurement, by `describe_study`.
 
     Raises:
         ValueError: when a point fails; those finished before are kept.
@@ -89,7 +89,7 @@ def _launch(path, point: Point, folder: Path, steps: int, threads: int) -> dict:
 
 
 def surroundings() -> dict:
-    """What a figure is worth little without."""
+    """Commit, modules and Slurm job, without which a figure says little."""
     commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
     return {
         "commit": commit.stdout.strip() or "unknown",

@@ -31,17 +31,17 @@ class Row:
     efficiency: list[float]
 
     @property
-    def speed(self) -> float:
+    def median_flops_per_second(self) -> float:
         return _median(self.flops_per_second)
 
     @property
-    def efficient(self) -> float:
+    def median_efficiency(self) -> float:
         return _median(self.efficiency)
 
 
 @dataclass(frozen=True)
 class Study:
-    """Rows by rising ranks, and what they were measured in. `first` is the smallest number of ranks asked for, which
+    """Rows by rising ranks, and what they were measured in. `first` is the smallest number of ranks of the study, which
     may not have been measured yet."""
 
     name: str
@@ -52,8 +52,8 @@ class Study:
     about: dict
 
 
-def summarise(folder: Path, asked: dict | None = None) -> Study:
-    """The study that was `asked` for, as `runner.asked` names it; without it that of the newest measurement.
+def summarise(folder: Path, description: dict | None = None) -> Study:
+    """The study of this description by `runner.describe_study`; without one that of the newest measurement.
 
     Raises:
         ValueError: when nothing was measured in `folder`.
@@ -63,15 +63,15 @@ def summarise(folder: Path, asked: dict | None = None) -> Study:
         raise ValueError(
             f"{folder} holds no measurements ({folder / 'results.jsonl'}); run `hpctrain scale` into it first"
         )
-    asked = asked or results[-1]
+    description = description or results[-1]
     # measured before studies were noted: the newest of each number of ranks, of the same kind
-    kind = [(r["ranks"], r["key"]) for r in results if all(r[k] == asked.get(k) for k in KIND)]
-    wanted = dict(asked.get("study", kind))
-    latest = [r for r in results if r["key"] in wanted.values()][-1]
-    found = {ranks: [r for r in results if r["key"] == key] for ranks, key in sorted(wanted.items())}
-    found = {ranks: repeats for ranks, repeats in found.items() if repeats}
+    kind = [(r["ranks"], r["key"]) for r in results if all(r[k] == description.get(k) for k in KIND)]
+    keys = dict(description.get("study", kind))
+    latest = [r for r in results if r["key"] in keys.values()][-1]
+    measured = {ranks: [r for r in results if r["key"] == key] for ranks, key in sorted(keys.items())}
+    measured = {ranks: repeats for ranks, repeats in measured.items() if repeats}
     first, rows = None, []
-    for ranks, repeats in found.items():
+    for ranks, repeats in measured.items():
         speeds = [r["flops"] / r["step_seconds"] for r in repeats]
         first = first or _median(speeds) / ranks
         rows.append(
@@ -93,7 +93,7 @@ def summarise(folder: Path, asked: dict | None = None) -> Study:
             )
         )
     about = {key: latest[key] for key in ("commit", "mpi", "modules", "hosts", "threads", "steps")}
-    return Study(folder.name, asked["mode"], asked["vary"], rows, min(wanted), about)
+    return Study(folder.name, description["mode"], description["vary"], rows, min(keys), about)
 
 
 def _median(values) -> float:

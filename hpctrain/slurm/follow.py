@@ -16,7 +16,7 @@ def follow(job: str) -> int:
 
     A job that is requeued is followed on. Ctrl-C ends the following, not the job.
     """
-    position, said, facts = 0, None, {}
+    position, printed, facts = 0, None, {}
     try:
         while True:
             latest = client.show(job)
@@ -26,9 +26,9 @@ def follow(job: str) -> int:
                 state = "no answer from Slurm, asking again"
             else:
                 state = client.state(facts) if facts else "unknown to Slurm"
-            if state != said:
+            if state != printed:
                 print(f"job {job}: {state}", file=sys.stderr, flush=True)
-                said = state
+                printed = state
             if latest == {} or facts.get("JobState") in client.ENDED and facts.get("Requeue") != "2":
                 _print_from(facts.get("StdOut"), position)  # what was written meanwhile
                 return client.exit_status(facts) if facts else 1

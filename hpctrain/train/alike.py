@@ -8,11 +8,11 @@ from collections import Counter
 import torch
 
 from hpctrain import comm
+from hpctrain.digest import digest
+from hpctrain.grid import Grid
 
-CHUNK = 1 << 20  # words of a sum at a time
 
-
-def differing(names: dict[torch.nn.Parameter, str], grid) -> list[str]:
+def differing(names: dict[torch.nn.Parameter, str], grid: Grid) -> list[str]:
     """Parameters that differ between this rank and those that hold the same slice on other ranks of the data axis, or
     of tensor axes. Collective over the grid."""
     groups: dict[str, tuple] = {"data": (grid.data, list(names))}
@@ -24,7 +24,7 @@ def differing(names: dict[torch.nn.Parameter, str], grid) -> list[str]:
     problems = []
     for name in sorted(groups):
         axis, parameters = groups[name]
-        mine = torch.stack([digest(p.detach()) for p in parameters]).cpu()[None]
+        mine = torch.stack([digest(p) for p in parameters]).cpu()[None]
         everybody = comm.all_gather(mine, axis)
         for place in (everybody != everybody[0]).any(0).nonzero().flatten().tolist():
             problems.append(_said(names[parameters[place]], everybody[:, place].tolist(), grid.members(axis.name)))
@@ -40,28 +40,16 @@ def _said(parameter: str, digests: list[int], members: list[int]) -> str:
     return f"{parameter} of rank {', '.join(odd)} differs from that of the other {count} ranks with the same slice"
 
 
-def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum of all words, each times an odd number of its own, modulo 2^64: no change of a single word goes unseen."""
-    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-    words = tensor.contiguous().view(-1).view(kinds[tensor.itemsize])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(words), CHUNK):
-        part = words[start : start + CHUNK].long()
-        weights = torch.arange(start, start + len(part), device=tensor.device).mul_(2).add_(1)
-        total += part.mul_(weights).sum()
-    return total
-
-
 class Speeds:
     """Seconds that each rank spends in work of its own, outside communication."""
 
-    def __init__(self, grid, ratio: float):
+    def __init__(self, grid: Grid, ratio: float):
         self.grid, self.ratio = grid, ratio
         self._own, self._steps = 0.0, 0
 
     def add(self, seconds: float) -> None:
         """A step took so long, of which the ledger says how much was communication."""
-        self._own += max(0.0, seconds - sum(self.grid.wire.traffic.seconds().values()))
+        self._own += max(0.0, seconds - sum(self.grid.transport.traffic.seconds().values()))
         self._steps += 1
 
     def slow(self) -> list[str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from hpctrain.data import SampleOrder, ShardedTokens
+from hpctrain.grid import Grid
 from hpctrain.layers import Tokens
-from hpctrain.randomness import Key
+from hpctrain.pipeline import Schedule
+from hpctrain.randomness import RngKey
 from hpctrain.shard import split, subsplit
 
 
@@ -30,15 +33,18 @@ class Microbatch:
 class Samples:
     """A corpus cut into samples of `context` + 1 tokens, the last of each being the first of the next.
 
-    The last `validation` part of the samples is held out. `algorithm` is that of the model's layers; the last `idle`
-    ranks of the data axis get none of a batch.
+    The last `validation` part of the samples is held out. `tokens_of` gives a rank's part of a microbatch, as
+    `ModelSpec.tokens`; the last `idle` ranks of the data axis get none of a batch.
 
     Raises:
         ValueError: when there are too few tokens for one training and one validation sample.
     """
 
-    def __init__(self, tokens: ShardedTokens, context: int, validation: float, key: Key, algorithm="agarwal", idle=0):
-        self.tokens, self.context, self.algorithm, self.idle = tokens, context, algorithm, idle
+    def __init__(
+        self, tokens: ShardedTokens, context: int, validation: float, key: RngKey,
+        tokens_of: Callable[..., Tokens] = Tokens.of, idle: int = 0,
+    ):  # fmt: skip
+        self.tokens, self.context, self.tokens_of, self.idle = tokens, context, tokens_of, idle
         total = (tokens.tokens - 1) // context
         held_out = max(1, round(total * validation))
         if total - held_out < 1:
@@ -57,13 +63,15 @@ class Samples:
             self.tokens.read(number * self.context, self.context + 1, row)
         return rows
 
-    def training_step(self, grid, number: int, batch: int, schedule, device, step: int) -> list[Microbatch]:
+    def training_step(
+        self, grid: Grid, number: int, batch: int, schedule: Schedule, device: torch.device, step: int
+    ) -> list[Microbatch]:
         """This rank's microbatches of batch `number` (from 0) of the order, of `batch` sequences over all replicas, for
         training step `step` (from 0): the same number, unless batches were left out."""
         order = self.training[number * batch : (number + 1) * batch]
-        made = self._microbatches(grid, order, schedule, step, device)
+        microbatches = self._microbatches(grid, order, schedule, step, device)
         self._prefetch(grid, self.training[(number + 1) * batch : (number + 2) * batch])
-        return made
+        return microbatches
 
     def _prefetch(self, grid, order) -> None:
         """Have the system read what this replica's ranks will ask for next, while they train."""
@@ -72,7 +80,9 @@ class Samples:
             for number in order[split(len(order), working, grid.data.rank)].tolist():
                 self.tokens.will_need(number * self.context, self.context + 1)
 
-    def validation_batches(self, grid, batch: int, batches: int, schedule, device) -> list[list[Microbatch]]:
+    def validation_batches(
+        self, grid: Grid, batch: int, batches: int, schedule: Schedule, device: torch.device
+    ) -> list[list[Microbatch]]:
         """This rank's microbatches of up to `batches` validation batches; the same ones at every call."""
         total = min(batches * batch, self.held_out)
         orders = [self.validation[start : min(start + batch, total)] for start in range(0, total, batch)]
@@ -89,18 +99,18 @@ class Samples:
         for update in schedule.updates:
             together = sum(cut[m].stop - cut[m].start for cut in cuts for m in update)
             sequences.update(dict.fromkeys(update, max(1, together)))
-        made = []
+        microbatches = []
         for m, part in enumerate(cuts[grid.data.rank]):
             replica = schedule.replica_of[m]
             first = schedule.placement[replica, 0] == here
             last = schedule.placement[replica, schedule.graph.stages - 1] == here
             scale = 1 / ((total or sequences[m]) * length)
-            tokens = Tokens.of(grid, part.stop - part.start, length, part.start, step, self.algorithm)
+            tokens = self.tokens_of(grid, part.stop - part.start, length, part.start, step)
             ids = targets = None
             if first or last:
                 rows = self.read(numbers[tokens.first : tokens.first + tokens.sequences])
                 ids = rows[:, :-1].reshape(-1).to(device) if first else None
                 inner = slice(tokens.inner.start - tokens.first, tokens.inner.stop - tokens.first)
                 targets = rows[inner, 1:].reshape(-1).to(device) if last else None
-            made.append(Microbatch(tokens, ids, targets, scale))
-        return made
+            microbatches.append(Microbatch(tokens, ids, targets, scale))
+        return microbatches

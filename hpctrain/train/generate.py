@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 
 from hpctrain import comm
-from hpctrain.layers import Tokens
+from hpctrain.grid import Grid
 from hpctrain.pipeline import Executor, forward_only
-from hpctrain.randomness import Key
+from hpctrain.randomness import RngKey
 
 
-def generate(model, grid, prompt: list[int], count: int, vocabulary: int, key: Key, temperature: float = 0.8):
+def generate(
+    model: torch.nn.Module, grid: Grid, prompt: list[int], count: int, vocabulary: int, key: RngKey,
+    temperature: float = 0.8,
+) -> list[int]:  # fmt: skip
     """`count` tokens that follow `prompt`, drawn below `vocabulary`; the same on every rank, and on every grid.
 
     The replicas all do the same work. The last `context` tokens are seen.
@@ -21,7 +24,7 @@ def generate(model, grid, prompt: list[int], count: int, vocabulary: int, key: K
     model.eval()
     with torch.no_grad():
         for draw in draws:
-            stages = _LastLogits(model, grid, torch.tensor(ids[-model.shape.context :]))
+            stages = _LastLogits(model, torch.tensor(ids[-model.shape.context :]))
             logits = executor.run(stages)
             chosen = torch.zeros(1, dtype=torch.int64)
             if logits:
@@ -35,22 +38,16 @@ def generate(model, grid, prompt: list[int], count: int, vocabulary: int, key: K
 class _LastLogits:
     """The stages over one sequence, of which the last returns the logits of the last position, (vocabulary,)."""
 
-    def __init__(self, model, grid, ids):
+    def __init__(self, model, ids):
         self.model = model
-        self.tokens = Tokens.of(grid, 1, len(ids), algorithm=model.algorithm)
+        self.tokens = model.tokens(1, len(ids))
         self.ids = ids.repeat(self.tokens.sequences).to(model.device)
 
-    def room(self, action):
-        return self.model.room(self.tokens)
+    def message_spec(self, action):
+        return self.model.message_spec(self.tokens)
 
     def forward(self, action, inputs):
         y = self.model(inputs[0] if inputs else self.ids, self.tokens, action.stage)
         if action.stage < self.model.last:
             return y
-        # The sequence lies on the first rank over which rows are spread; every rank has its part of the vocabulary.
-        algorithm, vocabulary = self.model.algorithm, self.model.shape.vocabulary
-        parts = [algorithm.inner(vocabulary, rank=rank) for rank in range(algorithm.columns.size)]
-        counts = tuple(part.stop - part.start for part in parts)
-        here = y[-1:].flatten() if self.tokens.inner else y.new_empty(counts[algorithm.columns.rank])
-        comm.broadcast(here.contiguous(), algorithm.rows)
-        return comm.all_gather(here, algorithm.columns, counts).cpu()
+        return self.model.last_logits(y, self.tokens)

@@ -69,17 +69,17 @@ class Lease:
             if newest:
                 self._judge(newest[1])
             path = self.folder.with_name(f".{self.folder.name}.lease.{number}")
-            made = path.with_name(f"{path.name}.{self._token}")
-            made.write_text(json.dumps({"token": self._token, **_self()}) + "\n", encoding="utf-8")
+            draft = path.with_name(f"{path.name}.{self._token}")
+            draft.write_text(json.dumps({"token": self._token, **_self()}) + "\n", encoding="utf-8")
             try:
-                os.link(made, path)  # complete at once, and an error where it exists
+                os.link(draft, path)  # complete at once, and an error where it exists
             except FileExistsError:
                 continue
             except OSError:  # a file system without links
-                if not _made_exclusively(path, made.read_text(encoding="utf-8")):
+                if not _made_exclusively(path, draft.read_text(encoding="utf-8")):
                     continue
             finally:
-                made.unlink()
+                draft.unlink()
             if _newest(self.folder)[1] == path:
                 for other, old in _leases(self.folder):
                     if other < number:
@@ -143,10 +143,10 @@ def _made_exclusively(path: Path, text: str) -> bool:
 
 def _read(path: Path) -> dict:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        holder = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}  # gone, or not yet written
-    return told if isinstance(told, dict) else {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _self() -> dict:
@@ -184,13 +184,13 @@ def _ended(holder: dict) -> str:
         return "it was this job, before it was requeued" if holder.get("restarts", 0) < _self()["restarts"] else ""
     if job and job.startswith("Slurm job "):
         try:
-            told = subprocess.run(
+            listed = subprocess.run(
                 ["squeue", "--noheader", "--format=%T", f"--jobs={job.split()[-1]}"], capture_output=True, text=True,
                 timeout=20,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired):
             return ""
-        if (told.returncode == 0 and not told.stdout.strip()) or "Invalid job id" in told.stderr:
+        if (listed.returncode == 0 and not listed.stdout.strip()) or "Invalid job id" in listed.stderr:
             return "Slurm says that it has ended"
     return ""
 
@@ -208,9 +208,9 @@ def _refresh(path: Path, stop: threading.Event) -> None:
 
 def _free(path: Path, token: str, stop: threading.Event) -> None:
     stop.set()
-    told = _read(path)
-    if told.get("token") == token:
+    holder = _read(path)
+    if holder.get("token") == token:
         with contextlib.suppress(OSError):
-            made = path.with_name(f"{path.name}.{token}")
-            made.write_text(json.dumps(told | {"free": True}) + "\n", encoding="utf-8")
-            made.replace(path)
+            draft = path.with_name(f"{path.name}.{token}")
+            draft.write_text(json.dumps(holder | {"free": True}) + "\n", encoding="utf-8")
+            draft.replace(path)

@@ -1,278 +1,183 @@
-"""The steps of a job: train, measure, save, and decide alike on all ranks what to do when something is wrong."""
+"""A training job from its first step to its last: train, measure, validate, save, and stop where there is a reason."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import logging
 import math
+import socket
 import time
+from typing import Any
 
-import torch
-
-from hpctrain import comm
-from hpctrain.train.alike import Speeds, differing
-from hpctrain.train.checkpoint.checkpointer import Checkpointer
+from hpctrain.train.alike import differing
+from hpctrain.train.announce import introduce, warn
+from hpctrain.train.finishing import finish
 from hpctrain.train.optimizer import learning_rate
 from hpctrain.train.progress import Progress
-from hpctrain.train.sanity import BadStep, Sanity
-from hpctrain.train.signals import REASONS, Interrupts
-from hpctrain.train.time_split import time_split
-
-log = logging.getLogger("hpctrain")
-
-
-AGREE_EVERY = 20  # steps at most, where ranks are to go at their own pace
-AGREE_WITHIN = 5.0  # seconds that pass, about, until a stop is seen by all
+from hpctrain.train.sanity import BadStep, Stopped
+from hpctrain.train.saving import check_save, save_when_due
+from hpctrain.train.session import Session, restore
+from hpctrain.train.signals import REASONS
+from hpctrain.train.time_split import bytes_by_axis, time_split
 
 
-class Stopped(RuntimeError):
-    """Raised on every rank: the job must not go on."""
+def train(session: Session) -> str:
+    """Train, evaluate, export, generate. Returns why it stopped early, if it did; a checkpoint is then there.
 
-
-class Loop:
-    """Steps from the one after `step` to the last.
-
-    Args:
-        job: `train.job.Job`, of which the loop uses configuration, grid, samples, trainer, run folder and state.
-        checkpointer: saves and loads.
-        interrupts: why to stop early, or None.
-
-    Attributes: `step`, steps taken; `batches`, those of the sample order that were used or left out.
+    Raises:
+        BadStep, Stopped: on every rank, where the job must not go on.
     """
-
-    def __init__(self, job, checkpointer: Checkpointer, interrupts: Interrupts | None):
-        self.job, self.config, self.grid, self.trainer = job, job.config, job.grid, job.trainer
-        self.checkpointer, self.interrupts = checkpointer, interrupts
-        self.speeds = Speeds(self.grid, self.config.sanity.straggler)
-        self.sanity = Sanity(self.config.sanity.spike_factor)
-        self.step = self.batches = self._bad = self._stop = 0
-        self._may_poll = self._late = False
-        self._unevaluated: dict | None = None  # a step's record, where a stop left no time for its validation
-        self._steps_within, self._next_agreement = 1, 0
-        self._saved_at, self._step_began = time.monotonic(), time.perf_counter()
-        self.trainer.check = self._decide
-        if interrupts:
-            interrupts.saved = functools.partial(newest, checkpointer)
-
-    def resume(self) -> None:
-        """Go on from the newest valid checkpoint, if there is any.
-
-        Raises:
-            ValueError: on every rank, when there are some but none can be used.
-        """
-        told = self.checkpointer.resume(self.job.state, self.job.check_origin)
-        self.step = self.batches = 0
-        if told is not None:
-            self.step, self.batches = told.step, told.about["data"]["batches"]
-            self.sanity.losses = told.about["sanity"]["losses"]
-            self._unevaluated = told.about.get("unevaluated")
-
-    def run(self) -> str:
-        """Train to the last step, or until there is a reason to stop, which is returned.
-
-        Raises:
-            BadStep, Stopped: on every rank.
-        """
-        config, folder = self.config, self.job.folder
-        steps, every, compare = config.run.steps, config.run.eval_every, config.sanity.check_every
-        progress = Progress(steps) if folder else None
-        validation = self.job.validation_batches()
-        try:
-            if self._unevaluated and self._evaluate(self._unevaluated, validation) and folder:
-                folder.begin(self.step - 1)
-                folder.log(self._unevaluated)
-            if not self._stop:
-                self._unevaluated = None
-            while self.step < steps and not self._stop:
-                record = self.take_step()
-                if record is None:
-                    continue  # rolled back
-                self._unevaluated = None
-                if self.step == steps or (every and self.step % every == 0):
-                    self._unevaluated = None if self._evaluate(record, validation) else record
-                if folder:
-                    folder.log(record)
-                    progress.update(record)
-                if compare and (self.step % compare == 0 or self._due(self.step) or self._late):
-                    self._compare()
-                self._save_when_due()
-        finally:
-            if progress:
-                progress.close()
-        self._report(self.checkpointer.finish())
-        return REASONS[self._stop] if self.step < steps or self._unevaluated else ""
-
-    def _evaluate(self, record: dict, validation: list) -> bool:
-        """Add the validation loss to a step's record; False where the job is told to stop before that is known."""
-        asked = itertools.count(1)
-
-        def stops():
-            if self.interrupts and next(asked) % self._steps_within == 0:
-                (self._stop,) = self._largest(max(self._stop, self.interrupts.code))
-            return bool(self._stop)
-
-        loss = self.trainer.evaluate(validation, stops)
-        if loss is not None:
-            record["val_loss"] = loss
-        return loss is not None
-
-    def take_step(self) -> dict | None:
-        """One step's record; None where it led back to a checkpoint."""
-        train, steps = self.config.train, self.config.run.steps
-        self._step_began = start = time.perf_counter()
-        self.grid.wire.traffic.clear()
-        rate = learning_rate(self.step, steps, train.lr, train.warmup)
-        for group in self.trainer.optimizer.param_groups:
-            group["lr"] = rate
-        batch = self.job.training_batch(self.batches, self.step)
-        reading = time.perf_counter() - start
-        record = {"step": self.step + 1}
-        try:
-            loss, norm = self.trainer.step(batch)
-            if math.isfinite(loss):  # where a scaled loss overflows, the step was left out and says so
-                self.sanity.good(loss)
-            record |= {
-                key: value if math.isfinite(value) else None for key, value in (("loss", loss), ("grad_norm", norm))
-            }
-        except BadStep as bad:
-            if not self._skip(bad):
-                return None
-            record |= {"loss": None, "grad_norm": None, "skipped": str(bad)}
-        self.step += 1
-        self.batches += 1
-        seconds = time.perf_counter() - start
-        self.speeds.add(seconds)
-        tokens = train.batch * self.config.model.context
-        record |= {
-            "lr": rate,
-            "tokens": tokens * self.step,
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "time": time_split(self.grid.wire.traffic, seconds, reading),
-            "bytes_sent": self._bytes("sent"),
-            "bytes_received": self._bytes("received"),
-            **self.trainer.replicas.report(),
-        }
-        if stalled := self.checkpointer.take_stall():
-            record["checkpoint_seconds"] = stalled
-        if self._may_poll:
-            self._may_poll = False
-            self._report(self.checkpointer.poll())
-        return record
-
-    def _decide(self, loss: float, norm: float) -> None:
-        """What all ranks agree on, once a step: whether it may be taken, whether to stop, how far a save is."""
-        self._may_poll = self._late = False
-        lockstep = self.trainer.replicas.lockstep
-        if not (lockstep or self.step >= self._next_agreement or self._due(self.step + 1)):
-            return
-        saving = self.checkpointer.busy and not self.checkpointer.phase_done
-        stop = self.interrupts.code if self.interrupts else 0
-        milliseconds = int(1000 * (time.perf_counter() - self._step_began))
-        bad, self._stop, waiting, late, milliseconds = self._largest(
-            self.sanity.judge(loss, norm), stop, int(saving), self._is_late(), milliseconds
-        )
-        self._may_poll, self._late = self.checkpointer.busy and not waiting, bool(late)
-        self._steps_within = max(1, min(AGREE_EVERY, int(1000 * AGREE_WITHIN / max(1, milliseconds))))
-        self._next_agreement = self.step + self._steps_within
-        if bad:
-            raise self.sanity.bad(bad, loss, norm)
-
-    def _is_late(self) -> int:
-        """Whether a checkpoint is due by the clock: rank 0's."""
-        minutes = self.config.run.checkpoint_minutes
-        return int(self.grid.rank == 0 and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
-
-    def _largest(self, *codes: int) -> list[int]:
-        """The largest that any rank has, of each code."""
-        return comm.all_reduce(torch.tensor(codes), self.grid.world, "max").tolist()
-
-    def _skip(self, bad: BadStep) -> bool:
-        """Do what the configuration says about a bad step: leave it out (True), go back (False), or stop."""
-        policy = getattr(self.config.sanity, bad.kind)
-        self._bad += 1
-        if policy == "stop":
-            raise bad
-        if self._bad > self.config.sanity.limit:
-            raise Stopped(f"{bad}; {self._bad} bad steps are more than sanity.limit = {self.config.sanity.limit}")
-        if policy == "skip":
-            self._warn(f"step {self.step + 1} is skipped: {bad}")
-            return True
-        bad_step, after = self.step + 1, self.batches + 1
-        self._report(self.checkpointer.finish())
-        if self.checkpointer.saved is None:
-            raise Stopped(f"step {bad_step}: {bad}; there is no checkpoint to go back to")
-        self.resume()
-        self._warn(f"step {bad_step}: {bad}; back to step {self.step}, and on with the data after it")
-        self.batches = after
-        if self.job.folder:
-            self.job.folder.begin(self.step)
-        return False
-
-    def _compare(self) -> None:
-        """Weights that are to be alike, before they are saved, and the ranks' speeds."""
-        wrong = differing(self.job.state.names, self.grid) if self.trainer.replicas.alike else []
-        for rank, (differences, slow) in enumerate(self.job.world.allgather((wrong, self.speeds.slow()))):
-            for text in slow:
-                self._warn(f"rank {rank} on {self.job.hosts[rank]} is slow: {text}")
-            if differences:
-                raise Stopped(f"step {self.step}: {differences[0]}; weights are damaged, go on with --resume")
-
-    def _save_when_due(self) -> None:
-        stopped = self._stop and (self.step < self.config.run.steps or self._unevaluated)
-        if not (self._due(self.step) or self._late or self._stop) or self.checkpointer.saved == self.step:
-            return
-        if self.job.folder:
-            self.job.folder.sync()
-        if stopped and (earlier := self.checkpointer.finish()):  # which matters no more
-            self._warn(f"no checkpoint of {earlier}")
-        if self.checkpointer.saved == self.step:
-            return
-        self._saved_at, self._late = time.monotonic(), False
-        error = self.checkpointer.save(self.step, self.job.state, self._about())
-        if stopped:
-            error = error or self.checkpointer.finish()
-            if error:
-                raise Stopped(
-                    f"told to stop by {REASONS[self._stop]}, but the checkpoint failed: {error}; "
-                    f"{newest(self.checkpointer)}"
-                )
-        self._report(error)
-
-    def _due(self, step: int) -> bool:
-        every = self.config.run.checkpoint_every
-        return bool(every) and (step % every == 0 or step == self.config.run.steps)
-
-    def _about(self) -> dict:
-        return self.job.about() | {
-            "data": {**self.job.data_facts, "batches": self.batches},
-            "sanity": {"losses": self.sanity.losses},
-            "unevaluated": self._unevaluated,
-        }
-
-    def _report(self, error: str | None) -> None:
-        """A checkpoint could not be written: go on without it, or stop."""
-        if error and self.config.checkpoint.on_failure == "stop":
-            raise Stopped(f"no checkpoint of {error}")
-        if error:
-            self._warn(f"no checkpoint of {error}")
-
-    def _warn(self, text: str) -> None:
-        if self.grid.rank == 0:
-            log.warning("WARNING: %s", text)
-
-    def _bytes(self, direction: str) -> dict[str, int]:
-        """This rank's traffic since the step began, by axis of the grid."""
-        table = {"data": 0, "pipeline": 0, "tensor": 0}
-        for (axis, _), cell in self.grid.wire.traffic.table().items():
-            if axis != "world":  # what the ranks agree on is no tensor of the training
-                table[axis if axis in table else "tensor"] += cell[direction]
-        return table
+    folder = session.folder
+    if folder:
+        introduce(session)
+    reason = take_steps(session)
+    if folder:
+        folder.close()
+        folder.plot()
+    if not reason:
+        finish(session)
+    elif folder:
+        print(f"stopped by {reason} after step {session.position.step}; saved, go on with --resume", flush=True)
+    return reason
 
 
-def newest(checkpointer: Checkpointer) -> str:
-    """In words, what a job that goes on would start from."""
-    if checkpointer.saved is None:
-        return "nothing is saved"
-    return f"the newest checkpoint is {checkpointer.root}/step-{checkpointer.saved}; go on with --resume"
+def take_steps(session: Session) -> str:
+    """Train to the last step, or until there is a reason to stop, which is returned. Raises as `train`."""
+    config, folder, agreement = session.config, session.folder, session.agreement
+    steps, every, compare_every = config.run.steps, config.run.eval_every, config.sanity.check_every
+    validation = session.data.samples.validation_batches(
+        session.grid, config.train.batch, config.run.eval_batches, session.schedule, session.device
+    )
+    progress = Progress(steps) if folder else None
+    try:
+        evaluate_what_a_stop_left(session, validation)
+        while session.position.step < steps and not agreement.stop:
+            record = train_step(session)
+            if record is None:
+                continue  # rolled back
+            position = session.position
+            position.unevaluated = None
+            if position.step == steps or (every and position.step % every == 0):
+                position.unevaluated = None if evaluate(session, record, validation) else record
+            if folder:
+                folder.log(record)
+                progress.update(record)
+            saves = agreement.save_by_number(position.step) or agreement.save_by_clock
+            if compare_every and (position.step % compare_every == 0 or saves):
+                compare_ranks(session)
+            save_when_due(session)
+    finally:
+        if progress:
+            progress.close()
+    check_save(session, session.checkpointer.finish())
+    unfinished = session.position.step < steps or session.position.unevaluated
+    return REASONS[agreement.stop] if unfinished else ""
+
+
+def train_step(session: Session) -> dict[str, Any] | None:
+    """One step, and its line of metrics; None where it led back to a checkpoint. Collective."""
+    config, position, trainer, agreement = session.config, session.position, session.trainer, session.agreement
+    traffic = session.grid.transport.traffic
+    began = time.perf_counter()
+    traffic.clear()
+    rate = learning_rate(position.step, config.run.steps, config.train.lr, config.train.warmup)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = rate
+    batch = session.data.samples.training_step(
+        session.grid, position.batches, config.train.batch, session.schedule, session.device, position.step
+    )
+    reading = time.perf_counter() - began
+
+    loss, norm, overflow = trainer.forward_backward(batch)
+    bad = None if overflow else agreement.judge(position.step, loss, norm, began)
+    if bad is None:
+        if not overflow:  # of a scaled loss: the step is left out, and the scale lowered
+            trainer.update(norm)
+        if math.isfinite(loss):
+            session.sanity.good(loss)
+        results = {"loss": _finite(loss), "grad_norm": _finite(norm)}
+    elif leave_out(session, bad):
+        results = {"loss": None, "grad_norm": None, "skipped": str(bad)}
+    else:
+        return None
+
+    position.step += 1
+    position.batches += 1
+    seconds = time.perf_counter() - began
+    session.speeds.add(seconds)
+    tokens = config.train.batch * config.model.context
+    record = {
+        "step": position.step,
+        **results,
+        "lr": rate,
+        "tokens": tokens * position.step,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "time": time_split(traffic, seconds, reading),
+        "bytes_sent": bytes_by_axis(traffic, "sent"),
+        "bytes_received": bytes_by_axis(traffic, "received"),
+        **trainer.strategy.report(),
+    }
+    if stalled := session.checkpointer.take_stall():
+        record["checkpoint_seconds"] = stalled
+    if agreement.phase_done:
+        agreement.phase_done = False
+        check_save(session, session.checkpointer.poll())
+    return record
+
+
+def leave_out(session: Session, bad: BadStep) -> bool:
+    """What the configuration says about a bad step: leave it out (True), go back to a checkpoint (False), or raise."""
+    config, position = session.config.sanity, session.position
+    policy = getattr(config, bad.kind)
+    session.sanity.bad_steps += 1
+    if policy == "stop":
+        raise bad
+    if session.sanity.bad_steps > config.limit:
+        raise Stopped(f"{bad}; {session.sanity.bad_steps} bad steps are more than sanity.limit = {config.limit}")
+    if policy == "skip":
+        warn(session.grid, f"step {position.step + 1} is skipped: {bad}")
+        return True
+    check_save(session, session.checkpointer.finish())
+    if session.checkpointer.saved is None:
+        raise Stopped(f"step {position.step + 1}: {bad}; there is no checkpoint to go back to")
+    restore(session)
+    back = session.position.step
+    warn(session.grid, f"step {position.step + 1}: {bad}; back to step {back}, and on with the data after it")
+    session.position.batches = position.batches + 1
+    if session.folder:
+        session.folder.begin(back)
+    return False
+
+
+def evaluate(session: Session, record: dict[str, Any], validation: list) -> bool:
+    """Add the validation loss to a step's record; False where the job is told to stop before that is known."""
+    loss = session.trainer.evaluate(validation, session.agreement.stop_in_validation())
+    if loss is not None:
+        record["val_loss"] = loss
+    return loss is not None
+
+
+def evaluate_what_a_stop_left(session: Session, validation: list) -> None:
+    """The validation of the last step of the job before, if that was stopped in it."""
+    position, folder = session.position, session.folder
+    record = position.unevaluated
+    if record and evaluate(session, record, validation) and folder:
+        folder.begin(position.step - 1)
+        folder.log(record)
+    if not session.agreement.stop:
+        position.unevaluated = None
+
+
+def compare_ranks(session: Session) -> None:
+    """Weights that are to be alike, before they are saved, and the ranks' speeds. Raises Stopped on every rank."""
+    alike = session.trainer.strategy.alike
+    wrong = differing(session.state.names, session.grid) if alike else []
+    mine = socket.gethostname(), wrong, session.speeds.slow()
+    for rank, (host, differences, slow) in enumerate(session.world.allgather(mine)):
+        for text in slow:
+            warn(session.grid, f"rank {rank} on {host} is slow: {text}")
+        if differences:
+            raise Stopped(f"step {session.position.step}: {differences[0]}; weights are damaged, go on with --resume")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable
 
 import torch
 
-from hpctrain.algorithms import check_optimizer
+from hpctrain.choices import check_optimizer
 
 
 def make_optimizer(
-    parameters, weight_decay: float, name: str = "adamw", momentum: float = 0.9
+    parameters: Iterable[torch.nn.Parameter], weight_decay: float, name: str = "adamw", momentum: float = 0.9
 ) -> torch.optim.Optimizer:
-    """The optimizer of this name, one of `hpctrain.algorithms.OPTIMIZERS`, in torch's fused or foreach implementation.
+    """The optimizer of this name, one of `hpctrain.choices.OPTIMIZERS`, in torch's fused or foreach implementation.
 
     Weights decay, vectors (biases and norms) do not: with adamw, nadam and radam beside the update (decoupled), with
     the others as part of the gradient. Adam and its kin have betas (0.9, 0.95).
@@ -50,7 +51,7 @@ def _eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return type(kind.__name__, (kind,), {**bare, "step": torch.no_grad()(bare["step"])})
 
 
-def adamw(parameters, weight_decay: float) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> torch.optim.Optimizer:
     return make_optimizer(parameters, weight_decay)
 
 

@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 
 from hpctrain import files
+from hpctrain.checkpoint import folder as checkpoints
 from hpctrain.config import Config, to_toml
-from hpctrain.train.checkpoint import folder as checkpoints
 from hpctrain.train.lease import Lease, batch_job
 
 METRICS = "metrics.jsonl"
@@ -21,7 +21,7 @@ log = logging.getLogger("hpctrain")
 
 
 class RunFolder:
-    """runs/NAME. An older folder of the same name is kept as NAME.1, NAME.2, …, unless it is gone on with.
+    """runs/NAME. An older folder of the same name is kept as NAME.1, NAME.2, …, unless the job resumes it.
 
     A lease keeps other jobs out until this object is no more.
 
@@ -30,8 +30,11 @@ class RunFolder:
             batch system left, and begins anew where that has no checkpoint. Outside of a batch job the folder's name
             has to do.
 
-    Attributes: `path`; `moved`, where an older run went, or None; `resumes`, whether it is gone on with; `history`, the
-    metrics of all steps.
+    Attributes:
+        path: of the folder.
+        moved: where an older run went, or None.
+        resumes: whether the job goes on with what was there.
+        history: the metrics of all steps.
 
     Raises:
         ValueError: when another job has the folder, or there is nothing to go on with.

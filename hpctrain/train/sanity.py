@@ -21,18 +21,23 @@ class BadStep(FloatingPointError):
         self.kind, self.loss, self.norm = kind, loss, norm
 
 
+class Stopped(RuntimeError):
+    """Raised on every rank: the job must not go on."""
+
+
 class Sanity:
     """Judges the loss and the norm of the gradient of each step.
 
     Args:
         factor: a loss above this many times the median of the last WINDOW good steps is a spike; 0: none is.
 
-    Attributes: `losses`, of those steps.
+    Attributes: `losses`, of those steps; `bad_steps`, how many bad ones the job has had.
     """
 
     def __init__(self, factor: float):
         self.factor = factor
         self.losses: list[float] = []
+        self.bad_steps = 0
 
     def judge(self, loss: float, norm: float) -> int:
         """0 where all is well, or a code of KINDS."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from hpctrain.layers.past import Past
+import torch
+
+from hpctrain.layers import Tokens
+from hpctrain.layers.kv_cache import KVCache
+from hpctrain.pipeline.actions import Action
 
 
 class Stages:
-    """The stages of a model such as `models.gpt2.GPT2`; see `pipeline.executor.Work`.
+    """The stages of a model such as `models.staged.StagedTransformer`; see `pipeline.executor.StageWork`.
 
     Args:
         microbatches: of `train.batches.Microbatch`.
@@ -17,23 +21,23 @@ class Stages:
         scale: what losses are multiplied by.
     """
 
-    def __init__(self, model, microbatches: list, slices: Sequence[int] = (), scale: float = 1.0):
+    def __init__(self, model: torch.nn.Module, microbatches: list, slices: Sequence[int] = (), scale: float = 1.0):
         self.model, self.microbatches, self.scale = model, microbatches, scale
         starts = [0, *itertools.accumulate(slices)]
         self.parts = [slice(*ends) for ends in itertools.pairwise(starts)]
-        self.pasts: dict[tuple, Past] = {}
+        self.kv_caches: dict[tuple, KVCache] = {}
 
-    def tokens(self, action):
+    def tokens(self, action: Action) -> Tokens:
         tokens = self.microbatches[action.microbatch].tokens
         if not self.parts:
             return tokens
-        past = self.pasts.setdefault(action[1:4], Past())
-        return tokens.part(self.parts[action.slice], past)
+        kv_cache = self.kv_caches.setdefault(action.microbatch_unit, KVCache())
+        return tokens.part(self.parts[action.slice], kv_cache)
 
-    def room(self, action):
-        return self.model.room(self.tokens(action))
+    def message_spec(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        return self.model.message_spec(self.tokens(action))
 
-    def forward(self, action, inputs):
+    def forward(self, action: Action, inputs: list[torch.Tensor]) -> torch.Tensor:
         batch, tokens = self.microbatches[action.microbatch], self.tokens(action)
         x = inputs[0] if inputs else self._cut(batch.ids, action)
         y = self.compute(action, x, tokens)
@@ -48,8 +52,8 @@ class Stages:
         whole = self.microbatches[action.microbatch].tokens.whole
         return ids.view(-1, whole)[:, self.parts[action.slice]].reshape(-1)
 
-    def compute(self, action, x, tokens):
+    def compute(self, action: Action, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return self.model(x, tokens, action.stage)
 
-    def carried(self, action):
-        return self.pasts[action[1:4]].carried()
+    def carried(self, action: Action) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return self.kv_caches[action.microbatch_unit].carried()

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes."""
+"""Where the time of a training step goes, and its bytes."""
 
 from __future__ import annotations
 
@@ -27,3 +27,19 @@ def time_split(traffic: Traffic, total: float, reading: float) -> dict[str, floa
             axis = "agreeing"
         parts[axis if axis in parts else "tensor"] += seconds
     return {"compute": max(0.0, total - reading - sum(parts.values())), "reading": reading, **parts}
+
+
+def bytes_by_axis(traffic: Traffic, direction: str) -> dict[str, int]:
+    """What this rank has "sent" or "received", by axis of the grid.
+
+    >>> ledger = Traffic()
+    >>> ledger.add("x+y", "all_gather", sent=8)
+    >>> ledger.add("world", "all_reduce", sent=4)
+    >>> bytes_by_axis(ledger, "sent")
+    {'data': 0, 'pipeline': 0, 'tensor': 8}
+    """
+    table = dict.fromkeys(AXES, 0)
+    for (axis, _), cell in traffic.table().items():
+        if axis != "world":  # what the ranks agree on is no tensor of the training
+            table[axis if axis in table else "tensor"] += cell[direction]
+    return table

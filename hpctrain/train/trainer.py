@@ -1,149 +1,166 @@
-"""Training steps of a model that is cut into pipeline stages."""
+"""Training steps of any model on its grid: forward, backward, gradient sums, clipping, update."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from hpctrain import comm
-from hpctrain.layers import WeightGradients
-from hpctrain.pipeline import Executor, Schedule, forward_only, one_f_one_b
-from hpctrain.replicas import DataParallel
-from hpctrain.train import step
-from hpctrain.train.stages import Stages
-from hpctrain.train.versions import Versions
+from hpctrain.choices import MIXING_OPTIMIZERS
+from hpctrain.data_parallel import DataParallel, DataParallelStrategy
+from hpctrain.grid import Grid
+from hpctrain.pipeline import Schedule
+from hpctrain.shard import check_shards
+from hpctrain.train.forward_backward import PipelinedModel, WholeModel
+
+log = logging.getLogger("hpctrain")
 
 
-class Trainer(step.Trainer):
-    """Trains a model on any grid.
+class Trainer:
+    """Trains a model on its grid. One that every rank calls as a whole, whether plain, of `ht.layers` or made by
+    `ht.parallelize`, is given with its loss:
+
+        share = lambda model, batch: F.cross_entropy(model(batch.x), batch.y) / replicas
+        trainer = ht.Trainer(model, grid, torch.optim.AdamW(model.parameters()), loss=share)
+        loss, norm = trainer.step([batch])
+
+    One that is cut into pipeline stages, of `ht.models` or a `pipeline.Network`, has a loss of its own, and a schedule:
+
+        trainer = ht.Trainer(network, grid, torch.optim.AdamW(network.parameters()), schedule)
+        loss, norm = trainer.step(microbatches)
 
     Args:
-        model: this rank's pipeline stages, placed as the schedule says: `models.gpt2.GPT2`, or a `pipeline.Network`.
         grid: the process grid.
-        optimizer: any torch optimizer over the model's parameters.
-        schedule: of the pipeline; a number means 1F1B of so many microbatches a step on each replica.
+        optimizer: any torch optimizer over the model's parameters that treats every element by itself.
+        schedule: of a model that is cut into stages, placed as the model is; a number n, by default 1, means 1F1B of n
+            microbatches a step on each replica.
+        loss: function (model, batch) -> scalar, to be summed over the batches of a step and over the replicas. Nothing
+            scales it afterwards, so it is divided by the number of samples or tokens in the batches of all replicas.
         max_norm: largest norm of the gradient; 0 for no clipping.
+        strategy: one of `ht.data_parallel` over the same parameters and optimizer; by default `DataParallel`.
         slices: lengths of the token slices, where the schedule cuts sequences (`terapipe`).
-        replicas: one of `ht.replicas` over the same parameters and optimizer; by default `DataParallel`.
 
     Raises:
-        ValueError: on every rank, for a schedule that places stages elsewhere than the model, and where a schedule that
-            updates each stage by itself (`pipedream`, `pipedream-2bw`) meets clipping or weights that stages share.
+        ValueError: on every rank, for an optimizer that mixes the elements of a weight; a model that is not cut into
+            stages and has no `loss`, or meets a pipeline axis or a schedule; a schedule that places stages elsewhere
+            than the model; and one that updates each stage by itself (`pipedream`, `pipedream-2bw`) where gradients are
+            clipped or stages share weights.
     """
 
     def __init__(
-        self, model, grid, optimizer: torch.optim.Optimizer, schedule: Schedule | int = 1, max_norm: float = 0.0,
-        replicas=None, slices: Sequence[int] = (),
+        self, model: torch.nn.Module, grid: Grid, optimizer: torch.optim.Optimizer,
+        schedule: Schedule | int | None = None, *, loss: Callable | None = None, max_norm: float = 0.0,
+        strategy: DataParallelStrategy | None = None, slices: Sequence[int] = (),
     ):  # fmt: skip
-        super().__init__(model, grid, optimizer, max_norm, replicas)
-        if isinstance(schedule, int):
-            schedule = one_f_one_b(grid.pipeline.size, schedule)
-        if schedule.placement != model.placement:
+        kind = type(optimizer).__name__
+        if kind.lower() in MIXING_OPTIMIZERS:
             raise ValueError(
-                f"the schedule {schedule.name} places the stages as {schedule.placement}, the model as "
-                f"{model.placement}; make the model with placement=schedule.placement"
+                f"optimizer must treat every element of a weight by itself, got {kind}, which needs "
+                f"{MIXING_OPTIMIZERS[kind.lower()]}; AdamW does"
             )
-        if schedule.delayed:
-            with comm.together(grid.comm):  # not every rank holds weights that are shared
-                self._check_delayed(schedule)
-        if max(1, len(slices)) != schedule.slices:
-            raise ValueError(f"slices={list(slices)}: {schedule.name} is made for {schedule.slices} slices of tokens")
-        self.schedule, self.slices = schedule, tuple(slices)
-        later = WeightGradients(model, grid.pipeline) if schedule.splits else None
-        self._train = Executor(grid.pipeline, schedule, later)
-        forwards = forward_only(
-            schedule.ranks, schedule.microbatches, schedule.placement, schedule.replica_of, schedule.graph
-        )
-        self._evaluate = Executor(grid.pipeline, forwards)
-        self._completed = self._completed_by()
+        check_shards(model)
+        _check_kind(model, grid, schedule, loss)
+        self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
+        self.strategy = strategy or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)
+        if loss is not None:
+            self._passes = WholeModel(model, loss, self.strategy)
+        else:
+            self._passes = PipelinedModel(model, grid, schedule or 1, self.strategy, max_norm, slices)
+        self._named_unused = False
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        # What parallelize made gives the one loss on every rank of the tensor axis; others give each rank its share.
+        self._counts_loss = grid.tensor.rank == 0 or not hasattr(model, "hpctrain_grid")
 
-    def _check(self, grid):
-        """Any number of stages will do."""
-
-    def _check_delayed(self, schedule):
-        if self.max_norm:
-            raise ValueError(
-                f"{schedule.name} updates each stage by itself and cannot clip the gradient of all to "
-                f"max_norm={self.max_norm}; use no clipping (train.clip=0)"
-            )
-        if "prefetch" in getattr(self.model.algorithm, "overlap", ()):
-            raise ValueError(f"{schedule.name} has several versions of weights: take prefetch out of tensor.overlap")
-        if type(self.replicas) is not DataParallel:
-            raise ValueError(f"{schedule.name} works with replicas.method=ddp, got {type(self.replicas).__name__}")
-        if any(p.shard.holders for p in self.model.parameters()):
-            raise ValueError(
-                f"{schedule.name} updates each stage by itself, so that stages cannot share weights; use untied "
-                "embeddings (model.tied=false)"
-            )
-
-    def _completed_by(self) -> dict[tuple[int, int], list[torch.nn.Parameter]]:
-        """The parameters whose gradients are complete with the last backward of each (replica, stage)."""
-        places = self._train.last_backwards
-        whole = {stage for _, stage in places}
-        later = {p for stage in self.model.stages if stage not in whole for p in self._trained(stage)}
-        completed = {}
-        for place in reversed(places):
-            mine = [p for p in dict.fromkeys(self._trained(place[1])) if p not in later]
-            completed[place] = mine
-            later.update(mine)  # of two stages that share a parameter, the later one completes it
-        return completed
-
-    def _trained(self, stage):
-        return (p for p in self.model.parameters_of(stage) if p.requires_grad)
-
-    def step(self, microbatches: list) -> tuple[float, float]:
-        """Train on this rank's microbatches; returns the loss before the update and the norm of its gradient.
+    def step(self, batches: list) -> tuple[float, float]:
+        """Train on this replica's batches, one after another, or on its microbatches of a pipeline. Returns the loss
+        before the update, and the norm of its gradient.
 
         Where every few microbatches have an update of their own, the mean of their losses, and the norm of the last
         one's gradient.
 
         Raises:
-            ValueError: for another number of microbatches than the schedule's.
+            ValueError: for another number of microbatches than the schedule's, and when a weight is trained that was
+                frozen when the trainer was made.
             FloatingPointError: on every rank, when either is not finite; nothing is updated (but by schedules that
                 update on the way).
         """
-        self._check_number(microbatches)
+        loss, norm, overflow = self.forward_backward(batches)
+        if not overflow:
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise FloatingPointError(f"loss {loss} and gradient norm {norm} are not both finite")
+            self.update(norm)
+        return loss, norm
+
+    def forward_backward(self, batches: list) -> tuple[float, float, bool]:
+        """`step` without the update, for whoever decides in between: `update(norm)` makes it. Returns loss, norm, and
+        whether the gradient overflowed in float16, so that the step is to be left out."""
+        self._passes.check(batches)
         self._check_frozen()
         self.model.train()
-        self.replicas.clear()
-        if self.schedule.delayed:
-            losses = self._train.run(Versions(self.model, microbatches, self.replicas))
-            return self._totals([loss / len(self.schedule.updates) for loss in losses])
-        work = self._work(microbatches, self.slices, self.replicas.loss_scale)
-        losses = self._train.run(work, self._last_backward)
-        if hasattr(self.model, "check_draws"):
-            self.model.check_draws()
-        return self._update(losses)
+        self.strategy.zero_grad()
+        losses = self._passes.train(batches)
+        if not self._passes.updates:
+            self.strategy.finish_grad_sync()
+            self._name_unused()
+        loss, norm = self.strategy.loss_and_grad_norm(self._share(losses))
+        return loss, norm, self.strategy.overflows(loss, norm)
 
-    def _check_number(self, microbatches):
-        if len(microbatches) != self.schedule.microbatches:
-            raise ValueError(
-                f"{self.schedule.name} is made for {self.schedule.microbatches} microbatches on each replica, got "
-                f"{len(microbatches)}; some may be empty"
-            )
-
-    def _work(self, microbatches, slices=(), scale=1.0):
-        if not hasattr(self.model, "work"):
-            return Stages(self.model, microbatches, slices, scale)
-        if scale != 1:
-            raise ValueError(f"{type(self.model).__name__} does not scale its loss, which float16 needs; use bfloat16")
-        return self.model.work(microbatches)
-
-    def _last_backward(self, action) -> None:
-        self.replicas.overlap(self._completed[action.replica, action.stage])
+    def update(self, norm: float) -> None:
+        """Change the weights by the gradient, whose norm `forward_backward` gave."""
+        if not self._passes.updates:
+            self.strategy.step(norm, self.max_norm)
 
     def evaluate(self, batches: list[list], stops: Callable[[], bool] = lambda: False) -> float | None:
-        """The loss over all of `batches`, each a list of this rank's microbatches.
+        """The loss over all of `batches`, each a list as `step` takes.
 
-        None where `stops`, asked on all ranks before each batch, says on all of them that there is no time for it.
+        None where `stops`, asked on all ranks before each list, says on all of them that there is no time for it.
         """
         self.model.eval()
         losses = []
-        with torch.no_grad(), self.replicas.whole():
-            for microbatches in batches:
+        with torch.no_grad(), self.strategy.full_weights():
+            for part in batches:
                 if stops():
                     return None
-                self._check_number(microbatches)
-                losses += self._evaluate.run(self._work(microbatches))
+                self._passes.check(part)
+                losses += self._passes.evaluate(part)
         return comm.all_reduce(self._share(losses), self.grid.world).item()
+
+    def _check_frozen(self) -> None:
+        if any(p.requires_grad for p in self._frozen):
+            raise ValueError(
+                "a weight that was frozen when the trainer was made requires its gradient now, which nobody would sum; "
+                "make the trainer, and its optimizer, after freezing and unfreezing"
+            )
+
+    def _name_unused(self) -> None:
+        """Once: warn of weights that no replica's loss depends on."""
+        if self._named_unused or not self.strategy.lockstep:
+            return
+        self._named_unused = True
+        unused = set(self.strategy.unused())
+        names = [name for name, p in self.model.named_parameters() if p in unused]
+        if names and self.grid.data.rank == self.grid.tensor.rank == 0:
+            log.warning("the loss does not depend on %s: their gradients are taken as zero", ", ".join(names))
+
+    def _share(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """What this rank adds to the loss, float64."""
+        counted = losses and self._counts_loss
+        return torch.stack(losses).double().sum().cpu() if counted else torch.zeros((), dtype=torch.float64)
+
+
+def _check_kind(model, grid, schedule, loss) -> None:
+    """Raise ValueError unless the model is a whole one with a loss, or one that is cut into stages."""
+    kind = type(model).__name__
+    staged = hasattr(model, "placement")
+    if loss is None and not staged:
+        raise ValueError(f"{kind} is not cut into pipeline stages: give the Trainer loss=, a function (model, batch)")
+    if loss is not None and grid.pipeline.size > 1:
+        raise ValueError(
+            f"got a grid with pipeline={grid.pipeline.size} and a loss of the whole model: use pipeline=1, or a model "
+            "that is cut into stages, of ht.models or a pipeline.Network, which has a loss of its own"
+        )
+    if loss is not None and schedule is not None:
+        raise ValueError("schedule is for a model that is cut into pipeline stages, which has a loss of its own")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch.func import functional_call
 
+from hpctrain.data_parallel import DataParallelStrategy
+from hpctrain.layers import Tokens
 from hpctrain.layers.parameter import accumulate
+from hpctrain.pipeline.actions import Action
 from hpctrain.train.stages import Stages
 
 
@@ -17,31 +20,31 @@ class Versions(Stages):
     Source: Narayanan et al., "PipeDream" (SOSP 2019), §3.3, weight stashing.
     """
 
-    def __init__(self, model, microbatches: list, replicas):
+    def __init__(self, model: torch.nn.Module, microbatches: list, strategy: DataParallelStrategy):
         super().__init__(model, microbatches)
-        self.replicas = replicas
+        self.strategy = strategy
         self.parameters = dict(model.named_parameters())
         self.versions = {0: self._copy()}
 
     def _copy(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in self.parameters.items()}
 
-    def compute(self, action, x, tokens):
+    def compute(self, action: Action, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return functional_call(self.model, self.versions[action.version], (x, tokens, action.stage))
 
-    def reduce(self, action):
-        self.replicas.clear()
+    def reduce(self, action: Action) -> None:
+        self.strategy.zero_grad()
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
                 continue
             for weights in self.versions.values():
                 gradient, weights[name].grad = weights[name].grad, None
                 accumulate(parameter, gradient)
-        self.replicas.finish()
+        self.strategy.finish_grad_sync()
 
-    def update(self, action):
-        self.replicas.update(0.0, 0.0)
+    def update(self, action: Action) -> None:
+        self.strategy.step(0.0, 0.0)
         self.versions[action.version] = self._copy()
 
-    def free(self, action):
+    def free(self, action: Action) -> None:
         del self.versions[action.version]

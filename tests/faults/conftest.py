@@ -19,5 +19,5 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def tiny(start, tmp_path, text):
-    """tiny(script) begins a job of these statements on two ranks."""
-    return lambda script: start(*command(tmp_path, text, script, 2))
+    """tiny(script) begins a job of these statements on two ranks; cold=True where signals go to their process ids."""
+    return lambda script, cold=False: start(*command(tmp_path, text, script, 2), cold=cold)

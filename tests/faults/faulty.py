@@ -55,7 +55,7 @@ def at_step(number, act):
 
         return counted
 
-    patch(Trainer, "step", counting)
+    patch(Trainer, "forward_backward", counting)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,10 @@ import pytest
 import torch
 from checkpoint_checks import Alone, Numbers
 
-from hpctrain.train.checkpoint import Checkpointer, Corrupt, checks, folder, index, load, shards
-from hpctrain.train.checkpoint.verify import verify
+from hpctrain.checkpoint import Checkpointer, Corrupt, checks, folder, index, reading, shards
+from hpctrain.checkpoint.verify import verify
+from hpctrain.config import load_config
+from hpctrain.train.same_training import check_same_training
 
 SIZES = ((3,), (7, 5))
 SHARDS = "ranks-00000/rank-00000.h5"
@@ -172,7 +174,7 @@ LIES = {
     "no files": lambda v: v.update(files=[]),
     "a file twice": lambda v: v["files"].append(dict(_first(v))),
     "another format": lambda v: v.update(format="zip"),
-    "a version to come": lambda v: v.update(version=5),
+    "a version to come": lambda v: v.update(version=6),
     "no checksum": lambda v: _first(v).update(sha256=""),
     "no CRC-32": lambda v: _first(v).update(crc32=-1),
     "another step": lambda v: v.update(step=7),
@@ -238,7 +240,7 @@ def test_memory_that_no_file_fills(root, lie):
 
     rewrite(path, without)
     with pytest.raises(Corrupt, match="step-2/manifest.json: the files hold 0 of 3 elements of 0/float32.0"):
-        load.load(index.read(path), Numbers(9, SIZES).to_save())
+        reading.load(index.read(path), Numbers(9, SIZES).to_save())
     assert resumed(root) == (1, True)
 
 
@@ -267,6 +269,29 @@ TABLES = {
     "outside": lambda rows: rows + np.eye(1, rows.shape[1], rows.shape[1] - 1, dtype=np.int64) * 2**40,
     "another order": lambda rows: rows[::-1],
 }
+
+
+def test_a_checkpoint_of_the_version_before(root):
+    """Refused by what it is, not taken for a damaged one: it stays where it is, and no older one takes its place."""
+    rewrite(root / "step-2", lambda v: v.update(version=4), "manifest.json")
+    said = "step-2/manifest.json: format version 4 is not 5, .*; go on with the hpctrain that saved it, or start anew"
+    with pytest.raises(ValueError, match=said):
+        resumed(root)
+    assert folder.steps(root) == [2, 1]
+    assert folder.bad(root) == []
+
+
+def test_a_checkpoint_that_says_nothing_of_a_training(root):
+    """As one that a script saved: whoever asks it for what `hpctrain train` writes gets an error that names it."""
+    manifest = index.read(root / "step-2").manifest
+    manifest.about = {"data": {"batches": 7}}
+    assert manifest.member("data", "batches") == 7
+    with pytest.raises(
+        ValueError, match=r"step 2 does not say its sanity\.losses, as those that `hpctrain train` saves"
+    ):
+        manifest.member("sanity", "losses")
+    with pytest.raises(ValueError, match=r"step 2 does not say its config\.model"):
+        check_same_training(manifest, load_config(), {})
 
 
 @pytest.mark.parametrize("lie", TABLES)
@@ -394,7 +419,7 @@ def test_names_that_no_checkpoint_has(root):
 
 
 def test_another_model_is_refused_and_nothing_is_set_aside(root):
-    from hpctrain.state import Described
+    from hpctrain.shard_entries import Described
 
     def refuses(saved):
         assert saved["0/float32.1"] == Described((7, 5), torch.float32)

@@ -9,17 +9,17 @@ from running import begin_job, write_text
 from safetensors.torch import load_file
 from tiny_jobs import command, losses, metrics
 
+from hpctrain.checkpoint import folder
+from hpctrain.checkpoint.verify import verify
 from hpctrain.cli import main
-from hpctrain.train.checkpoint import folder
-from hpctrain.train.checkpoint.verify import verify
 
 SCRIPT = """
 import dataclasses, resource, shutil, signal, time
 import torch
-from hpctrain import state
-from hpctrain.train.checkpoint import shards
+from hpctrain import shard_entries
+from hpctrain.checkpoint import shards
 from hpctrain.train.trainer import Trainer
-state.LEAST = 1  # every replica saves a part
+shard_entries.LEAST = 1  # every replica saves a part
 
 train('run.name=whole', 'checkpoint.keep=3')
 
@@ -43,10 +43,10 @@ def warned(*a):
 shards.write = warned
 train('run.name=signals')
 shards.write = write
-step = Trainer.step
+step = Trainer.forward_backward
 at_step(3, lambda *_: rank == 0 and os.kill(os.getpid(), signal.SIGTERM))
 train('run.name=signals', '--resume')
-Trainer.step = step
+Trainer.forward_backward = step
 train('run.name=signals', 'run.sample=0', '--resume')
 
 # the clock; asynchronous saves
@@ -72,15 +72,15 @@ def poison(trainer, batches):
 for policy in ('skip', 'rollback', 'stop'):
     at_step(5, poison)
     train(f'run.name=nan-{policy}', f'sanity.nonfinite={policy}')
-    Trainer.step = step
+    Trainer.forward_backward = step
 at_step(2, poison)
 train('run.name=nan-early', 'sanity.nonfinite=rollback')
-Trainer.step = step
+Trainer.forward_backward = step
 
 # a spike
 at_step(40, lambda _, batches: [dataclasses.replace(batch, scale=9 * batch.scale) for batch in batches])
 train('run.name=spike', 'run.steps=42', 'sanity.spike_factor=3', 'run.checkpoint_every=0')
-Trainer.step = step
+Trainer.forward_backward = step
 
 # a weight of one rank, in one bit
 def flip(trainer, _):
@@ -88,7 +88,7 @@ def flip(trainer, _):
         trainer.model.blocks['1'].mlp.up.weight.data.view(torch.int32)[0, 0] ^= 1 << 20
 at_step(5, flip)
 train('run.name=bit', 'sanity.check_every=7')
-Trainer.step = step
+Trainer.forward_backward = step
 
 # every collective checked, with a weight's gradients over two pipeline stages as well
 train('run.name=checked', 'comm.check=true', 'run.checkpoint_every=6')

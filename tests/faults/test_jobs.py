@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from tiny_jobs import losses, metrics
 
-from hpctrain.train.checkpoint import folder
+from hpctrain.checkpoint import folder
 
 TRAIN = "train('run.name=run')"
 RESUME = "train('run.name=run', '--resume=auto')"
 SLOWLY = """
 from hpctrain.train.trainer import Trainer
 import time
-patch(Trainer, 'step', lambda step: lambda *a: (time.sleep(0.1), step(*a))[1])
+patch(Trainer, 'forward_backward', lambda step: lambda *a: (time.sleep(0.1), step(*a))[1])
 """
 
 
@@ -39,7 +39,7 @@ def wait_until_gone(run, limit=20):
 def test_killed_at_a_random_moment(tiny, run, who):
     """Of mpirun, the ranks are left alone. `benchmarks/faults.py` does 50 seeds of this."""
     generator = random.Random(who)
-    job = tiny(f"{SLOWLY}{TRAIN}")
+    job = tiny(f"{SLOWLY}{TRAIN}", cold=True)
     job.wait_for("step  1/12")
     time.sleep(generator.uniform(0, 1.5))
     os.kill(job.pid_of_rank(generator.randrange(2)) if who == "a rank" else job.process.pid, signal.SIGKILL)
@@ -55,7 +55,7 @@ def test_killed_at_a_random_moment(tiny, run, who):
 
 def test_a_second_job_and_the_warning(tiny, run):
     """Another job on the same folder is refused. mpirun passes SIGUSR1 on, twice; all save after one step, once."""
-    first = tiny(f"{SLOWLY}train('run.name=run', 'run.checkpoint_every=0', 'run.steps=2000')")
+    first = tiny(f"{SLOWLY}train('run.name=run', 'run.checkpoint_every=0', 'run.steps=2000')", cold=True)
     first.wait_for("step    1/2000")
     first.log = first.log.rename(first.log.with_name("first.log"))
     second = tiny(RESUME).wait()
@@ -72,7 +72,7 @@ def test_a_second_job_and_the_warning(tiny, run):
 
 def test_a_stopped_rank(tiny):
     """SIGSTOP of rank 1: rank 0 says whom it waits for, what it did, where it is; the job ends."""
-    job = tiny(f"{SLOWLY}train('comm.watchdog=3', 'run.steps=2000', 'run.checkpoint_every=0')")
+    job = tiny(f"{SLOWLY}train('comm.watchdog=3', 'run.steps=2000', 'run.checkpoint_every=0')", cold=True)
     job.wait_for("step    1/2000")
     time.sleep(0.5)
     os.kill(job.pid_of_rank(1), signal.SIGSTOP)
@@ -85,13 +85,17 @@ def test_a_stopped_rank(tiny):
 
 def test_a_job_that_was_stopped_goes_on(tiny, run):
     """SIGSTOP of all ranks for longer than the watchdog's limit, then SIGCONT, as `scontrol suspend` does."""
-    slow = "patch(Trainer, 'step', lambda step: lambda *a: (time.sleep(0.2 * rank), step(*a))[1])"  # rank 0 waits
-    job = tiny(f"""
+    # rank 0 waits
+    slow = "patch(Trainer, 'forward_backward', lambda step: lambda *a: (time.sleep(0.2 * rank), step(*a))[1])"
+    job = tiny(
+        f"""
 import time
 from hpctrain.train.trainer import Trainer
 {slow}
 train('run.name=run', 'comm.watchdog=2', 'run.checkpoint_every=0')
-""")
+""",
+        cold=True,
+    )
     job.wait_for("step  2/12")
     pids = [job.pid_of_rank(rank) for rank in range(2)]
     for pid in pids:
@@ -108,9 +112,9 @@ train('run.name=run', 'comm.watchdog=2', 'run.checkpoint_every=0')
 @pytest.mark.parametrize("where", ["write", "load"])
 def test_an_exception_on_one_rank(tiny, where):
     """In the middle of a save, and of the load of a rollback: the job ends with its name, without waiting."""
-    module = {"write": "shards", "load": "load"}[where]
+    module = {"write": "shards", "load": "reading"}[where]
     job = tiny(f"""
-from hpctrain.train.checkpoint import {module}
+from hpctrain.checkpoint import {module}
 rank and patch({module}, '{where}', lambda f: lambda *a: 1 / 0)
 import dataclasses
 at_step(5, lambda trainer, batches: [dataclasses.replace(b, scale=float('nan')) for b in batches])

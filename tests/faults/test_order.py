@@ -13,7 +13,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from checkpoint_checks import Alone, Numbers
-from hpctrain.train.checkpoint import Checkpointer
+from hpctrain.checkpoint import Checkpointer
 saver = Checkpointer(Path({root!r}), Alone(), keep=1, background=False)
 assert saver.save({step}, Numbers(1), {{}}) is None
 """

@@ -9,7 +9,7 @@ import sys
 import h5py
 import numpy as np
 import pytest
-from test_save import in_child, limited
+from children import in_child, limited
 
 from hpctrain.cli import main
 from hpctrain.data import ShardedTokens, format, pack
@@ -289,6 +289,8 @@ def _shard_with(tokens, **how):
     return change
 
 
+ONE_BIT = h5py.h5t.STD_U16LE.copy()
+ONE_BIT.set_precision(1)
 CHUNKED = {"chunks": (format.CHUNK,), "maxshape": (None,), "fletcher32": True}
 SHARDS = {
     "an id outside the vocabulary": (_shard_with([*range(9), 257], **CHUNKED), "holds 257, and all must be below 257"),
@@ -296,6 +298,10 @@ SHARDS = {
     "no checksum": (_shard_with(range(10), chunks=(format.CHUNK,), maxshape=(None,)), "tokens is not stored in chunks"),
     "a small chunk": (_shard_with(range(10), **{**CHUNKED, "chunks": (10,)}), "its chunks are of 10 tokens, not 16384"),
     "another type": (_shard_with(range(10), **CHUNKED, dtype="<i8"), "tokens holds int64 in 1 dims, not uint16 in one"),
+    "one bit a number": (
+        _shard_with(range(10), **CHUNKED, dtype=ONE_BIT),
+        "tokens holds numbers of 1 bits, not uint16",
+    ),
     "external link": (_shard_with(h5py.ExternalLink("/etc/passwd", "/x")), "tokens is a link to another place"),
 }
 

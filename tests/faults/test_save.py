@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import resource
 import signal
 import sys
 
@@ -11,11 +10,12 @@ import h5py
 import pytest
 import torch
 from checkpoint_checks import Alone, Numbers
+from children import in_child, limited
 
+from hpctrain.checkpoint import Checkpointer, Corrupt, folder, index, shards
+from hpctrain.checkpoint.verify import verify
 from hpctrain.shard import Shard
-from hpctrain.state import Entry
-from hpctrain.train.checkpoint import Checkpointer, Corrupt, folder, index, shards
-from hpctrain.train.checkpoint.verify import verify
+from hpctrain.shard_entries import Entry
 
 SHARDS = "ranks-00000/rank-00000.h5"
 EVENTS = {"open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree"}
@@ -35,18 +35,6 @@ class Count:
         self.left -= 1
         if self.left == 0:
             self.act()
-
-
-def in_child(work, *arguments):
-    """Exit status of a process of its own that does the work: negative for a signal."""
-    if (pid := os.fork()) == 0:
-        try:
-            work(*arguments)
-            os._exit(0)
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_killed_at_every_point(tmp_path):
@@ -84,12 +72,6 @@ def test_killed_at_every_point(tmp_path):
     assert found.count(2) > 25
     assert found.count(3) > 5
     assert folder.steps(tmp_path) == [3, 2]
-
-
-def limited(size):
-    """A disk that takes no more than this of any file."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 @pytest.mark.parametrize("background", [False, True])

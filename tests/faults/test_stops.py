@@ -4,12 +4,12 @@ import pytest
 from running import begin_job, write_text
 from tiny_jobs import command, losses, metrics
 
-from hpctrain.train.checkpoint import folder
+from hpctrain.checkpoint import folder
 
 SCRIPT = """
 import signal, time
-from hpctrain.train import loop
-from hpctrain.train.checkpoint import shards
+from hpctrain.train import agreement
+from hpctrain.checkpoint import shards
 from hpctrain.train.trainer import Trainer
 
 def interrupt(number=signal.SIGINT):
@@ -19,7 +19,7 @@ EVALUATED = ('run.eval_every=4', 'run.eval_batches=3', 'run.checkpoint_every=0')
 train('run.name=whole', *EVALUATED)
 
 # in the validation after steps 4, then 12: as if every step took seconds, all agree before each batch
-loop.AGREE_WITHIN = 0
+agreement.AGREE_WITHIN = 0
 evaluate, took = Trainer.evaluate, []
 def interrupted(trainer, batches, stops):
     took.append(0)
@@ -34,18 +34,18 @@ train('run.name=evaluation', *EVALUATED, 'run.sample=1', '--resume')
 Trainer.evaluate = evaluate
 
 # before the first step, and in the export at the end
-from hpctrain.train import job
-packed, export = job.packed, job.export_gpt2
-job.packed = lambda *a: (interrupt(signal.SIGHUP), packed(*a))[1]
+from hpctrain.train import finishing, training_data
+packed, export = training_data.packed, finishing.export
+training_data.packed = lambda *a: (interrupt(signal.SIGHUP), packed(*a))[1]
 train('run.name=early')
-job.packed = packed
-job.export_gpt2 = lambda *a: (interrupt(signal.SIGTERM), export(*a))[1]
+training_data.packed = packed
+finishing.export = lambda *a: (interrupt(signal.SIGTERM), export(*a))[1]
 train('run.name=early', '--resume')
-job.export_gpt2 = export
+finishing.export = export
 
 # an earlier save fails, that of the stop does not; then the disk is full at the stop
 write = shards.write
-step = Trainer.step
+step = Trainer.forward_backward
 def failing(path, *a):
     if 'step-3.' in str(path):
         time.sleep(0.3)
@@ -54,7 +54,7 @@ def failing(path, *a):
 shards.write = failing
 at_step(4, lambda *_: interrupt(signal.SIGTERM))
 train('run.name=passing', 'checkpoint.background=true', 'checkpoint.on_failure=stop')
-Trainer.step = step
+Trainer.forward_backward = step
 def full(path, *a):
     if 'step-5.' in str(path):
         raise OSError(28, 'No space left on device')
@@ -62,21 +62,21 @@ def full(path, *a):
 shards.write = full
 at_step(5, lambda *_: interrupt(signal.SIGTERM))
 train('run.name=full')
-Trainer.step = step
+Trainer.forward_backward = step
 shards.write = write
 
 # by the clock of rank 0
-loop.time = type('Clock', (), {'monotonic': staticmethod(lambda: clock[0]), 'perf_counter': time.perf_counter})
+agreement.time = type('Clock', (), {'monotonic': staticmethod(lambda: clock[0]), 'perf_counter': time.perf_counter})
 clock = [0.0]
 def tick(step):
     def ticking(*a):
         clock[0] += 25 if rank == 0 else 1000
         return step(*a)
     return ticking
-patch(Trainer, 'step', tick)
+patch(Trainer, 'forward_backward', tick)
 train('run.name=clock', 'run.checkpoint_every=0', 'run.checkpoint_minutes=2', 'checkpoint.keep=9')
 train('run.name=never', 'run.checkpoint_every=0', 'run.checkpoint_minutes=0')
-Trainer.step = step
+Trainer.forward_backward = step
 
 train('run.name=absent', '--resume')
 train('run.name=absent', '--resume=auto')

@@ -20,11 +20,11 @@ def no_cluster_around(monkeypatch):
 def train(start, tmp_path, text):
     """train(ranks, override, ...) begins a small training job, its runs in the test's folder."""
 
-    def begin(ranks, *overrides, program=("hpctrain",), config=None):
+    def begin(ranks, *overrides, program=("hpctrain",), config=None, cold=False):
         if config is not None:
-            return start(ranks, *program, "train", str(config), *overrides)
+            return start(ranks, *program, "train", str(config), *overrides, cold=cold)
         config = tmp_path / "config.toml"
         config.write_text(f'[run]\nout = "{tmp_path}/runs"\n[data]\ntext = ["{text}"]\n')
-        return start(ranks, *program, "train", str(config), *SMALL, *overrides)
+        return start(ranks, *program, "train", str(config), *SMALL, *overrides, cold=cold)
 
     return begin

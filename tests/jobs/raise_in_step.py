@@ -9,15 +9,15 @@ from hpctrain.train.trainer import Trainer
 class Failing(Trainer):
     steps = 0
 
-    def step(self, microbatches):
+    def forward_backward(self, batches):
         self.steps += 1
         if self.grid.rank == 1 and self.steps == 3:
             raise ArithmeticError("one rank alone")
-        return super().step(microbatches)
+        return super().forward_backward(batches)
 
 
 if __name__ == "__main__":
-    from hpctrain.train import job
+    from hpctrain.train import session
 
-    job.Trainer = Failing
+    session.Trainer = Failing
     sys.exit(cli.main())

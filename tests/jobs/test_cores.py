@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from running import ROOT
 
-from hpctrain import cli, cores
+from hpctrain import cli, cores, launch
 from hpctrain.doctor import findings
 
 pytestmark = pytest.mark.job
@@ -179,7 +179,7 @@ def test_ranks_share_the_physical_cores(machine, name, ranks, each, bound, monke
     machine(name)
     assert findings.processor({}).found == SAID[name]
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
-    cli.limit_threads()
+    launch.limit_threads()
     assert os.environ.pop("OMP_NUM_THREADS") == str(each)
     assert bindings("-n", str(ranks)) == bound
     assert mpirun_threads(ranks) == each

@@ -28,7 +28,7 @@ def source(folder, **environment):
     """The environment is prepared in the folder, where pip finds nothing to install."""
     return subprocess.run(
         ["bash", "-c", WHERE], cwd=folder, capture_output=True, text=True,
-        env={**os.environ, "PIP_NO_INDEX": "1", **environment},
+        env={**os.environ, "PYTHONPATH": "", "PIP_NO_INDEX": "1", **environment},
     )  # fmt: skip
 
 

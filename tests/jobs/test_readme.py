@@ -1,4 +1,4 @@
-"""The README tells the truth: its commands and its program run as they stand."""
+"""The READMEs tell the truth: their commands and programs run as they stand."""
 
 import json
 import os
@@ -11,12 +11,14 @@ from running import ROOT
 
 pytestmark = pytest.mark.job
 
-RUNS = ("server", "local")  # of "Spread the batch"
+RUNS = ("server", "local")  # of hpctrain/data_parallel
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def section(title):
-    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+def section(name, title):
+    """What stands under a title of a file, whatever its rank."""
+    after = re.split(rf"^#+ {title}\n", (ROOT / name).read_text(encoding="utf-8"), maxsplit=1, flags=re.MULTILINE)[1]
+    return re.split(r"^#+ ", after, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 @pytest.fixture
@@ -33,27 +35,45 @@ def test_the_two_commands_are_those_of_ci():
     assert all(command in ci for command in commands)
 
 
-@pytest.mark.parametrize(
-    "title", ["Submit jobs", "Stop and go on", "Study scaling", "Pipelines", "Spread the batch", "Memory and precision"]
-)
+def test_the_readme_is_short():
+    assert len(README.encode()) <= 12_000
+
+
+COMMANDS = {
+    "Submit jobs": "README.md",
+    "Study scaling": "README.md",
+    "Stop and go on": "hpctrain/checkpoint/README.md",
+    "Pipelines": "hpctrain/pipeline/README.md",
+    "Data parallelism": "hpctrain/data_parallel/README.md",
+    "Memory and precision": "hpctrain/data_parallel/README.md",
+    "Models": "hpctrain/models/README.md",
+    "Your own": "hpctrain/models/README.md",
+}
+
+
+@pytest.mark.parametrize("title", COMMANDS)
 def test_commands(checkout, title):
-    """The first indented block of the section, run as a script; that about checkpoints has its data from another."""
-    block = re.search(r"(?:^    .*\n)+", section(title), re.MULTILINE).group()
-    data = "hpctrain pack hpctrain -o data.h5\n" if title == "Stop and go on" else ""
-    script = "set -euo pipefail\nsource jobs/env.sh\n" + data + block
+    """The first indented block of the section, run as a script, beside the program that stands there."""
+    fence = r"```python\n(.*?)```\n"
+    text = section(COMMANDS[title], title)
+    block = re.search(r"(?:^    .*\n)+", re.sub(fence, "", text, flags=re.DOTALL), re.MULTILINE).group()
+    for program in re.findall(fence, text, re.DOTALL) if title == "Your own" else ():
+        (checkout / "mine.py").write_text(program)
+    script = "set -euo pipefail\nsource jobs/env.sh\n" + block
     ended = subprocess.run(
         ["bash", "-c", script], cwd=checkout, capture_output=True, text=True, timeout=240, env={**os.environ}
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     if title == "Submit jobs":
         assert (checkout / "gpt2-mine/model.safetensors").exists()
-        for name in re.findall(r"^    runs/NAME/([\w.]+)", section(title), re.MULTILINE):
+        assert len((checkout / "runs/mine/metrics.jsonl").read_text().splitlines()) == 12
+        for name in re.findall(r"^    runs/NAME/([\w.]+)", (ROOT / "jobs/README.md").read_text(), re.MULTILINE):
             assert (checkout / "runs/mine" / name).exists()
     elif title == "Stop and go on":
         assert (checkout / "gpt2-step-3/model.safetensors").exists()
         assert len((checkout / "runs/kept/metrics.jsonl").read_text().splitlines()) == 8
         assert "resumed after step 6" in ended.stdout
-    elif title == "Spread the batch":
+    elif title == "Data parallelism":
         last = [json.loads((checkout / f"runs/{name}/metrics.jsonl").read_text().splitlines()[-1]) for name in RUNS]
         assert [record["step"] for record in last] == [6, 6]
         assert 0 < sum(last[0]["staleness"]) <= 12 == 2 * last[0]["step"]
@@ -67,13 +87,21 @@ def test_commands(checkout, title):
             for name in ("zbv", "slices")
         )
         assert zbv == pytest.approx(slices, rel=1e-5)
+    elif title == "Models":
+        assert json.loads((checkout / "llama-small/config.json").read_text())["num_key_value_heads"] == 2
+        assert "resumed after step 4" in ended.stdout
+    elif title == "Your own":
+        records = (checkout / "runs/mine/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(record)["step"] for record in records] == [1, 2, 3]
     else:
         assert (checkout / "runs/scale-weak/report.html").read_text().count("data:image/png") == 5
 
 
 def test_the_program(start, tmp_path, python):
     """On four ranks; the losses go down."""
-    (program,) = re.findall(r"```python\n(.*?)```", section("Use the layers in research code"), re.DOTALL)
+    (program,) = re.findall(
+        r"```python\n(.*?)```", section("hpctrain/layers/README.md", "Use the layers in research code"), re.DOTALL
+    )
     (tmp_path / "program.py").write_text(program)
     ended = start(4, python, "-m", "mpi4py", str(tmp_path / "program.py")).wait(90)
     assert ended.status == 0, ended.output
@@ -84,6 +112,6 @@ def test_the_program(start, tmp_path, python):
 
 def test_the_files_exist():
     for name in re.findall(
-        r"`(hpctrain/[\w/]+\.py|tests/[\w/]+\.py|train/\w+\.py)`", section("Read these files first")
+        r"`(hpctrain/[\w/]+\.py|tests/[\w/]+\.py|train/\w+\.py)`", section("README.md", "Read these files first")
     ):
         assert (ROOT / name).exists() or (ROOT / "hpctrain" / name).exists(), name

@@ -9,7 +9,7 @@ import pytest
 from running import ROOT, SMALL
 
 from hpctrain.cli import main
-from hpctrain.scale.command import check_allocation
+from hpctrain.slurm.allocation import check_allocation
 
 pytestmark = pytest.mark.job
 

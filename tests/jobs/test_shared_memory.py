@@ -13,10 +13,10 @@ PROGRAM = """
 import torch
 from hpctrain import Grid, comm
 axis = Grid(tensor=2).tensor.x
-space, last = comm.workspace(axis), 0
+scratch, last = comm.workspace(axis, torch.ones(1)), 0
 for mib in (20, 20, 60):
     try:
-        last = float(space.gather(torch.full((mib << 17,), float(mib)), (mib << 17,) * 2)[-1])
+        last = float(scratch.gather(torch.full((mib << 17,), float(mib)), (mib << 17,) * 2)[-1])
     except OSError as error:
         print(f"rank {axis.rank} gathered {last} and then: {error}", flush=True)
 """

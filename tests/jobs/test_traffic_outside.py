@@ -10,13 +10,13 @@ from running import ROOT
 # Everything that comm sends in messages of its own, then training steps by them, data parallel and in a pipeline.
 PROGRAM = """
 import torch
-from test_traffic import EVEN, counted
+from traffic_checks import EVEN, counted
 
 from hpctrain import Grid, comm
 
 grid = Grid(tensor=4)
 line, sent = grid.tensor.x, 0
-for algorithm in ("naive", "ring", "parallel", "halving"):
+for algorithm in ("naive", "ring", "direct", "rabenseifner"):
     comm.choose_all_reduce(line, algorithm)
     comm.all_reduce(torch.ones(1001), line)
     comm.all_reduce_start(torch.ones(1001, dtype=torch.bfloat16), line).wait()
@@ -29,7 +29,7 @@ comm.all_to_all(torch.ones(8, 3), line)
 comm.scatter(comm.gather(mine, line, counts), line, counts)
 comm.send_start(torch.ones(9), line, (line.rank + 1) % 4)
 comm.recv(torch.ones(9), line, (line.rank - 1) % 4)
-sent += grid.wire.traffic.total("sent")
+sent += grid.transport.traffic.total("sent")
 for shape in ((4, 1, 1), (2, 2, 1)):
     grid = Grid(*shape)
     for axis in (grid.data, grid.pipeline, grid.world, *grid.planes()):

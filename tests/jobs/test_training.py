@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,8 @@ import time
 
 import pytest
 from running import ROOT
+from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from hpctrain.slurm.site import parse
 
@@ -118,6 +121,36 @@ def test_grids_agree_on_the_command_line(train, tmp_path):
     assert len(results["serial"]) == 21
     for values in results.values():
         assert values == pytest.approx(results["serial"], rel=1e-10)
+
+
+def test_a_llama_goes_on_on_another_grid(train, tmp_path):
+    """Its run in one go, and one that is saved on a grid and resumed on another: the same losses, norms and weights."""
+    common = [
+        "model.kind=llama", "model.layers=3", "model.width=14", "model.heads=4", "model.kv_heads=2", "model.ffn=9",
+        "model.head_width=4", "model.rope_base=500000", "model.rope_scaling=[8, 1, 4, 8]", "model.qk_norm=true",
+        "model.dropout=0.2", "train.batch=5", "precision.compute=fp64", "run.sample=3", "run.steps=6",
+    ]  # fmt: skip
+    ended = succeeds(train(1, *common, "run.name=serial"))
+    assert "llama: 3 layers, width 14, 4 heads of 4, 2 of keys, ffn 9, context 16, vocabulary 257" in ended.output
+    saved = ["grid.data=2", "grid.pipeline=2", "data_parallel.method=zero2", "run.checkpoint_every=3"]
+    succeeds(train(4, *common, *saved))
+    shutil.rmtree(max((tmp_path / "runs/run/checkpoints").glob("step-*")))  # the last; as if stopped before
+    ended = succeeds(train(4, *common, "grid.tensor=[2, 1, 2]", "--resume"))
+    assert "resumed after step 3" in ended.output
+    values, exported = [], []
+    for name in ("serial", "run"):
+        records = metrics(tmp_path / "runs" / name)
+        values.append([r[key] for r in records[3:] for key in ("loss", "grad_norm", "val_loss") if key in r])
+        told = json.loads((tmp_path / "runs" / name / "model/config.json").read_text())
+        exported.append((told, load_file(tmp_path / "runs" / name / "model/model.safetensors")))
+    assert len(values[0]) == 7
+    assert values[1] == pytest.approx(values[0], rel=1e-10)
+    (told, weights), (other, others) = exported
+    assert told == other
+    assert (told["architectures"], told["head_dim"], told["rope_scaling"]["factor"]) == (["Qwen3ForCausalLM"], 4, 8)
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert_close(others[name], weight, rtol=1e-9, atol=1e-12)
 
 
 def test_the_main_job_s_script(tmp_path):
@@ -276,7 +309,7 @@ def test_no_optimizer_imports_the_compiler():
     """A job that compiles nothing must not read 800 modules from a shared disk on every rank."""
     program = """
 import sys, torch
-from hpctrain.algorithms import OPTIMIZERS
+from hpctrain.choices import OPTIMIZERS
 from hpctrain.shard import Shard
 from hpctrain.train.optimizer import make_optimizer
 for name in OPTIMIZERS:

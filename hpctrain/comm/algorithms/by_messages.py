@@ -6,19 +6,19 @@ replaces a flat tensor by the sum over all ranks. One rank computes each element
 Cost for n bytes on p ranks, with a seconds a message, b a byte sent and g a byte added; q is the largest power of two
 that is at most p, and [p > q] one where p is no such power:
 
-    algorithm   a                        b                          g
-    naive       2 (p-1)                  2 (p-1) n                  (p-1) n            at the root
-    ring        2 (p-1)                  2 (p-1)/p n                (p-1)/p n
-    parallel    2 (p-1)                  2 (p-1)/p n                (p-1)/p n
-    halving     2 log2 q + 2 [p > q]     2 (q-1)/q n + 2 [p > q] n  (q-1)/q n + [p > q] n
+    algorithm     a                        b                          g
+    naive         2 (p-1)                  2 (p-1) n                  (p-1) n            at the root
+    ring          2 (p-1)                  2 (p-1)/p n                (p-1)/p n
+    direct        2 (p-1)                  2 (p-1)/p n                (p-1)/p n
+    rabenseifner  2 log2 q + 2 [p > q]     2 (q-1)/q n + 2 [p > q] n  (q-1)/q n + [p > q] n
 
 Tensors of more than SEGMENT elements are taken in pieces of that many, one after another, so that what arrives is still
-in the cache when it is added. Of `parallel` all messages of one of its two steps are under way at once, so that its
+in the cache when it is added. Of `direct` all messages of one of its two steps are under way at once, so that its
 part of a is small where a network or memory takes them together; those of the others wait for one another.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005);
-Rabenseifner, "Optimization of Collective Reduction Operations" (2004), for halving, with the step for other numbers of
-ranks as in the former.
+Rabenseifner, "Optimization of Collective Reduction Operations" (2004), with the step for other numbers of ranks as in
+the former.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 
 from hpctrain.comm.buffers import REDUCED_HERE, message
 from hpctrain.comm.windows import add_up
+from hpctrain.grid import Axis
 from hpctrain.shard import split_sizes
 
 SEGMENT = 1 << 22
@@ -41,16 +42,16 @@ class Link:
     Attributes: `rank` and `size` of the axis; `sent` and `received`, bytes.
     """
 
-    def __init__(self, axis, tag: int):
+    def __init__(self, axis: Axis, tag: int):
         self.rank, self.size, self.sent, self.received = axis.rank, axis.size, 0, 0
         self._comm, self._tag = axis.comm, tag
-        self._send = axis.comm.Issend if axis.wire.synchronous else axis.comm.Isend
+        self._send = axis.comm.Issend if axis.transport.synchronous else axis.comm.Isend
 
-    def send(self, tensor, dest: int):
+    def send(self, tensor: torch.Tensor, dest: int):
         self.sent += tensor.nbytes
         return self._send(message(tensor), dest, self._tag)
 
-    def recv(self, tensor, source: int):
+    def recv(self, tensor: torch.Tensor, source: int):
         self.received += tensor.nbytes
         return self._comm.Irecv(message(tensor), source, self._tag)
 
@@ -77,17 +78,17 @@ def ring(x: torch.Tensor, link: Link) -> Iterator[list]:
     p, rank = link.size, link.rank
     parts = x.split(split_sizes(x.numel(), p))
     right, left = (rank + 1) % p, (rank - 1) % p
-    room = torch.empty_like(parts[0])
+    buffer = torch.empty_like(parts[0])
     for step in range(p - 1):
         mine = parts[(rank - step - 1) % p]
-        arriving = room[: mine.numel()]
+        arriving = buffer[: mine.numel()]
         yield [link.recv(arriving, left), link.send(parts[(rank - step) % p], right)]
         mine += arriving
     for step in range(p - 1):
         yield [link.recv(parts[(rank - step) % p], left), link.send(parts[(rank + 1 - step) % p], right)]
 
 
-def parallel(x: torch.Tensor, link: Link) -> Iterator[list]:
+def direct(x: torch.Tensor, link: Link) -> Iterator[list]:
     """Each rank gets its part of everybody's tensor, adds them in the order of ranks, and sends the sum to all."""
     p, rank = link.size, link.rank
     parts = x.split(split_sizes(x.numel(), p))
@@ -98,7 +99,7 @@ def parallel(x: torch.Tensor, link: Link) -> Iterator[list]:
     yield [link.recv(parts[r], r) for r in reversed(others)] + [link.send(own, r) for r in others]
 
 
-def halving(x: torch.Tensor, link: Link) -> Iterator[list]:
+def rabenseifner(x: torch.Tensor, link: Link) -> Iterator[list]:
     """Pairs of ranks exchange halves of what they have, add, and go on with the half of that; then all the way back.
 
     Of p ranks that are no power of two, the first 2 (p - q) begin by joining in pairs, of which one works for both.
@@ -110,10 +111,10 @@ def halving(x: torch.Tensor, link: Link) -> Iterator[list]:
         yield [link.send(x, rank + 1)]
         yield [link.recv(x, rank + 1)]
         return
-    room = torch.empty_like(x) if rank < joined else x.new_empty((x.numel() + 1) // 2 + q)
+    buffer = torch.empty_like(x) if rank < joined else x.new_empty((x.numel() + 1) // 2 + q)
     if rank < joined:
-        yield [link.recv(room, rank - 1)]
-        x += room
+        yield [link.recv(buffer, rank - 1)]
+        x += buffer
     number = rank // 2 if rank < joined else rank - joined // 2  # among the q that work
     edges = tuple(itertools.accumulate(split_sizes(x.numel(), q), initial=0))
 
@@ -128,7 +129,7 @@ def halving(x: torch.Tensor, link: Link) -> Iterator[list]:
         give = x[edges[low] : edges[middle]] if upper else x[edges[middle] : edges[high]]
         low, high = (middle, high) if upper else (low, middle)
         keep = x[edges[low] : edges[high]]
-        arriving = room[: keep.numel()]
+        arriving = buffer[: keep.numel()]
         yield [link.recv(arriving, partner(distance)), link.send(give, partner(distance))]
         keep += arriving
         distance //= 2

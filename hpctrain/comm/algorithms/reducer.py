@@ -8,34 +8,38 @@ from functools import partial
 
 import torch
 
-from hpctrain.algorithms import ALL_REDUCE
-from hpctrain.comm.algorithms.by_messages import SEGMENT, Link, halving, naive, parallel, ring
+from hpctrain.choices import ALL_REDUCE, ALL_REDUCE_ALIASES, check_choice
+from hpctrain.comm.algorithms.by_messages import SEGMENT, Link, direct, naive, rabenseifner, ring
 from hpctrain.comm.algorithms.hierarchical import Hierarchy
+from hpctrain.comm.all_reduce_buffer import AllReduceBuffer
+from hpctrain.comm.all_reduce_table import CANDIDATES, CHOICES
 from hpctrain.comm.buffers import REDUCED_HERE, Work, check_contiguous, deliver, done, reachable, wait
-from hpctrain.comm.collectives import all_reduce_by_mpi, all_reduce_by_mpi_start
-from hpctrain.comm.summed import Summed
+from hpctrain.comm.reductions import all_reduce_by_mpi, all_reduce_by_mpi_start
+from hpctrain.grid import Axis
 from hpctrain.traffic import Traffic
 
-BY_MESSAGES = {"naive": naive, "ring": ring, "parallel": parallel, "halving": halving}
-KEEPS_16_BITS = ("naive", "parallel")  # each sum is rounded once, where it ends; in the others partial sums travel
+BY_MESSAGES = {"naive": naive, "ring": ring, "direct": direct, "rabenseifner": rabenseifner}
+KEEPS_16_BITS = ("naive", "direct")  # each sum is rounded once, where it ends; in the others partial sums travel
 
 # Algorithms started one after another may be under way at once: each has a tag of its own. Above those of other users.
 _FIRST_TAG, _TAGS = 16384, 8192
 
-MADE = ("prepared", "shared")  # ways for tensors that are made to be summed, see `Summed`
-
 MEASURED = tuple(1024 * 4**k for k in range(7))  # bytes, 1 KiB to 4 MiB
 
 
-def choose_all_reduce(axis, name: str) -> None:
-    """Let sums over this axis be taken by an algorithm of `hpctrain.algorithms.ALL_REDUCE`. Collective.
+def choose_all_reduce(axis: Axis, name: str) -> None:
+    """Let sums over this axis be taken by an algorithm of `hpctrain.choices.ALL_REDUCE`, or an alias.
+    Collective.
 
     All of them give every rank the same bits. All but "mpi", "ring" and "auto" add in an order that does not depend on
     an element's place in the tensor, so that gradients have the same bits for any size of the buckets. "shared", which
     every axis begins with, sums gradients in shared memory where the axis is on one node, and all else by MPI. What is
     made for the axis before, such as the buckets of `DataParallel`, stays where it is.
     """
-    axis.reducer = None if name == "shared" else Reducer(axis, name)
+    if name == "shared":
+        axis.transport.reducers.pop(axis, None)
+    else:
+        axis.transport.reducers[axis] = Reducer(axis, name)
 
 
 class Reducer:
@@ -47,76 +51,78 @@ class Reducer:
     so that all ranks choose alike.
     """
 
-    def __init__(self, axis, name: str):
-        if name not in ALL_REDUCE:
-            raise ValueError(f"comm.all_reduce must be one of {', '.join(ALL_REDUCE)}, got {name!r}")
+    def __init__(self, axis: Axis, name: str):
+        name = ALL_REDUCE_ALIASES.get(name, name)
+        check_choice("comm.all_reduce", name, ALL_REDUCE)
         self.axis, self.name, self._turn = axis, name, 0
         self._hierarchy = Hierarchy(axis) if name in ("hierarchical", "auto") else None
-        self._chosen: dict[tuple, str] = {}
+        self._choice = CHOICES.get(name)  # None for "auto"
+        self._fastest: dict[tuple, str] = {}
         self.table = self._measured() if name == "auto" and axis.size > 1 else {}
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace `tensor` by the sum."""
-        how = self._how(tensor.nbytes)
-        return all_reduce_by_mpi(tensor, self.axis) if how == "mpi" else self._finished(how, tensor)
+        algorithm = self.for_tensor(tensor.nbytes)
+        return all_reduce_by_mpi(tensor, self.axis) if algorithm == "mpi" else self._finished(algorithm, tensor)
 
     def all_reduce_start(self, tensor: torch.Tensor) -> Work:
         """Begin to; in shared memory it is done on return."""
-        how = self._how(tensor.nbytes)
-        return all_reduce_by_mpi_start(tensor, self.axis) if how == "mpi" else self._start(how, tensor)
+        algorithm = self.for_tensor(tensor.nbytes)
+        return all_reduce_by_mpi_start(tensor, self.axis) if algorithm == "mpi" else self._start(algorithm, tensor)
 
-    def way(self, nbytes: int, one_node: bool) -> str:
-        """How tensors of this size are summed that are made for it: by an algorithm, "prepared" MPI, or "shared"
-        memory, which is for CPU tensors on one node."""
-        if self.name == "auto":
-            return self._how(nbytes, "prepared", *(("shared",) if one_node else ()))
-        return {"mpi": "prepared", "hierarchical": "shared" if one_node else self.name}.get(self.name, self.name)
+    def for_tensor(self, nbytes: int) -> str:
+        """The algorithm for a tensor of this size, by the table."""
+        return self._choice.tensor if self._choice else self._measured_best(nbytes, CANDIDATES.tensor)
 
-    def _how(self, nbytes, *also):
-        if self.name != "auto":
-            return self.name
-        if (nbytes, *also) not in self._chosen:
+    def for_buffer(self, nbytes: int, one_node: bool) -> str:
+        """The algorithm for an `AllReduceBuffer` of this size, by the table."""
+        choice = self._choice or CANDIDATES
+        found = choice.node_buffer if one_node else choice.buffer
+        return found if self._choice else self._measured_best(nbytes, found)
+
+    def _measured_best(self, nbytes, candidates):
+        if (nbytes, candidates) not in self._fastest:
             times = self.table[max((size for size in self.table if size <= nbytes), default=min(self.table))]
-            self._chosen[nbytes, *also] = min((n for n in times if n not in MADE or n in also), key=times.get)
-        return self._chosen[nbytes, *also]
+            self._fastest[nbytes, candidates] = min((n for n in times if n in candidates), key=times.get)
+        return self._fastest[nbytes, candidates]
 
-    def _finished(self, how, tensor):
-        return self._start(how, tensor).wait()
+    def _finished(self, algorithm, tensor):
+        return self._start(algorithm, tensor).wait()
 
-    def _start(self, how, tensor):
+    def _start(self, algorithm, tensor):
         check_contiguous(tensor)
         axis = self.axis
         self._turn = (self._turn + 1) % _TAGS
-        wide = tensor.float() if tensor.dtype in REDUCED_HERE and how not in KEEPS_16_BITS else tensor
+        wide = tensor.float() if tensor.dtype in REDUCED_HERE and algorithm not in KEEPS_16_BITS else tensor
         host = reachable(wide, direct=False)
-        if how == "hierarchical":
-            axis.wire.traffic.add(
+        if algorithm == "hierarchical":
+            axis.transport.traffic.add(
                 axis.name, "all_reduce", *self._hierarchy.all_reduce(host.view(-1), _FIRST_TAG + self._turn)
             )
             return done(deliver(host, tensor))
         link = Link(axis, _FIRST_TAG + self._turn)
 
         def finish():
-            axis.wire.traffic.add(axis.name, "all_reduce", link.sent, link.received)
+            axis.transport.traffic.add(axis.name, "all_reduce", link.sent, link.received)
             return deliver(host, tensor)
 
-        return Running(_in_pieces(BY_MESSAGES[how], host.view(-1), link), finish)
+        return Running(_in_pieces(BY_MESSAGES[algorithm], host.view(-1), link), finish)
 
     def _measured(self):
         """{bytes: {algorithm: seconds}}: the shortest of five times of each, taken in turn, on the slowest rank."""
         axis, table = self.axis, {}
-        counted, axis.wire.traffic = axis.wire.traffic, Traffic()
+        counted, axis.transport.traffic = axis.transport.traffic, Traffic()
         for nbytes in MEASURED:
             x = torch.zeros(nbytes // 4)
             sides = {name: partial(self._finished, name, x) for name in (*BY_MESSAGES, "hierarchical")}
             sides["mpi"] = partial(all_reduce_by_mpi, x, axis)
-            for way in MADE if axis.one_node else ("prepared",):
-                sides[way] = Summed(axis, x.numel(), x, way).all_reduce
+            for name in ("prepared", "shared") if axis.one_node else ("prepared",):
+                sides[name] = AllReduceBuffer(axis, x.numel(), x, name).all_reduce
             calls = max(1, min(8, (256 << 10) // nbytes))  # of what takes microseconds, one alone tells little
             times = torch.tensor([[_seconds(axis.comm, call, calls) for call in sides.values()] for _ in range(5)])
             slowest = all_reduce_by_mpi(times.amin(0), axis, "max")
             table[nbytes] = dict(zip(sides, slowest.tolist()))
-        axis.wire.traffic = counted
+        axis.transport.traffic = counted
         return table
 
 

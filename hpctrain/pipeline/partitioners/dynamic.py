@@ -31,14 +31,14 @@ def dynamic(problem: Problem) -> list[list[int]]:
 
         def cost(stage, start, stop):
             fits = bytes_until[stage][stop] - bytes_until[stage][start] <= problem.limit
-            return problem.cut[stop] if fits and problem.time(start, stop) <= bound else math.inf
+            return problem.boundary[stop] if fits and problem.time(start, stop) <= bound else math.inf
 
         counts = optimum(problem.layers, problem.stages, cost, operator.add)
         if counts is None:
             return math.inf
         found.append(counts)
         cuts = list(accumulate(counts, initial=0))
-        least = sum(problem.cut[end] for end in cuts)
+        least = sum(problem.boundary[end] for end in cuts)
         best = min(best, least + weight * max(problem.time(*stage) for stage in zip(cuts, cuts[1:])))
         return least
 

@@ -26,7 +26,7 @@ def linear(problem: Problem, limit: float) -> list[int] | None:
 
     layers, stages = problem.layers, problem.stages
     unit = max(problem.times) or 1.0  # the solver's tolerances are absolute
-    times, cut = np.array(problem.times) / unit, np.array(problem.cut) / unit
+    times, boundary = np.array(problem.times) / unit, np.array(problem.boundary) / unit
     # y has a row for every stage, the first one full of ones, and one of zeros behind the last
     number = np.arange((stages + 1) * layers).reshape(stages + 1, layers)
     size = number.size + 1
@@ -55,7 +55,7 @@ def linear(problem: Problem, limit: float) -> list[int] | None:
         terms = [term for s in own for term in ((times, number[s]), (-times, number[s + 1]))]
         at_most(0, *terms, (-problem.replicas, size - 1))
     cost = np.zeros(size)
-    cost[number[1:stages]] = cut[:-1] - cut[1:]
+    cost[number[1:stages]] = boundary[:-1] - boundary[1:]
     cost[-1] = problem.rounds
     result = milp(
         cost,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hpctrain.pipeline.catalogue import schedule as schedule_of
-from hpctrain.pipeline.flush import check
 from hpctrain.pipeline.partitioners.costs import LayerCosts
 from hpctrain.pipeline.partitioners.dynamic import dynamic, leanest
 from hpctrain.pipeline.partitioners.problem import Problem
 from hpctrain.pipeline.partitioners.search import improved
+from hpctrain.pipeline.registry import schedule as schedule_of
+from hpctrain.pipeline.synchronous import check
 from hpctrain.shard import split_sizes
 
 METHODS = ("even", "dp", "lp", "rl")
@@ -39,7 +39,7 @@ def partition(
             Or the numbers themselves, which are checked.
         costs: of the layers.
         ranks, microbatches, schedule: as of `pipeline.schedule`.
-        stages: ranks × chunks of the schedule; what the schedule has by itself if not given.
+        stages: ranks × virtual_stages of the schedule; what the schedule has by itself if not given.
         latency, bandwidth: of a message; bytes per unit of time, in the unit of the costs.
         memory: bytes a rank has for weights, activations and messages that wait, as the simulator counts them.
         seed: of "rl".
@@ -66,9 +66,9 @@ def partition(
     if method == "lp":
         found += _linear(problem)
     else:
-        from hpctrain.pipeline.partitioners.policy import policy  # brings numpy
+        from hpctrain.pipeline.partitioners.reinforce import reinforce  # brings numpy
 
-        found += policy(problem, seed)
+        found += reinforce(problem, seed)
     return min(found, key=lambda counts: problem.judge(counts)[:2])
 
 
@@ -113,7 +113,7 @@ def _problem(costs, ranks, microbatches, stages, schedule, latency, bandwidth, m
     if len(costs) < made.graph.stages:
         raise ValueError(
             f"{len(costs)} layers cannot fill the {made.graph.stages} stages of {schedule} on {ranks} ranks; "
-            f"use fewer ranks or chunks, or {made.graph.stages} layers"
+            f"use fewer ranks or virtual_stages, or {made.graph.stages} layers"
         )
     return Problem(costs, made, latency, bandwidth, math.inf if memory is None else memory)
 

@@ -17,7 +17,7 @@ from hpctrain.pipeline.simulate import Costs, simulate
 
 
 class Verdict(NamedTuple):
-    """Of the simulator; the least is the best."""
+    """What the simulator says of a partition; the least of several is the best."""
 
     excess: float  # bytes above the limit on the worst rank
     makespan: float
@@ -32,23 +32,23 @@ class Problem:
         rounds: microbatches but the first: as often the pipeline waits for its slowest rank.
         replicas: of each stage; they share the microbatches.
         turns: stages a rank works through for each microbatch.
-        cut[i]: time of the messages there and back when layer i begins a stage; 0 at both ends of the chain.
+        boundary[i]: time of the messages there and back when layer i begins a stage; 0 at both ends of the chain.
         limit: bytes a rank has.
     """
 
-    def __init__(self, costs: LayerCosts, made: Schedule, latency: float = 0.0, bandwidth: float = math.inf,
+    def __init__(self, costs: LayerCosts, schedule: Schedule, latency: float = 0.0, bandwidth: float = math.inf,
                  limit: float = math.inf):  # fmt: skip
         Costs(latency=latency, bandwidth=bandwidth).tables(stages=1, slices=1)  # raises before they are used here
-        self._costs, self._made, self._latency, self._bandwidth = costs, made, latency, bandwidth
-        self._tasks = made.validate()
-        self.layers, self.stages = len(costs), made.graph.stages
-        self.rounds, self.limit = made.microbatches - 1, limit
-        self.replicas = made.replicas
-        self.turns = len(made.placement) / (made.replicas * made.ranks)
-        self.cut = [0.0, *(2 * (latency + size / bandwidth) for size in costs.message[:-1]), 0.0]
+        self._costs, self._schedule, self._latency, self._bandwidth = costs, schedule, latency, bandwidth
+        self._tasks = schedule.validate()
+        self.layers, self.stages = len(costs), schedule.graph.stages
+        self.rounds, self.limit = schedule.microbatches - 1, limit
+        self.replicas = schedule.replicas
+        self.turns = len(schedule.placement) / (schedule.replicas * schedule.ranks)
+        self.boundary = [0.0, *(2 * (latency + size / bandwidth) for size in costs.message[:-1]), 0.0]
         self.times = [sum(each) for each in zip(costs.forward, costs.input_gradient, costs.weight_gradient)]
         self._until = [0.0, *accumulate(self.times)]
-        self._held = _held(made)
+        self._in_flight = _in_flight(schedule)
         self._verdicts: dict[tuple[int, ...], Verdict] = {}
 
     @property
@@ -65,13 +65,13 @@ class Problem:
 
         A rank needs at least the sum over any one of its stages, besides messages that wait.
         """
-        microbatches, versions = self._held[stage]
+        microbatches, versions = self._in_flight[stage]
         return [microbatches * a + versions * w for a, w in zip(self._costs.activation, self._costs.weights)]
 
     def ranks(self) -> Iterable[list[int]]:
         """The stages of each rank."""
         stages = defaultdict(list)
-        for (_, stage), rank in self._made.placement.items():
+        for (_, stage), rank in self._schedule.placement.items():
             stages[rank].append(stage)
         return stages.values()
 
@@ -84,7 +84,7 @@ class Problem:
         """
         ends = [0, *accumulate(counts)]
         loads = [sum(self.time(ends[s], ends[s + 1]) for s in stages) for stages in self.ranks()]
-        messages = sum(self.cut[end] for end in ends)
+        messages = sum(self.boundary[end] for end in ends)
         return self.time(0, self.layers) + messages + self.rounds * max(loads) / self.replicas
 
     def judge(self, counts: Sequence[int]) -> Verdict:
@@ -100,26 +100,26 @@ class Problem:
             edges = [Edge(s, s + 1, (self._costs.message[end - 1],), "uint8") for s, end in enumerate(ends[1:-1])]
             names = ("forward", "input_gradient", "weight_gradient", "activation", "weights")
             costs = Costs(**{name: sums(name) for name in names}, latency=self._latency, bandwidth=self._bandwidth)
-            made = replace(self._made, graph=StageGraph(self.stages, edges))
-            result = simulate(made, costs, self._tasks)
+            cut = replace(self._schedule, graph=StageGraph(self.stages, edges))
+            result = simulate(cut, costs, self._tasks)
             peak = max(result.peak)
             self._verdicts[key] = Verdict(max(0.0, peak - self.limit), result.makespan, peak)
         return self._verdicts[key]
 
 
-def _held(made: Schedule) -> list[tuple[float, int]]:
+def _in_flight(schedule: Schedule) -> list[tuple[float, int]]:
     """Microbatches, and versions of weights, that each stage holds at most: the order alone decides it."""
-    most = [(0.0, 1)] * made.graph.stages
-    held, versions = defaultdict(float), defaultdict(lambda: 1)
-    for order in made.order:
+    most = [(0.0, 1)] * schedule.graph.stages
+    microbatches, versions = defaultdict(float), defaultdict(lambda: 1)
+    for order in schedule.order:
         for action in flat(order):
             place = action.replica, action.stage
             if action.kind == FORWARD:
-                held[place] += 1 / made.slices
+                microbatches[place] += 1 / schedule.slices
             elif action.kind in (BACKWARD, WEIGHT_GRADIENT):
-                held[place] -= 1 / made.slices
-            elif made.delayed and action.kind in (UPDATE, FREE):
+                microbatches[place] -= 1 / schedule.slices
+            elif schedule.delayed and action.kind in (UPDATE, FREE):
                 versions[place] += 1 if action.kind == UPDATE else -1
-            microbatches, copies = most[action.stage]
-            most[action.stage] = max(microbatches, held[place]), max(copies, versions[place])
+            before = most[action.stage]
+            most[action.stage] = max(before[0], microbatches[place]), max(before[1], versions[place])
     return most

@@ -1,0 +1,52 @@
+"""Save and load in a script of one's own: one call each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint.checkpointer import Checkpointer
+from hpctrain.checkpoint.manifests import Manifest
+from hpctrain.checkpoint.training_state import TrainingState
+from hpctrain.data_parallel import DataParallelStrategy
+
+
+def save(
+    root: str | os.PathLike, step: int, model: torch.nn.Module, strategy: DataParallelStrategy,
+    about: dict[str, Any] | None = None, keep: int = 2,
+) -> Path:  # fmt: skip
+    """Save the weights and the optimizer's state of all ranks as ROOT/step-N; returns once it is on disk. Collective.
+
+        ht.checkpoint.save("checkpoints", step, trainer.model, trainer.strategy)
+
+    Args:
+        about: whatever JSON holds; `load` gives it back, in the manifest.
+        keep: older checkpoints in `root` are deleted but for so many newest, once this one has been read back.
+
+    Raises:
+        ValueError: on every rank, where it could not be written, as on a full disk; nothing is left of it then.
+    """
+    root = Path(root)
+    about = {"grid": strategy.grid.shape, **(about or {})}
+    checkpointer = Checkpointer(root, strategy.grid.comm, keep, background=False)
+    if error := checkpointer.save(step, TrainingState(model, strategy), about):
+        raise ValueError(f"no checkpoint of {error}")
+    return root / f"step-{step}"
+
+
+def load(root: str | os.PathLike, model: torch.nn.Module, strategy: DataParallelStrategy) -> Manifest | None:
+    """Fill the model and the optimizer's state from the newest valid checkpoint in `root`, saved on any grid with any
+    strategy. Collective; every rank reads just what it holds.
+
+    Returns:
+        Its manifest, of which `step` and `about` say where to go on; None where there is no checkpoint.
+
+    Raises:
+        ValueError: on every rank, for checkpoints of another model or version, or where none is valid. Those that are
+            not are renamed step-N.bad.
+        OSError: on a rank that cannot read a file.
+    """
+    return Checkpointer(Path(root), strategy.grid.comm).resume(TrainingState(model, strategy))

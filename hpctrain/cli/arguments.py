@@ -1,0 +1,24 @@
+"""Arguments that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_config(command: argparse.ArgumentParser, nargs: str | None = None, help: str | None = None) -> None:
+    """A configuration file and the overrides after it."""
+    command.add_argument("config", nargs=nargs, metavar="CONFIG.toml", help=help)
+    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="takes the place of a setting")
+
+
+def add_resume(command: argparse.ArgumentParser) -> None:
+    """--resume, and --resume=auto: no value apart, as settings follow."""
+    for name, value, text in (
+        ("--resume", "must", "go on from the newest valid checkpoint of the run"),
+        (
+            "--resume=auto",
+            "auto",
+            "the same for a requeued job: from what this job saved, or anew where that is nothing",
+        ),
+    ):
+        command.add_argument(name, dest="resume", action="store_const", const=value, default="", help=text)

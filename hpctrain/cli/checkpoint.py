@@ -1,0 +1,98 @@
+"""`hpctrain checkpoint ls|verify|export RUN`: look at the checkpoints of a run, without MPI."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from hpctrain import files, models
+from hpctrain.checkpoint import folder, index, reading
+from hpctrain.checkpoint.manifests import NAME
+from hpctrain.checkpoint.pieces import Corrupt
+from hpctrain.checkpoint.verify import verify as verified
+
+SUMMARY = "list, verify or export the checkpoints of a run"
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("action", choices=("ls", "verify", "export"))
+    command.add_argument("run", metavar="RUN", help="the run folder")
+    command.add_argument("--step", type=int, help="this one only; export takes the newest valid one by itself")
+    command.add_argument("-o", "--output", metavar="DIR", help="where export writes")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns 1 when something is wrong with a checkpoint."""
+    root = Path(options.run) / "checkpoints"
+    steps = folder.steps(root)
+    if options.step is not None:
+        steps = [step for step in steps if step == options.step]
+    if not steps:
+        wanted = "no checkpoint" if options.step is None else f"no checkpoint of step {options.step}"
+        raise ValueError(f"there is {wanted} in {root}")
+    return {"ls": ls, "verify": verify, "export": export}[options.action](root, steps, options)
+
+
+def ls(root: Path, steps: list[int], options: argparse.Namespace) -> int:
+    """One line a checkpoint, by what its manifest says."""
+    wrong = 0
+    for step in reversed(steps):
+        path = folder.place(root, step)
+        try:
+            manifest = index.read(path).manifest
+            written = (path / NAME).stat().st_mtime
+        except (Corrupt, OSError) as error:
+            print(f"step {step:8d}  bad: {error}")
+            wrong = 1
+            continue
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
+        grid = " ".join(f"{axis}={size}" for axis, size in manifest.about.get("grid", {}).items())
+        print(f"step {step:8d}  {when}  {manifest.files:5d} files  {manifest.bytes / 1e6:10.1f} MB  {grid}")
+    return wrong
+
+
+def verify(root: Path, steps: list[int], options: argparse.Namespace) -> int:
+    """Read every byte of every checkpoint."""
+    wrong = 0
+    for step in reversed(steps):
+        try:
+            manifest = verified(folder.place(root, step)).manifest
+            print(f"step {step}: {manifest.files} files, {manifest.bytes:,} bytes: as written")
+        except (Corrupt, OSError) as error:
+            print(f"step {step}: BAD: {error}")
+            wrong = 1
+    return wrong
+
+
+def export(root: Path, steps: list[int], options: argparse.Namespace) -> int:
+    """The newest valid checkpoint's weights, for Hugging Face transformers."""
+    from hpctrain.models.export import HuggingFaceWriter
+
+    if not options.output:
+        raise ValueError("export needs a folder to write to: -o DIR")
+    target = Path(options.output)
+    if files.status(target) and any(target.iterdir()):
+        raise ValueError(f"{target} exists and is not empty; choose another folder")
+    for step in steps:
+        path = folder.place(root, step)
+        try:
+            node = verified(path)
+            break
+        except Corrupt as error:
+            print(f"step {step} is not used: {error}")
+    else:
+        return 1
+    manifest = node.manifest
+    options, method = manifest.member("config", "model"), manifest.member("config", "data_parallel", "method")
+    spec = models.get(options["kind"])
+    writer = HuggingFaceWriter(target, spec, spec.shape(options), manifest.member("data", "end_of_document"))
+    for name in manifest.tensors:
+        if name.startswith("model/"):
+            weight = reading.whole(node, name)
+            if method == "local_sgd":
+                weight = weight.mean(0)  # of the replicas
+            writer.add(name.removeprefix("model/"), weight)
+    writer.close()
+    print(f"wrote {target}/ from step {step}")
+    return 0

@@ -1,0 +1,24 @@
+"""`hpctrain export`: a finished run's weights, which are in Hugging Face's format, copied to a folder."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+SUMMARY = "write a run's weights for Hugging Face transformers"
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", metavar="RUN", help="the run folder")
+    command.add_argument("-o", "--output", required=True, metavar="DIR")
+
+
+def run(options: argparse.Namespace) -> None:
+    source, target = Path(options.run) / "model", Path(options.output)
+    if not (source / "config.json").is_file():
+        raise ValueError(f"{options.run} holds no weights ({source}/config.json is missing); has the run finished?")
+    if target.exists() and any(target.iterdir()):
+        raise ValueError(f"{target} exists and is not empty; choose another folder")
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    print(f"wrote {target}/")

@@ -1,0 +1,86 @@
+"""Checked mode: before every collective its ranks compare what they are about to do."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from hpctrain.grid import Grid
+
+_HERE = str(Path(__file__).parent)
+
+# Dims of the tensors in which ranks may differ: those that `counts` says.
+_FREE = {
+    "all_gather": 0, "gather": 0, "scatter": 0, "all_to_all": 0, "rows_to_columns": 0, "gather_columns": 1,
+    "columns_to_rows": 1,
+}  # fmt: skip
+_POINT_TO_POINT = ("send", "recv")
+_BETWEEN_NEIGHBOURS = ("exchange", "adjoint", "all_to_all")  # counts and shapes are each rank's own
+
+
+class Mismatch(RuntimeError):
+    """Raised on every rank of the axis, before anything is sent."""
+
+
+class CollectiveChecker:
+    """Makes every collective along any axis of the grid a checked one. Made by all ranks; costs a message a call."""
+
+    def __init__(self, grid: Grid):
+        axes = [grid.data, grid.pipeline, grid.world, *grid.planes()]
+        self._grid = grid
+        self._comms = {axis.name: axis.comm.Dup() for axis in axes}
+        grid.transport.checker = self
+        grid.transport.resources.append(self)
+
+    def free(self) -> None:
+        for comm in self._comms.values():
+            comm.Free()
+
+    def __call__(self, axis, name: str, arguments: tuple, options: dict) -> None:
+        """Agree on the operation, its arguments, and the line that calls it.
+
+        Raises:
+            Mismatch: on every rank of the axis, naming the ranks that differ from most of the others.
+        """
+        if axis.size == 1 or name in _POINT_TO_POINT:
+            return
+        calls = self._comms[axis.name].allgather(f"{name}({_said(axis, name, arguments, options)}) at {caller()}")
+        usual, count = Counter(calls).most_common(1)[0]
+        if count == len(calls):
+            return
+        members = self._grid.members(axis.name)
+        odd = [f"rank {members[place]} calls {call}" for place, call in enumerate(calls) if call != usual]
+        same = [str(members[place]) for place, call in enumerate(calls) if call == usual]
+        raise Mismatch(f"along {axis.name}: {'; '.join(odd)}; rank {', '.join(same)} calls {usual}")
+
+
+def _said(axis, name, arguments, options) -> str:
+    owner = arguments[0]
+    if not isinstance(owner, torch.Tensor) and hasattr(owner, "local"):
+        arguments = (owner.local,)
+    if name in _BETWEEN_NEIGHBOURS:
+        arguments, options = [a for a in arguments if isinstance(a, torch.Tensor)], {}
+    words = []
+    for value in (*arguments, *options.values()):
+        if isinstance(value, torch.Tensor):
+            shape = [str(size) for size in value.shape]
+            free = _FREE.get(name)
+            if name in _BETWEEN_NEIGHBOURS:
+                shape = ["…"]
+            elif free is not None and free < len(shape):
+                shape[free] = "…"
+            words.append(f"{str(value.dtype).removeprefix('torch.')} {'×'.join(shape)}")
+        elif value is None or isinstance(value, (int, float, str, tuple, list)):
+            words.append(str(list(value) if isinstance(value, tuple) else value))
+    return ", ".join(words)
+
+
+def caller() -> str:
+    """File and line of the innermost call from outside this folder."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-3:])}:{frame.f_lineno}"

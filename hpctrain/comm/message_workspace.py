@@ -1,0 +1,81 @@
+"""The methods of a workspace by messages; see `workspace.LocalWorkspace` for what each does."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.comm.buffers import Work
+from hpctrain.comm.collectives import (
+    all_gather,
+    all_to_all,
+    reduce_scatter,
+    reduce_scatter_start,
+)
+from hpctrain.comm.timing import timed_method
+from hpctrain.grid import Axis
+
+
+class MessageWorkspace:
+    """That of an axis over several nodes, or of tensors on a device. What a call returns is memory of its own.
+
+    Columns are packed, rank by rank, before they are sent, and put in their place when they have come.
+    """
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+
+    @timed_method
+    def gather(self, part: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        return all_gather(part, self.axis, counts)
+
+    def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(numel)
+
+    def reserve(self, numel: int, like: torch.Tensor) -> None:
+        pass
+
+    @timed_method
+    def reduce(self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        return reduce_scatter(buffer, self.axis, counts, dtype)
+
+    @timed_method
+    def reduce_start(self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> Work:
+        return reduce_scatter_start(buffer, self.axis, counts, dtype)
+
+    def reduce_rows(self, buffer: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        width = buffer.shape[1]
+        flat = self.reduce(buffer.view(-1), [count * width for count in counts])
+        return flat.view(counts[self.axis.rank], width)
+
+    @timed_method
+    def reduce_columns(self, buffer: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+        rows, local = len(buffer), widths[self.axis.rank]
+        return reduce_scatter(_packed(buffer, widths), self.axis, [rows * width for width in widths]).view(rows, local)
+
+    @timed_method
+    def gather_columns(self, part: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+        rows = len(part)
+        sizes = [rows * width for width in widths]
+        return _unpacked(all_gather(part.reshape(-1), self.axis, sizes), rows, widths)
+
+    @timed_method
+    def rows_to_columns(self, part: torch.Tensor, counts: tuple[int, ...], widths: tuple[int, ...]) -> torch.Tensor:
+        local = widths[self.axis.rank]
+        sends, receives = [len(part) * width for width in widths], [count * local for count in counts]
+        return all_to_all(_packed(part, widths), self.axis, sends, receives).view(sum(counts), local)
+
+    @timed_method
+    def columns_to_rows(self, part: torch.Tensor, counts: tuple[int, ...], widths: tuple[int, ...]) -> torch.Tensor:
+        local, width = counts[self.axis.rank], widths[self.axis.rank]
+        sends, receives = [count * width for count in counts], [local * w for w in widths]
+        return _unpacked(all_to_all(part.reshape(-1), self.axis, sends, receives), local, widths)
+
+
+def _packed(matrix: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+    """Blocks of columns, one after another."""
+    return torch.cat([block.reshape(-1) for block in matrix.split(widths, 1)])
+
+
+def _unpacked(flat: torch.Tensor, rows: int, widths: tuple[int, ...]) -> torch.Tensor:
+    blocks = flat.split([rows * width for width in widths])
+    return torch.cat([block.view(rows, width) for block, width in zip(blocks, widths)], 1)

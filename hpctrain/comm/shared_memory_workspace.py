@@ -1,0 +1,177 @@
+"""The methods of a workspace in shared memory; see `workspace.LocalWorkspace` for what each does."""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+
+from hpctrain.comm.buffers import REDUCED_HERE, Work
+from hpctrain.comm.timing import timed_method
+from hpctrain.comm.windows import Window, add_up
+from hpctrain.grid import Axis
+from hpctrain.shard import split
+
+CHUNK = 1 << 16  # elements summed at a time, so that a sum is still in the cache when it is written to all
+
+
+class SharedMemoryWorkspace:
+    """That of an axis on one node, for tensors in host memory.
+
+    A gathered tensor is written once, in place, and read there by all; a partial product is written where the others
+    will read it. There are two windows in turn. What a call returns is valid until the next call other than `buffer` of
+    the same workspace: the barrier in there says that everybody is done with the older window, which the call after
+    takes.
+
+    A sum that is started must be waited for before the next call of the same workspace.
+    """
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self._windows: list[Window | None] = [None, None]
+        self._turn = 0
+
+    @timed_method
+    def gather(self, part: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        axis, rows, row = self.axis, sum(counts), math.prod(part.shape[1:])
+        first, local = sum(counts[: axis.rank]), counts[axis.rank]
+        whole = self._whole(rows * row, part.dtype)
+        whole[first * row : (first + local) * row].view(part.shape).copy_(part)
+        item = row * part.itemsize
+        self._windows[self._turn].barrier()
+        axis.transport.traffic.add(axis.name, "all_gather", (axis.size - 1) * local * item, (rows - local) * item)
+        return whole.view(rows, *part.shape[1:])
+
+    def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        return self._next(numel * like.itemsize).parts[self.axis.rank].view(like.dtype)[:numel]
+
+    def reserve(self, numel: int, like: torch.Tensor) -> None:
+        for _ in self._windows:
+            self.buffer(numel, like)
+
+    @timed_method
+    def reduce(self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        window = self._windows[self._turn]
+        window.barrier()
+        return self._own_slice(window, buffer, counts, dtype)
+
+    @timed_method
+    def reduce_start(self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> Work:
+        window = self._windows[self._turn]
+        return window.barrier_start(lambda: self._own_slice(window, buffer, counts, dtype))
+
+    def _own_slice(self, window, buffer, counts, dtype=None):
+        axis = self.axis
+        first, local = sum(counts[: axis.rank]), counts[axis.rank]
+        out = buffer.new_empty(local, dtype=dtype or buffer.dtype)
+        size = buffer.itemsize
+        parts = [part[first * size : (first + local) * size].view(buffer.dtype) for part in window.parts]
+        if axis.size == 2 and buffer.dtype not in REDUCED_HERE:
+            torch.add(*parts, out=out)
+        else:
+            for start in range(0, local, CHUNK):
+                add_up([part[start : start + CHUNK] for part in parts], out[start : start + CHUNK])
+        moved = (buffer.numel() - local) * size, (axis.size - 1) * local * size
+        axis.transport.traffic.add(axis.name, "reduce_scatter", *moved)
+        return out
+
+    def add_up(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Each rank adds up a part, in the window of the last call."""
+        axis = self.axis
+        buffers = [part[: buffer.nbytes].view(buffer.dtype) for part in self._windows[self._turn].parts]
+        part = split(buffer.numel(), axis.size, axis.rank)
+        self.barrier()
+        for start in range(part.start, part.stop, CHUNK):
+            places = [each[start : min(start + CHUNK, part.stop)] for each in buffers]
+            add_up(places, places[0])
+        self.barrier()
+        return buffers[0]
+
+    def barrier(self) -> None:
+        self._windows[self._turn].barrier()
+
+    # The same for matrices of which each rank holds columns, and between the two.
+
+    @timed_method
+    def gather_columns(self, part: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+        axis = self.axis
+        rows, local = len(part), widths[axis.rank]
+        whole = self._matrix(rows, sum(widths), part)
+        whole.narrow(1, sum(widths[: axis.rank]), local).copy_(part)
+        self._windows[self._turn].barrier()
+        moved = (axis.size - 1) * part.nbytes, whole.nbytes - part.nbytes
+        axis.transport.traffic.add(axis.name, "all_gather", *moved)
+        return whole
+
+    def reduce_rows(self, buffer: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        width = buffer.shape[1]
+        flat = self.reduce(buffer.view(-1), [count * width for count in counts])
+        return flat.view(counts[self.axis.rank], width)
+
+    @timed_method
+    def reduce_columns(self, buffer: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+        axis = self.axis
+        rows, local = len(buffer), widths[axis.rank]
+        window = self._windows[self._turn]
+        window.barrier()
+        whole = [part[: buffer.nbytes].view(buffer.dtype).view(buffer.shape) for part in window.parts]
+        parts = [matrix.narrow(1, sum(widths[: axis.rank]), local) for matrix in whole]
+        out = buffer.new_empty(rows, local)
+        step = max(1, CHUNK // max(1, local))
+        for start in range(0, rows, step):
+            add_up([part[start : start + step] for part in parts], out[start : start + step])
+        moved = buffer.nbytes - out.nbytes, (axis.size - 1) * out.nbytes
+        axis.transport.traffic.add(axis.name, "reduce_scatter", *moved)
+        return out
+
+    @timed_method
+    def rows_to_columns(self, part: torch.Tensor, counts: tuple[int, ...], widths: tuple[int, ...]) -> torch.Tensor:
+        axis = self.axis
+        rows, local = sum(counts), widths[axis.rank]
+        whole = self._matrix(rows, sum(widths), part)
+        whole.narrow(0, sum(counts[: axis.rank]), len(part)).copy_(part)
+        self._windows[self._turn].barrier()
+        kept = len(part) * local
+        moved = (part.numel() - kept) * part.itemsize, (rows * local - kept) * part.itemsize
+        axis.transport.traffic.add(axis.name, "all_to_all", *moved)
+        return whole.narrow(1, sum(widths[: axis.rank]), local)
+
+    @timed_method
+    def columns_to_rows(self, part: torch.Tensor, counts: tuple[int, ...], widths: tuple[int, ...]) -> torch.Tensor:
+        axis = self.axis
+        local, width = counts[axis.rank], widths[axis.rank]
+        whole = self._matrix(len(part), sum(widths), part)
+        whole.narrow(1, sum(widths[: axis.rank]), width).copy_(part)
+        self._windows[self._turn].barrier()
+        kept = local * width
+        moved = (part.numel() - kept) * part.itemsize, (local * sum(widths) - kept) * part.itemsize
+        axis.transport.traffic.add(axis.name, "all_to_all", *moved)
+        return whole.narrow(0, sum(counts[: axis.rank]), local)
+
+    def _matrix(self, rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+        """The next window's memory, one matrix for all ranks."""
+        return self._whole(rows * columns, like.dtype).view(rows, columns)
+
+    def _whole(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next window's memory as one flat tensor for all ranks, of which each has reserved its share."""
+        nbytes = numel * dtype.itemsize
+        return self._next(-(-nbytes // self.axis.size)).whole[:nbytes].view(dtype)
+
+    def _next(self, nbytes: int) -> Window:
+        """The window whose turn it is, with as many bytes a rank: all ranks ask for the same size, so all agree.
+
+        Where it must grow the older one is freed: everybody has done with what it held. It grows by a quarter at least,
+        so that sizes that creep up make few windows.
+        """
+        self._turn = (self._turn + 1) % len(self._windows)
+        window = self._windows[self._turn]
+        if window is None or len(window.parts[0]) < nbytes:
+            if window is not None:
+                nbytes = max(nbytes, 5 * len(window.parts[0]) // 4)
+                self._windows[self._turn] = None
+                self.axis.transport.resources.remove(window)
+                window.free()
+            pages = -(-nbytes // mmap.PAGESIZE) or 1
+            window = self._windows[self._turn] = Window(self.axis, pages * mmap.PAGESIZE)
+        return window

@@ -1,0 +1,92 @@
+"""Scratch memory for collectives along an axis: what all its kinds do, and which kind an axis has."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.comm.buffers import Work, done
+from hpctrain.comm.message_workspace import MessageWorkspace
+from hpctrain.comm.path import Path, path_of
+from hpctrain.comm.shared_memory_workspace import SharedMemoryWorkspace
+from hpctrain.grid import Axis
+
+
+class LocalWorkspace:
+    """That of an axis with one rank: nothing is copied, what a method is given is its result.
+
+    The methods that every workspace has; rank r holds `counts[r]` rows, elements or `widths[r]` columns. What they
+    return is scratch memory, valid until the next call of the same workspace other than `buffer`.
+    """
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+
+    def gather(self, part: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        """All ranks' rows, in rank order."""
+        return part
+
+    def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """A flat tensor to fill with this rank's summands, for the sums below."""
+        return like.new_empty(numel)
+
+    def reserve(self, numel: int, like: torch.Tensor) -> None:
+        """Make the memory for buffers of up to this size: none of them is waited for later."""
+
+    def reduce(self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """This rank's elements of the sum of all ranks' buffers, in `dtype`, by default theirs."""
+        return buffer if dtype is None else buffer.to(dtype)
+
+    def reduce_start(self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> Work:
+        """Begin `reduce`, which must be waited for before the next call of the same workspace."""
+        return done(self.reduce(buffer, counts, dtype))
+
+    def reduce_rows(self, buffer: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        """This rank's rows of the sum of all ranks' buffers, viewed as matrices."""
+        return buffer
+
+    def reduce_columns(self, buffer: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+        """This rank's columns of the sum of all ranks' buffers, viewed as matrices."""
+        return buffer
+
+    def gather_columns(self, part: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+        """All ranks' columns, in rank order."""
+        return part
+
+    def rows_to_columns(self, part: torch.Tensor, counts: tuple[int, ...], widths: tuple[int, ...]) -> torch.Tensor:
+        """From counts[r] whole rows on each rank r to widths[r] whole columns, by an all-to-all."""
+        return part
+
+    def columns_to_rows(self, part: torch.Tensor, counts: tuple[int, ...], widths: tuple[int, ...]) -> torch.Tensor:
+        """From widths[r] whole columns on each rank r to counts[r] whole rows. Adjoint and inverse of the above."""
+        return part
+
+    def add_up(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' buffers, in memory that all of them share. Not in the ledger, and not by messages."""
+        return buffer
+
+    def barrier(self) -> None:
+        """What any rank wrote to the result of `add_up`, every rank sees after. Not by messages."""
+
+
+Workspace = LocalWorkspace | SharedMemoryWorkspace | MessageWorkspace
+
+
+def workspace(axis: Axis, like: torch.Tensor, use: str = "blocking") -> Workspace:
+    """The axis's workspace for tensors that are where `like` is. Calls that return when they are done ("blocking") and
+    sums that are "started" have memory of their own, so that one may be under way beside another."""
+    workspaces = axis.transport.workspaces
+    found = workspaces.get((axis, like.is_cpu, use))
+    if found is None:
+        found = workspaces[axis, like.is_cpu, use] = new_workspace(axis, like)
+    return found
+
+
+def new_workspace(axis: Axis, like: torch.Tensor) -> Workspace:
+    """A workspace with memory of its own."""
+    match path_of(axis, like):
+        case Path.LOCAL:
+            return LocalWorkspace(axis)
+        case Path.SHARED_MEMORY:
+            return SharedMemoryWorkspace(axis)
+        case Path.MESSAGES:
+            return MessageWorkspace(axis)

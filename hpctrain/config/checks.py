@@ -1,0 +1,88 @@
+"""What several options together must fulfil for any run to use them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from hpctrain import models
+from hpctrain.choices import check_product
+from hpctrain.config.option import options
+from hpctrain.config.sections import Config
+from hpctrain.grid import check_ranks
+from hpctrain.pipeline import Schedule, balanced_slices, schedule
+from hpctrain.pipeline.partitioners import check_counts
+
+LARGEST_SCHEDULE = 2**20  # microbatches of all stages; a pipeline of 64 ranks with 1,024 has 2^16
+
+
+def check(config: Config) -> None:
+    """Raise ValueError for values that no run can use; changes nothing."""
+    for field in fields(config):
+        section = getattr(config, field.name)
+        for key, option in options(type(section), field.name).items():
+            option.validate(getattr(section, key))
+    shape = config.grid_shape
+    check_product(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])
+    models.get(config.model.kind).shape(vars(config.model))
+    check_pipeline(config)
+
+
+def check_grid(config: Config, ranks: int) -> None:
+    """Raise ValueError unless the grid has exactly `ranks` places."""
+    check_ranks(config.grid_shape, ranks)
+
+
+def token_slices(config: Config) -> list[int]:
+    """Lengths of the token slices of every sequence, of equal floating-point operations; [] where they are whole."""
+    slices, context = config.pipeline.slices, config.model.context
+    if isinstance(slices, list):
+        if min(slices, default=0) < 1 or sum(slices) != context:
+            raise ValueError(f"pipeline.slices must be lengths that add up to model.context = {context}, got {slices}")
+        return slices
+    if config.pipeline.schedule != "terapipe" and slices < 2:
+        return []
+    spec = models.get(config.model.kind)
+    costs = spec.costs(spec.shape(vars(config.model)))
+    # a block multiplies every token by its weights, and by the keys and values of every token before it
+    ranks = config.grid_shape["pipeline"]
+    return balanced_slices(context, slices or ranks, costs.block_weights, 2 * costs.attention_width)
+
+
+def check_pipeline(config: Config) -> Schedule:
+    """The schedule of the pipeline.
+
+    Raises:
+        ValueError: where the model, the schedule and the pipeline axis do not fit together.
+    """
+    pipeline, model, ranks = config.pipeline, config.model, config.grid_shape["pipeline"]
+    if (size := ranks * max(1, pipeline.virtual_stages) * config.train.microbatches) > LARGEST_SCHEDULE:
+        raise ValueError(
+            f"grid.pipeline × pipeline.virtual_stages × train.microbatches must be at most {LARGEST_SCHEDULE}, as a "
+            f"schedule lists all stages' microbatches, got {size}"
+        )
+    if pipeline.schedule == "terapipe" and not models.get(model.kind).token_slices:
+        raise ValueError(
+            f"pipeline.schedule = terapipe cuts sequences into token slices, which model.kind = {model.kind} does not "
+            "take; use another schedule"
+        )
+    slices = len(token_slices(config)) or None
+    made = schedule(pipeline.schedule, ranks, config.train.microbatches, pipeline.virtual_stages or None, slices)
+    stages = made.graph.stages
+    if model.layers < stages:
+        raise ValueError(
+            f"grid.pipeline = {ranks} with pipeline.schedule = {made.name} has {stages} stages, which need at least as "
+            f"many layers, got model.layers = {model.layers}; use fewer stages or more layers"
+        )
+    if not isinstance(pipeline.partition, str):
+        check_counts(pipeline.partition, model.layers, stages)
+    if config.train.recompute == "block" and (made.delayed or slices):
+        raise ValueError(
+            f"train.recompute=block computes a block once more with its newest weights and all keys, got "
+            f"pipeline.schedule = {made.name}, which keeps older ones; use train.recompute=none"
+        )
+    if made.delayed and (config.train.clip or model.tied):
+        raise ValueError(
+            f"pipeline.schedule = {made.name} updates each stage by itself: it cannot clip the gradient of all, and "
+            f"stages cannot share weights; use train.clip=0 and model.tied=false"
+        )
+    return made

@@ -1,0 +1,238 @@
+"""The sections of the configuration and their options: the one place for their types, defaults, bounds and help."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpctrain import choices
+from hpctrain.config.option import option
+from hpctrain.grid import grid_shape
+from hpctrain.models.registry import SPECS as KINDS
+from hpctrain.pipeline.partitioners import METHODS as PARTITIONERS
+from hpctrain.pipeline.registry import NAMES as SCHEDULES
+
+BAD_STEP = ("stop", "skip", "rollback")  # what is done about a step that went wrong
+
+
+def check_run_name(name: str) -> None:
+    if not name or "/" in name or name in (".", ".."):
+        raise ValueError(f"run.name must be a plain folder name, got {name!r}")
+    if name == "data":
+        raise ValueError(
+            'run.name must not be "data", as packed text is kept in the folder data of run.out; choose another'
+        )
+
+
+@dataclass
+class RunConfig:
+    name: str = option("run", "the run folder is run.out/run.name", check=check_run_name)
+    out: str = option("runs", "folder of the run folders, and of text that is packed on first use")
+    seed: int = option(0, "of weights, sample order and dropout", low=0)
+    steps: int = option(100, "optimizer steps", low=1)
+    eval_every: int = option(0, "steps between validations; 0: only at the end", low=0)
+    eval_batches: int = option(4, "validation batches, each of train.batch sequences", low=1)
+    device: str = option("auto", "where tensors are; auto: a CUDA device where there is one", choices=choices.DEVICES)
+    sample: int = option(0, "tokens to generate at the end", low=0)
+    checkpoint_every: int = option(
+        0, "steps between checkpoints, with one after the last step; 0: none by their number", low=0
+    )
+    checkpoint_minutes: float = option(
+        10.0, "a checkpoint is also saved so long after the last one; 0: never. One is saved at every stop", low=0
+    )
+    max_seconds: float = option(0.0, "save and stop after so long, as on SIGUSR1; 0: never", low=0)
+
+
+@dataclass
+class ModelConfig:
+    kind: str = option("gpt2", f"the architecture: {', '.join(KINDS)} or package.module:function of one's own")
+    layers: int = option(4, "transformer blocks", low=1)
+    width: int = option(128, "features of a token between blocks, a multiple of heads", low=1)
+    heads: int = option(4, "attention heads", low=1)
+    context: int = option(128, "tokens of a sequence", low=1)
+    vocabulary: int = option(257, "rows of the embedding, at least the vocabulary of the data", low=1)
+    dropout: float = option(0.0, "probability that an activation is dropped", low=0, below=1)
+    tied: bool = option(True, "input and output embeddings share one table")
+    kv_heads: int = option(0, "key and value heads, a divisor of heads; 0: the kind's own", low=0)
+    ffn: int = option(0, "inner width of the MLP; 0: the kind's own", low=0)
+    head_width: int = option(0, "features of a head; 0: width / heads", low=0)
+    rope_base: float = option(0.0, "base of the rotary position embedding; 0: the kind's own", low=0)
+    rope_scaling: list[float] = option(
+        [],
+        "Llama 3's change of the rotary frequencies: factor, low_freq_factor, high_freq_factor and original context,"
+        " such as [8, 1, 4, 8192]; []: none",
+        check=choices.check_rope_scaling,
+    )
+    norm_eps: float = option(0.0, "what RMS norms add to the mean square; 0: the kind's own", low=0)
+    qkv_bias: bool = option(False, "the projection to queries, keys and values has a bias")
+    qk_norm: bool = option(False, "queries and keys are normed, each head by itself")
+    init: str = option(
+        "", "start from this folder in Hugging Face's format (config.json, model.safetensors), of the same sizes"
+    )
+
+
+@dataclass
+class DataConfig:
+    path: str = option("", "the index that `hpctrain pack` wrote; with data.text, where to pack to")
+    text: list[str] = option(
+        [],
+        'files, directories or "python-stdlib" (the default without data.path), packed on first use; the text that a '
+        "file names does not count where data.path is an override",
+    )
+    tokenizer: str = option("bytes", '"bytes" or a Hugging Face tokenizers JSON file; only for packing')
+    validation: float = option(0.05, "part of the samples that is held out", above=0, below=1)
+
+
+@dataclass
+class GridConfig:
+    data: int = option(1, "replicas of the model, which share the batch", low=1)
+    pipeline: int = option(1, "ranks that the model's layers are spread over", low=1)
+    tensor: int | list[int] = option([1, 1, 1], "ranks that share each layer: [x, y, z], or t for [t, 1, 1]", low=1)
+
+
+@dataclass
+class PipelineConfig:
+    schedule: str = option("1f1b", "order of the actions; see `hpctrain schedule --compare`", choices=SCHEDULES)
+    virtual_stages: int = option(0, "stages a rank, for interleaved; 0: as many as the schedule has by itself", low=0)
+    slices: int | list[int] = option(
+        0, "token slices of a sequence, for terapipe: how many (0: as many as ranks), or their lengths", low=0
+    )
+    partition: str | list[int] = option(
+        "even",
+        "how layers are cut into stages: evenly, by their cost, or a list of each stage's",
+        choices=PARTITIONERS,
+    )
+
+
+@dataclass
+class TensorConfig:
+    algorithm: str = option("agarwal", "the parallel matrix product that layers are built on", choices=choices.PRODUCTS)
+    overlap: list[str] = option(
+        list(choices.DEFAULT_OVERLAP), "what runs beside the products; [] for nothing", choices=choices.OVERLAPS
+    )
+
+
+@dataclass
+class CommConfig:
+    all_reduce: str = option(
+        "shared", "how sums over the data axis are taken", choices=choices.ALL_REDUCE,
+        aliases=choices.ALL_REDUCE_ALIASES,
+    )  # fmt: skip
+    watchdog: float = option(
+        600.0, "seconds in one operation after which a rank says where it is and ends the job; 0: never", low=0
+    )
+    check: bool = option(False, "before every collective its ranks compare operation, shape, type and caller: slow")
+
+
+@dataclass
+class TrainConfig:
+    batch: int = option(8, "sequences a step, over all replicas", low=1)
+    microbatches: int = option(1, "parts that a replica's share of the batch is cut into", low=1)
+    optimizer: str = option(
+        "adamw", "one that treats every element by itself", choices=choices.OPTIMIZERS, check=choices.check_optimizer
+    )
+    momentum: float = option(0.9, "of sgd (Nesterov's) and rmsprop", low=0, below=1)
+    lr: float = option(1e-3, "peak learning rate", low=0)
+    warmup: int = option(10, "steps in which the learning rate rises to its peak", low=0)
+    weight_decay: float = option(0.1, "of matrices; vectors (biases and norms) have none", low=0)
+    clip: float = option(1.0, "largest norm of the gradient; 0: no clipping", low=0)
+    recompute: str = option(
+        "none", "activations that are computed again in backward instead of kept: of attention, or of every block",
+        choices=choices.RECOMPUTE,
+    )  # fmt: skip
+
+
+@dataclass
+class DataParallelConfig:
+    method: str = option("ddp", "how the replicas' gradients, states and weights are kept", choices=choices.STRATEGIES)
+    servers: int = option(
+        1, "parameter_server: so many ranks of the data axis hold the weights and take no part of the batch", low=1
+    )
+    staleness: int = option(
+        0, "parameter_server: steps that a worker may be ahead of the slowest; 0: synchronous", low=0
+    )
+    average_every: int = option(
+        1, "local_sgd: steps between averages of the weights; 0: only at the end (ParallelSGD)", low=0
+    )
+    average_state: bool = option(
+        False, "local_sgd: average the optimizer's state too; otherwise each replica keeps its own"
+    )
+
+    @property
+    def idle(self) -> int:
+        """The last ranks of the data axis, which compute no gradients."""
+        return self.servers if self.method == "parameter_server" else 0
+
+
+@dataclass
+class PrecisionConfig:
+    compute: str = option("fp32", "of weights and activations in forward and backward", choices=choices.DTYPES)
+    master: str = option("fp32", "of the weights that the optimizer updates", choices=("fp32", "compute"))
+    reduce: str = option("fp32", "of gradients, over microbatches and ranks", choices=("fp32", "compute"))
+    comm_dtype: str = option(
+        "fp32", "in which gradients travel over the data axis; fp32: as they are", choices=("fp32", "bf16")
+    )
+    loss_scale: float = option(
+        65536.0, "of the first step in fp16; then halved and doubled as gradients allow", above=0
+    )
+    matmul: str = option(
+        "highest", "torch's precision of float32 matrix products", choices=("highest", "high", "medium")
+    )
+
+
+@dataclass
+class CheckpointConfig:
+    keep: int = option(2, "older ones are deleted once a newer one has been read back", low=1)
+    background: bool = option(True, "write while training goes on")
+    on_failure: str = option(
+        "continue", "when one cannot be written: go on without it, or stop", choices=("continue", "stop")
+    )
+
+
+@dataclass
+class SanityConfig:
+    nonfinite: str = option(
+        "stop", "a loss or gradient norm that is not finite: stop, skip the step, or roll back to a checkpoint",
+        choices=BAD_STEP,
+    )  # fmt: skip
+    spike: str = option(
+        "skip", "likewise for a loss above spike_factor times the median of the last 32 steps", choices=BAD_STEP
+    )
+    spike_factor: float = option(0.0, "0: no loss is a spike", low=0)
+    limit: int = option(10, "steps skipped or rolled back in one job, after which it stops", low=0)
+    check_every: int = option(
+        100, "steps between comparisons of what several ranks hold, and of their speeds; 0: never", low=0
+    )
+    straggler: float = option(
+        2.0, "a rank whose own work takes this many times that of its peers is named; 0: none is", low=0
+    )
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    grid: GridConfig = field(default_factory=GridConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sanity: SanityConfig = field(default_factory=SanityConfig)
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.grid_shape.values())
+
+    @property
+    def grid_shape(self) -> dict[str, int]:
+        tensor = self.grid.tensor
+        return grid_shape(self.grid.data, self.grid.pipeline, tensor if isinstance(tensor, int) else tuple(tensor))
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.out) / self.run.name

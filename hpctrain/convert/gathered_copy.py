@@ -1,0 +1,48 @@
+"""A whole weight that was gathered to be read: what is written to it would be lost, and is refused."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hpctrain.convert.refusals import place
+from hpctrain.convert.sharding import local
+
+_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+
+
+class GatheredCopy(torch.Tensor):
+    """A whole weight, and views of it.
+
+    Raises:
+        ValueError: for operations in place.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with local():
+            first = next(iter(tree_leaves((args, kwargs))), None)
+            if writes(func.__name__) and isinstance(first, cls):
+                raise ValueError(
+                    f"{place()}: {func.__name__} writes to a view of a weight that is divided over ranks, and would be"
+                    " lost; write to the weight itself (weight[index] = value), or do it before parallelize"
+                )
+            return read(func, args, kwargs)
+
+
+def read(func, args, kwargs):
+    """The result of a function; views of copies stay copies."""
+    made = func(*args, **kwargs)
+    copies = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, GatheredCopy)}
+
+    def keep(x):
+        is_view = copies and type(x) is torch.Tensor and x.untyped_storage()._cdata in copies
+        return x.as_subclass(GatheredCopy) if is_view else x
+
+    return tree_map(keep, made)
+
+
+def writes(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED or name == "__setitem__"

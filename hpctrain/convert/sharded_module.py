@@ -1,0 +1,127 @@
+"""What may happen to a module with divided weights after parallelize, and what not."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import torch
+
+from hpctrain.convert.refusals import refused, unpicklable
+from hpctrain.convert.sharded_parameter import ReplicatedParameter, ShardedParameter, StateShard, attach, whole
+from hpctrain.convert.sharding import local
+
+
+class ShardedModule:
+    """Mixin for a module whose own weights are divided, before its type.
+
+    Attributes: `path`, its name in the model; `sharded_weights`, {name of a weight: that in the model}.
+    """
+
+    prefix = "Split"  # of the type's name
+
+    def apply(self, fn):
+        """`fn` is given the module with its whole weights, and each rank keeps its part of what it made of them."""
+        for child in self.children():
+            child.apply(fn)
+        with full_weights(self):
+            fn(self)
+        return self
+
+    def register_parameter(self, name: str, parameter: torch.nn.Parameter):
+        """Refuses to put another weight in the place of a divided one, or parts of it beside it (`weight_g`)."""
+        for mine, path in self.sharded_weights.items():
+            if name.startswith(f"{mine}_"):
+                raise ValueError(refused(f"compute from {name!r}", path))
+            if name == mine and not _same_sharding(parameter, self._parameters.get(mine)):
+                raise ValueError(refused("put another parameter in the place of", path))
+        super().register_parameter(name, parameter)
+
+    def __delattr__(self, name):
+        if name in self.sharded_weights:
+            raise ValueError(refused("take away", self.sharded_weights[name]))
+        super().__delattr__(name)
+
+    def _apply(self, fn, recurse=True):  # .to(), .double(), .cuda(): of the part
+        with local():
+            return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, parameter in self._parameters.items():
+            if isinstance(parameter, ShardedParameter) and not keep_vars:
+                destination[prefix + name] = destination[prefix + name].as_subclass(StateShard)
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        """Takes whole weights and, from a state dict of this rank, parts."""
+        state_dict = dict(state_dict)
+        for name, parameter in self._parameters.items():
+            given = state_dict.get(prefix + name)
+            if isinstance(parameter, ShardedParameter) and given is not None:
+                sharding = parameter.sharding
+                if tuple(given.shape) == sharding.whole_shape:
+                    state_dict[prefix + name] = sharding.take(given)
+        with local():
+            super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def __deepcopy__(self, memo):
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        raise ValueError(unpicklable(f"the module {self.path}"))
+
+
+@contextlib.contextmanager
+def full_weights(module: torch.nn.Module):
+    """The module's own weights are whole within the block; each rank keeps its part of what they are at its end.
+
+    The parameters stay the same objects. Collective over the tensor axis.
+    """
+    parts = {p: p.sharding for p in module._parameters.values() if isinstance(p, ShardedParameter)}
+    gradients = {p: p.grad for p in parts}
+    for parameter in parts:
+        with local(), torch.no_grad():
+            data = whole(parameter).as_subclass(torch.Tensor)
+        parameter.grad = None
+        parameter.__class__ = torch.nn.Parameter
+        parameter.data = data
+    try:
+        yield
+    finally:
+        for parameter, sharding in parts.items():
+            parameter.data = sharding.take(parameter.data)
+            attach(parameter, sharding).grad = gradients[parameter]
+
+
+def reset(name: str, base: type):
+    """`reset_parameters` of the module as it was."""
+
+    def reset_parameters(self):
+        with full_weights(self):
+            getattr(base, name)(self)
+
+    return reset_parameters
+
+
+def sharded_type(mixin: type, base: type) -> type:
+    """The type of a module of type `base` that is divided by `mixin`."""
+    prefix = getattr(mixin, "prefix", ShardedModule.prefix)
+    own = {"__module__": __name__ if prefix else base.__module__, "__doc__": base.__doc__}
+    for method in ("reset_parameters", "_reset_parameters"):
+        if hasattr(base, method):
+            own[method] = reset(method, base)
+    return type(f"{prefix}{base.__name__}", (mixin, ShardedModule, base), own)
+
+
+def _same_sharding(parameter, current) -> bool:
+    """Whether a weight may be shared with another module, as `head.weight = table.weight`."""
+    if parameter is current:
+        return True
+    if isinstance(parameter, ReplicatedParameter) and isinstance(current, ReplicatedParameter):
+        return parameter.shard == current.shard
+    if not (isinstance(parameter, ShardedParameter) and isinstance(current, ShardedParameter)):
+        return False
+    mine, other = current.sharding, parameter.sharding
+    return mine.axis is other.axis and mine.shard == other.shard and mine.counts == other.counts

@@ -1,0 +1,255 @@
+"""A weight of which this rank holds a part, and which is the whole one to all code outside of its own module.
+
+The module's own forward multiplies by the part, under `local()`. Whoever else reads the weight, be it a forward of the
+user's (`F.linear(h, self.table.weight)`, a penalty, a norm of the weights), gets the whole one, gathered then and there
+and differentiable: every rank computes the same from it, so that its gradient is whole on every rank, and each keeps
+its part of that. What changes the weight in place, as optimizers do, works on the parts where every element is changed
+by itself, and otherwise on the whole. `.grad`, `.data` and `.detach()` are the part, on which optimizers work; but in a
+forward of the user's, `.data` and `.detach()` stand for the whole weight as well.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch.optim import optimizer as _optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
+from hpctrain.convert.refusals import called_in_forward, place, refused, unpicklable
+from hpctrain.convert.sharding import Sharding, hooked, local
+from hpctrain.parameter import annotate
+
+
+class Sharded:
+    """Mixin for a tensor of which this rank has a part (see above). Attribute: `sharding`.
+
+    Gathering is collective over the tensor axis: as the model itself, all its ranks must read the weight, or none.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with local():
+            name = func.__name__
+            if name == "__get__":
+                if func == _DATA:
+                    return _detached(args[0], func, sys._getframe(1))
+                of_part = func.__self__ not in _OF_THE_WHOLE
+            else:
+                of_part = name in _OF_THE_PART
+            return func(*args, **kwargs) if of_part else _as_whole(func, name, args, kwargs)
+
+    def __hash__(self):
+        return id(self)
+
+    def detach(self):
+        """The part; in a forward of the user's, what stands for the whole weight."""
+        if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+            raise ValueError(refused("make another parameter of", self.sharding.path))
+        caller = sys._getframe(1) if torch._C._is_torch_function_enabled() else None
+        with local():
+            return _detached(self, super(Sharded, type(self)).detach, caller)
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            with local():
+                data = self.detach().clone(memory_format=torch.preserve_format)
+            if isinstance(self, ShardedParameter):
+                memo[id(self)] = attach(torch.nn.Parameter(data, self.requires_grad), self.sharding)
+            else:
+                memo[id(self)] = _tagged(data, self.sharding)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol):
+        raise ValueError(unpicklable(f"the weight {self.sharding.path!r}"))
+
+
+class ShardedParameter(Sharded, torch.nn.Parameter):
+    """A weight. Attributes: `shard` and `whole_shape`, of its sharding."""
+
+
+class ReplicatedParameter(torch.nn.Parameter):
+    """A weight that every rank has whole. Attributes: `shard` and `whole_shape`, which copies keep."""
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            copied = memo[id(self)] = super().__deepcopy__({})
+            copied.__dict__.update({key: value for key, value in vars(self).items() if key in ("shard", "whole_shape")})
+        return memo[id(self)]
+
+    def detach(self):
+        is_new = sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__  # which wants the same type
+        return super().detach().as_subclass(ReplicatedParameter if is_new else torch.Tensor)
+
+
+class ShardedTensor(Sharded, torch.Tensor):
+    """What was made of a weight element by element, without a gradient, as optimizers do."""
+
+
+class StateShard(torch.Tensor):
+    """This rank's part of a weight, as an entry of `state_dict()`; what is made of it is one too.
+
+    Raises:
+        ValueError: where it is written to a file, be it by pickle, as torch.save, or by address, as safetensors.
+    """
+
+    def __reduce_ex__(self, protocol):
+        raise ValueError(unpicklable("a tensor of state_dict() of a parallelized model"))
+
+    def data_ptr(self):
+        raise ValueError(unpicklable("a tensor of state_dict() of a parallelized model"))
+
+    def __deepcopy__(self, memo):
+        with local():
+            memo[id(self)] = self.clone().as_subclass(StateShard)
+        return memo[id(self)]
+
+
+def _tagged(data, sharding):
+    data = data.as_subclass(ShardedTensor)
+    data.sharding = sharding
+    return data
+
+
+def attach(parameter: torch.nn.Parameter, sharding: Sharding) -> torch.nn.Parameter:
+    """The same object, whose data is the part already, as a ShardedParameter."""
+    parameter.__class__ = ShardedParameter
+    return annotate(parameter, sharding=sharding, shard=sharding.shard, whole_shape=sharding.whole_shape)
+
+
+def _detached(tensor, detach, caller):
+    if caller is not None and called_in_forward(caller):
+        _gather_part(tensor)
+        return _tagged(detach(tensor), tensor.sharding)
+    return detach(tensor).as_subclass(torch.Tensor)
+
+
+def _gather_part(parameter):
+    zero3 = vars(parameter).get("gathered")
+    if zero3 is not None:  # the part is there until the layer's next backward, or the end of the step
+        zero3.gather()
+
+
+def whole(parameter: ShardedParameter) -> torch.Tensor:
+    """Gathered, differentiable. What does not require a gradient is a copy that nothing may be written to."""
+    _gather_part(parameter)
+    gathered = parameter.sharding.gather(parameter)
+    return gathered if gathered.requires_grad else gathered.as_subclass(GatheredCopy)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+_SIZES = {getattr(torch.Tensor, name) for name in ("size", "numel", "nelement", "__len__")}
+_SIZES.add(torch.Tensor.shape.__get__)
+_VIEWS = {torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag}
+_DATA = torch.Tensor.data.__get__
+_OF_THE_WHOLE = {torch.Tensor.shape, *_VIEWS}  # of the attributes
+# What asks or makes something of the part: memory, gradients, what the state of an optimizer is made of.
+_OF_THE_PART = {
+    "grad", "detach", "detach_", "requires_grad_", "retain_grad", "share_memory_", "zeros_like", "ones_like",
+    "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "register_post_accumulate_grad_hook",
+    "data_ptr", "element_size", "storage", "untyped_storage", "_typed_storage", "storage_offset", "stride",
+    "is_contiguous", "is_floating_point", "is_complex", "is_shared", "is_pinned", "is_inference", "get_device",
+    "result_type", "dim", "ndimension", "__repr__", "__format__", "__delete__", "_is_view",
+}  # fmt: skip
+_OPERATORS = ("add", "sub", "mul", "truediv")
+# Element by element, all shapes alike. (Of random numbers every rank draws the whole, as one rank would.)
+_POINTWISE = {
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "abs", "pow", "sqrt", "rsqrt",
+    "exp", "log", "square", "reciprocal", "clamp", "clamp_min", "clamp_max", "clip", "fill", "zero", "copy", "lerp",
+    "addcmul", "addcdiv", "maximum", "minimum", "sign", "round", "floor", "ceil", "nan_to_num", "masked_fill", "where",
+    "erfinv", "tanh", "sigmoid", "clone",
+    *_OPERATORS, *(f"r{name}" for name in _OPERATORS), *(f"i{name}" for name in _OPERATORS),
+}  # fmt: skip
+# Of torch.nn.init, those that work from the shape, and cannot be told of the whole one by way of the tensor.
+_INITIAL = {"xavier_uniform_", "xavier_normal_", "kaiming_normal_", "orthogonal_", "eye_", "dirac_", "sparse_"}
+
+
+def _as_whole(func, name, args, kwargs):
+    first = next(iter(tree_leaves((args, kwargs))))
+    mine = isinstance(first, Sharded)
+    if func in _SIZES:
+        return func(torch.empty(first.sharding.whole_shape, device="meta"), *args[1:], **kwargs)
+    if name == "register_hook":
+        return func(first, hooked(args[1], first.sharding))
+    if name == "__set__":
+        return _set(func, *args)
+    if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):  # of optimizers, of parts and parts
+        return func(*args, **kwargs)
+    if mine and (writes(name) or kwargs.get("out") is first):
+        return _write(func, name, first, args, kwargs)
+    if not torch.is_grad_enabled() and name.removeprefix("_foreach_").strip("_") in _POINTWISE:
+        sharding = _common_sharding(name, args, kwargs)
+        if sharding is not None:
+            made = func(*args, **kwargs)
+            return _tagged(made, sharding) if isinstance(sharding, Sharding) else made
+    return read(func, *tree_map(_whole_of, (args, kwargs)))
+
+
+def _whole_of(x):
+    return whole(x) if isinstance(x, Sharded) else x
+
+
+def _set(func, parameter, value):
+    """An attribute; the data of a whole weight are taken to be it."""
+    sharding = parameter.sharding
+    if isinstance(value, torch.Tensor) and tuple(value.shape) == sharding.whole_shape != sharding.local_shape:
+        value = sharding.take(value)
+    return func(parameter, value)
+
+
+def _common_sharding(name, args, kwargs) -> Sharding | bool | None:
+    """That of the weights in an operation element by element, where all shapes are those of their parts.
+
+    True where they meet other tensors of the part's shape, such as gradients, so that the result is nothing but a part.
+    """
+    if name.startswith("_foreach_"):
+        lists = [value for value in args if isinstance(value, (list, tuple)) and isinstance(value[0], torch.Tensor)]
+        return True if len(lists) > 1 and all(len({x.shape for x in row}) == 1 for row in zip(*lists)) else None
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+    if len({x.shape for x in tensors}) != 1:
+        return None
+    shardings = [x.sharding if isinstance(x, Sharded) else None for x in tensors]
+    return shardings[0] if all(sharding is shardings[0] for sharding in shardings) else True
+
+
+def _write(func, name, parameter, args, kwargs):
+    """In place: on the part where every element is changed by itself, otherwise on the whole, and then the part."""
+    if parameter.requires_grad and torch.is_grad_enabled():
+        return func(*args, **kwargs)  # which torch refuses, in its own words
+    _refuse_initial()
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+    if name.strip("_") in _POINTWISE and all(x.shape == parameter.shape for x in tensors):
+        return func(*args, **kwargs)
+    sharding = parameter.sharding
+    full = sharding.gather(parameter.detach())
+    args, kwargs = tree_map(lambda x: full if x is parameter else _whole_of(x), (args, kwargs))
+    made = func(*args, **kwargs)
+    if tuple(full.shape) != sharding.whole_shape:
+        raise ValueError(
+            f"{place()}: {name} gives the weight {sharding.path!r}, which is divided over ranks, another shape; do it"
+            " before parallelize"
+        )
+    parameter.detach().copy_(sharding.take(full))
+    return parameter if made is full else made
+
+
+def _refuse_initial():
+    frame = sys._getframe(4)  # that of the operation
+    for _ in range(5):
+        if frame is None:
+            return
+        if frame.f_globals.get("__name__") == "torch.nn.init" and frame.f_code.co_name in _INITIAL:
+            raise ValueError(
+                f"{place()}: nn.init.{frame.f_code.co_name} would take the shape of a part for that of the weight; call"
+                " it before parallelize, or by model.apply(function), which gives each module its whole weights"
+            )
+        frame = frame.f_back
+
+
+# As torch's own DTensor does: optimizers on GPUs go on in few kernels.
+_optimizer._foreach_supported_types += [ShardedParameter, ReplicatedParameter]

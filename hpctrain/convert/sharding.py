@@ -1,0 +1,69 @@
+"""How a weight lies on the ranks of the tensor axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.convert import boundary
+from hpctrain.convert.refusals import hook_refused
+from hpctrain.shard import Shard
+
+local = torch._C.DisableTorchFunctionSubclass  # within it, weights are the shards that this rank holds; 0.2 µs
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which shard of a weight this rank holds, and how to get the rest.
+
+    Attributes:
+        path: its name in the model.
+        axis: the ranks that hold it.
+        shard: this rank's part. Its shape has one dim more than the weight where several matrices are stacked.
+        dim: of `shard.global_shape`, along which it is divided.
+        counts: how many of that dim each rank holds.
+        whole_shape: of the weight.
+        replicas: how many compute a gradient of their own, to be summed later.
+    """
+
+    path: str
+    axis: object
+    shard: Shard
+    dim: int
+    counts: tuple[int, ...]
+    whole_shape: tuple[int, ...]
+    replicas: int = 1
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole of what the ranks have parts of. Adjoint: `take`."""
+        whole = boundary.gather(part.view(self.shard.shape), self.axis, self.counts, self.dim)
+        return whole.reshape(self.whole_shape)
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part, in memory of its own; with as many dims as the weight."""
+        part = whole.reshape(self.shard.global_shape)[self.shard.slices].clone(memory_format=torch.contiguous_format)
+        return part.view(self.local_shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        shape = self.shard.shape
+        if len(shape) == len(self.whole_shape):
+            return shape
+        return (*shape[: self.dim - 1], shape[self.dim - 1] * shape[self.dim], *shape[self.dim + 1 :])
+
+
+def hooked(hook, sharding: Sharding):
+    """A hook on the gradient, for the whole of it: nobody knows whether it treats every element by itself.
+
+    Raises:
+        ValueError: where replicas would call it with parts of a sum.
+    """
+    if sharding.replicas > 1:
+        raise ValueError(hook_refused(sharding.path))
+
+    def on_part(gradient):
+        changed = hook(sharding.gather(gradient))
+        return None if changed is None else sharding.take(changed)
+
+    return on_part

@@ -1,0 +1,65 @@
+"""Keeping the replicas of a model alike."""
+
+import torch
+
+from hpctrain.data_parallel.asynchronous import AsyncParameterServer
+from hpctrain.data_parallel.data_parallel import DataParallel
+from hpctrain.data_parallel.local_sgd import LocalSGD
+from hpctrain.data_parallel.mixed import MixedDataParallel
+from hpctrain.data_parallel.parameter_server import ParameterServer
+from hpctrain.data_parallel.precision import AS_GIVEN, Precision
+from hpctrain.data_parallel.strategy import DataParallelStrategy
+from hpctrain.data_parallel.zero import Zero1
+from hpctrain.data_parallel.zero2 import Zero2
+from hpctrain.data_parallel.zero3 import Zero3
+
+__all__ = [
+    "AsyncParameterServer",
+    "DataParallel",
+    "LocalSGD",
+    "DataParallelStrategy",
+    "MixedDataParallel",
+    "ParameterServer",
+    "Precision",
+    "Zero1",
+    "Zero2",
+    "Zero3",
+    "make",
+]
+
+
+def make(options, model, grid, optimizer, precision: Precision = AS_GIVEN) -> DataParallelStrategy:
+    """The method that the section `[data_parallel]` of the configuration asks for.
+
+    Raises:
+        ValueError: on every rank, when it does not work on this grid, or in this precision.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = grid.comm.allgather(parameters[0].dtype if parameters else None)  # a rank may have no weights
+    dtype = next(filter(None, found), None)
+    mixed = len({dtype, precision.compute, precision.reduce, precision.comm_dtype} - {None}) > 1
+    mixed = mixed or dtype == torch.float16  # whose loss is scaled
+    if mixed and options.method in ("parameter_server", "local_sgd"):
+        raise ValueError(
+            f"data_parallel.method={options.method} has weights and gradients in one precision, got {precision}; use "
+            "precision.compute=fp32 or fp64 without comm_dtype=bf16, or another method"
+        )
+    if options.method == "zero3":
+        return Zero3(model, grid, optimizer, precision=precision)
+    return _MAKERS[options.method](options, precision if mixed else None, parameters, grid, optimizer)
+
+
+# All of hpctrain.choices.STRATEGIES but zero3: function (options, precision or None, parameters, grid, optimizer).
+_MAKERS = {
+    "ddp": lambda _, precision, *given: (
+        MixedDataParallel(*given, precision=precision) if precision else DataParallel(*given)
+    ),
+    "zero1": lambda _, precision, *given: Zero1(*given, precision=precision or AS_GIVEN),
+    "zero2": lambda _, precision, *given: Zero2(*given, precision=precision or AS_GIVEN),
+    "parameter_server": lambda options, _, *given: (
+        AsyncParameterServer(*given, options.servers, options.staleness)
+        if options.staleness
+        else ParameterServer(*given, options.servers)
+    ),
+    "local_sgd": lambda options, _, *given: LocalSGD(*given, options.average_every, options.average_state),
+}

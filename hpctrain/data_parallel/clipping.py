@@ -1,0 +1,43 @@
+"""The norm of the whole gradient, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from hpctrain.comm.buffers import REDUCED_HERE
+
+
+def local_square(parameters: Iterable[torch.nn.Parameter], coords: dict[str, int]) -> torch.Tensor:
+    """Sum of the squares of the gradients that this rank counts, float64.
+
+    Summed over the tensor and pipeline axes it is the square of the norm of the dense gradient: every slice is counted
+    by one of the ranks that hold it.
+    """
+    return square([p.grad for p in parameters if p.grad is not None and p.shard.owned(coords)])
+
+
+def square(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of the squares of all elements, float64; taken in float32 where they have 16 bits."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    wide = torch.float32 if tensors[0].dtype in REDUCED_HERE else None
+    return torch.stack(torch._foreach_norm(tensors, 2, wide)).double().square().sum().cpu()
+
+
+def clip(parameters: Iterable[torch.nn.Parameter], norm: float, limit: float) -> None:
+    """Scale all gradients so that their norm is at most `limit`, as torch.nn.utils.clip_grad_norm_ does."""
+    factor = clipping_factor(norm, limit)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients and factor < 1:
+        torch._foreach_mul_(gradients, factor)
+
+
+def clipping_factor(norm: float, limit: float) -> float:
+    """What a gradient of this norm is multiplied by.
+
+    >>> clipping_factor(3.0, 6.0), round(clipping_factor(3.0, 1.5), 6)
+    (1.0, 0.5)
+    """
+    return min(1.0, limit / (norm + 1e-6))

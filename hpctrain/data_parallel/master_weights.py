@@ -1,0 +1,140 @@
+"""The part of the weights that a rank updates, as its optimizer sees it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+
+from hpctrain.data_parallel.clipping import square
+from hpctrain.data_parallel.optimizer_state import ParameterSlice
+from hpctrain.shard_entries import Entry
+
+
+class MasterWeights:
+    """This rank's range of a bucket of parameters, whose weights lie side by side in `weights`.
+
+    Attributes: `weights`, the range; `master`, the same in the parameters' first precision, or `weights` itself;
+    `pieces`, of the parameters, which hold their part of `master`.
+
+    Args:
+        parameters: of one dtype, that of the master weights. Their data become views of `weights`, and are converted to
+            its dtype; where that is another one, the range is kept in the first dtype as well.
+        weights: flat tensor for all of them, empty yet.
+        own: this rank's range of it.
+        local: memory for the range beside `weights`, where that is not always there.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        weights: torch.Tensor,
+        own: slice,
+        local: torch.Tensor | None = None,
+    ):
+        self.weights = weights[own] if local is None else local
+        dtype = parameters[0].dtype
+        self.master = self.weights if weights.dtype == dtype else self.weights.new_empty(len(self.weights), dtype=dtype)
+        self.pieces: list[ParameterSlice] = []
+        self._parts: list[slice] = []  # of the pieces, in the range
+        first = 0
+        for parameter in parameters:
+            flat = parameter.detach().reshape(-1)
+            start, stop = (min(max(edge - first, 0), len(flat)) for edge in (own.start, own.stop))
+            if stop > start:
+                part = slice(first + start - own.start, first + stop - own.start)
+                self.master[part] = flat[start:stop]
+                self._parts.append(part)
+                self.pieces.append(ParameterSlice(parameter, start, stop, torch.nn.Parameter(self.master[part])))
+            place = weights[first : first + len(flat)]
+            parameter.data = place.copy_(flat).view(parameter.detach().shape)
+            first += len(flat)
+        if local is not None:
+            local.copy_(weights[own])
+
+    def square(self, gradient: torch.Tensor, coords: dict[str, int]) -> torch.Tensor:
+        """Sum of the squares of the range's gradient where the rank at `coords` counts it, float64."""
+        pairs = zip(self.pieces, self._parts)
+        return square([gradient[part] for piece, part in pairs if piece.parameter.shard.owned(coords)])
+
+    def set_gradients(self, gradient: torch.Tensor) -> None:
+        """Let the optimizer see the range's gradient."""
+        for piece, part in zip(self.pieces, self._parts):
+            piece.local.grad = gradient[part]
+
+    def entries(self, names) -> list[Entry]:
+        """Of the weights, for checkpoints."""
+        return [
+            entry
+            for piece, part in zip(self.pieces, self._parts)
+            for entry in piece.entries(f"model/{names[piece.parameter]}", self.weights[part])
+        ]
+
+    def after_step(self) -> None:
+        """The optimizer has changed the pieces."""
+        for piece in self.pieces:
+            piece.local.grad = None
+        if self.master is not self.weights:
+            self.weights.copy_(self.master)
+
+
+def shard_optimizer(optimizer: torch.optim.Optimizer, given: list[ParameterSlice]) -> None:
+    """Replace the parameters in the optimizer's groups, and in its state, by this rank's pieces of them. The groups'
+    options stay."""
+    pieces: dict[torch.nn.Parameter, list[ParameterSlice]] = {}
+    for piece in given:
+        pieces.setdefault(piece.parameter, []).append(piece)
+    for group in optimizer.param_groups:
+        parameters, group["params"] = group["params"], []
+        for parameter in parameters:
+            state = optimizer.state.pop(parameter, {})
+            for piece in pieces.get(parameter, ()):
+                group["params"].append(piece.local)
+                if state:
+                    optimizer.state[piece.local] = {
+                        key: _cut(value, slice(piece.start, piece.stop)) for key, value in state.items()
+                    }
+
+
+def _cut(value, piece):
+    whole = isinstance(value, torch.Tensor) and value.dim()
+    return value.reshape(-1)[piece.start : piece.stop].clone() if whole else value
+
+
+def step_by_bucket(optimizer: torch.optim.Optimizer, buckets: list, factor: float):
+    """Let the optimizer update the `masters` of each bucket by its `gradient` times `factor`; yields buckets done.
+
+    Gradients in another precision than the weights are converted one bucket at a time, so that no more than one is
+    held twice: the optimizer passes over weights without gradients, and what it counts in its groups, such as steps, is
+    put back in between.
+    """
+    converted = any(bucket.gradient.dtype != bucket.masters.master.dtype for bucket in buckets)
+    before = _options(optimizer) if converted else []
+    for number, together in enumerate([[bucket] for bucket in buckets] if converted else [buckets]):
+        for bucket in together:
+            gradient = bucket.gradient.to(bucket.masters.master.dtype)
+            bucket.masters.set_gradients(gradient if factor == 1 else gradient.mul_(factor))
+        if number:
+            _put_back(optimizer, before)
+        optimizer.step()
+        for bucket in together:
+            bucket.masters.after_step()
+            yield bucket
+
+
+def _options(optimizer) -> list[dict]:
+    """What the optimizer has in its groups beside parameters; copies."""
+    return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+
+
+@torch.no_grad()
+def _put_back(optimizer, options: list[dict]) -> None:
+    for group, before in zip(optimizer.param_groups, options):
+        for key in group.keys() - before.keys() - {"params"}:
+            del group[key]
+        for key, value in before.items():
+            if isinstance(value, torch.Tensor):  # which others may refer to
+                group[key].copy_(value)
+            else:
+                group[key] = copy.deepcopy(value)

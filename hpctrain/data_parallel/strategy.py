@@ -1,0 +1,119 @@
+"""The interface between the trainer and a data parallel strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import torch
+
+from hpctrain import comm
+from hpctrain.data_parallel import optimizer_state
+from hpctrain.data_parallel.clipping import clip, local_square
+from hpctrain.grid import Grid
+from hpctrain.parameter import forget_grad_sync
+from hpctrain.shard_entries import Described, Entry
+
+
+class DataParallelStrategy:
+    """A way to train on the data axis. The trainer calls, in the order of a step:
+
+        strategy.zero_grad()  # forget the gradients of the last step
+        strategy.enable_grad_sync()  # the next backward is the last of the step, for all or some parameters
+        strategy.finish_grad_sync()  # the gradients are complete
+        loss, norm = strategy.loss_and_grad_norm(loss)  # alike on all ranks; the trainer stops unless finite
+        strategy.step(norm, max_norm)  # clip, and let the optimizer step
+
+    and `with strategy.full_weights()` around what uses the trained model: evaluation, generation, export.
+
+    Args:
+        parameters: of this rank's stage, in the same order on all ranks of the data axis; each carries its `Shard`.
+        grid: the process grid.
+        optimizer: over these parameters; its learning rate may be set before each step.
+    """
+
+    alike = True  # after an update all replicas have the same weights, to the bit
+    lockstep = True  # all ranks take the same step at about the same time
+
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], grid: Grid, optimizer: torch.optim.Optimizer | None = None
+    ):
+        self.parameters, self.grid, self.optimizer = list(parameters), grid, optimizer
+        for parameter in self.parameters:
+            forget_grad_sync(parameter)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def enable_grad_sync(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """The next backward completes the gradients of these parameters, by default of all."""
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backwards within it are added up; the one after it is the last of the step. As that of torch's DDP."""
+        yield
+        self.enable_grad_sync()
+
+    def unused(self) -> list[torch.nn.Parameter]:
+        """The parameters from which no replica's loss of this step was computed; after `finish_grad_sync()`. Their
+        gradient is taken as zero, where torch's optimizers would pass over them. Collective over the data axis."""
+        everyone = self.grid.data.comm.allgather({i for i, p in enumerate(self.parameters) if self._is_unused(p)})
+        return [self.parameters[i] for i in sorted(set.intersection(*everyone))]
+
+    def _is_unused(self, parameter) -> bool:
+        """On this rank."""
+        return False
+
+    loss_scale = 1.0  # the loss is to be multiplied by it; `loss_and_grad_norm` are those without
+
+    def overflows(self, loss: float, norm: float) -> bool:
+        """Whether these say that the step is to be left out, as the gradient overflowed; called once a step."""
+        return False
+
+    def finish_grad_sync(self) -> None:
+        raise NotImplementedError
+
+    def loss_and_grad_norm(self, loss: torch.Tensor) -> tuple[float, float]:
+        """The loss over all ranks, of which this rank's share is given as float64, and the norm of the gradient."""
+        totals = torch.stack([loss, local_square(self.parameters, self.grid.coords)])
+        comm.all_reduce(totals, self.grid.tensor)
+        comm.all_reduce(totals, self.grid.pipeline)
+        comm.all_reduce(totals[:1], self.grid.data)
+        loss, square = totals.tolist()
+        return loss, square**0.5
+
+    def step(self, norm: float, max_norm: float) -> None:
+        """Change the weights by the gradient, scaled down to `max_norm` where that is not 0."""
+        if max_norm:
+            clip(self.parameters, norm, max_norm)
+        self.optimizer.step()
+
+    def full_weights(self) -> contextlib.AbstractContextManager:
+        """Within it, every rank's weights are those of the trained model. Collective."""
+        return contextlib.nullcontext()
+
+    def report(self) -> dict:
+        """Members for the step's line of metrics."""
+        return {}
+
+    def to_save(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
+        """What this rank writes to a checkpoint; see `shard_entries.State`. Parameters are `names` in it. Communicates
+        nothing: another rank may have failed."""
+        return optimizer_state.to_save(names, self.optimizer, self.grid)
+
+    def to_load(self, names: dict[torch.nn.Parameter, str], saved: dict[str, Described]) -> list[Entry]:
+        """Memory to be filled from a checkpoint, of any grid and any method, that holds the tensors `saved`.
+
+        Raises:
+            ValueError: when that is of another model.
+        """
+        return optimizer_state.to_load(names, self.optimizer, saved)
+
+    def _divided(self, names):
+        """Names of what is trained, and of what is not, which every replica has whole."""
+        trained = set(self.parameters)
+        return [{p: name for p, name in names.items() if (p in trained) is which} for which in (True, False)]
+
+    def loaded(self) -> None:
+        """What `to_load` gave has been filled: bring it to wherever else it is held. Collective."""

@@ -1,0 +1,199 @@
+"""ZeRO-2: gradients are spread over the data parallel ranks too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from hpctrain import comm
+from hpctrain.data_parallel.buckets import BUCKET_BYTES, grouped, sum_over_holders, summed_over
+from hpctrain.data_parallel.master_weights import MasterWeights, shard_optimizer
+from hpctrain.data_parallel.precision import AS_GIVEN
+from hpctrain.data_parallel.zero import ZeroStrategy, scaling_of
+from hpctrain.grid import Grid
+from hpctrain.parameter import on_arrival
+
+
+class Zero2(ZeroStrategy):
+    """ZeRO-2: as ZeRO-1, with the gradients spread over the data axis as well. They are summed after every backward, a
+    bucket at a time, each rank keeping its range of the sums; of the rest no rank holds more than a bucket or two.
+
+    With m microbatches the gradients travel m times, where ZeRO-1 adds the microbatches up first.
+
+    Buckets are summed in rounds: all of them, in one order, each round after a number that says that there is one. What
+    a backward reaches, and how many backwards a replica has, decides when a rank starts a sum, never which comes next:
+    replicas may differ in both. A bucket that a backward fills in part waits, and all after it, for a later backward or
+    for `finish_grad_sync()`; until then their gradients are held whole.
+
+    In a pipeline a backward starts a sum only where the one before is done, and waits for none: the replica that has
+    not begun it may be waiting for a stage of its own that waits, in another bucket's sum, for a stage of this replica.
+
+    Args: as of `Zero1`.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        grid: Grid,
+        optimizer: torch.optim.Optimizer,
+        bucket_bytes: int = BUCKET_BYTES,
+        precision=AS_GIVEN,
+    ):
+        super().__init__(parameters, grid, optimizer)
+        self.scaling = scaling_of(precision)
+        self.buckets = [
+            self._bucket(group, summed_over(group[0], grid), precision.of(group[0].dtype))
+            for group in self._groups(bucket_bytes)
+        ]
+        shard_optimizer(optimizer, self._pieces())
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        if grid.pipeline.size > 1 and self.buckets:
+            max(self.buckets, key=lambda bucket: bucket.nbytes).reserve()
+        self._turn = 0  # of the buckets, in a round
+        self._round = comm.done()  # how many ranks have another round
+        self._summing: ShardedGradBucket | None = None  # the bucket whose sum is under way
+        for parameter in self.parameters:
+            on_arrival(parameter, self._arrived)
+
+    def _groups(self, bucket_bytes):
+        return grouped(reversed(self.parameters), self.grid, bucket_bytes)
+
+    def _bucket(self, parameters, plane, precision):
+        return ShardedGradBucket(parameters, plane, self.grid.data, precision)
+
+    def zero_grad(self):
+        super().zero_grad()
+        self._turn = 0  # anew, where the last backward failed on its way
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def finish_grad_sync(self):
+        while self._turn:
+            self._launch_next()
+        while self.buckets and self._another_round():
+            for bucket in self.buckets:
+                self._launch(bucket)
+        self._settle()
+        for bucket in self.buckets:
+            if not bucket.launches:
+                bucket.gradient.zero_()
+            sum_over_holders(bucket.gradient, bucket.parameters[0].shard.holders, self.grid.pipeline)
+
+    def _is_unused(self, parameter):
+        return not self._bucket_of[parameter].arrived[parameter]
+
+    def _arrived(self, parameter) -> None:
+        self._bucket_of[parameter].arrived[parameter] += 1
+        self._advance()
+        if self._summing is not None:
+            self._summing.work.test()  # MPI makes little progress by itself
+
+    def _advance(self) -> None:
+        """Start the sums of what is there."""
+        while self.buckets[self._turn].full() and self._need_not_wait():
+            self._launch_next()
+
+    def _need_not_wait(self) -> bool:
+        """Whether another sum can be started at once, as far as this matters; alike on the ranks of the tensor axis,
+        which complete gradients over that axis first."""
+        if self.grid.pipeline.size == 1:
+            return True
+        before = [] if self._summing is None else [self._summing.work]
+        if self._turn == 0:  # a rank without elements of a bucket's sums receives nothing, and would run ahead
+            before.append(self._round)
+        is_done = all([work.test() for work in before])
+        return all(self.grid.tensor.comm.allgather(is_done))  # how often depends on the time, so it is in no ledger
+
+    def _another_round(self) -> bool:
+        """Whether any rank has gradients left that were not summed."""
+        self._begin_round(any(p.grad is not None for p in self.parameters))
+        return bool(self._round.wait())
+
+    def _begin_round(self, mine: bool) -> None:
+        self._round.wait()
+        self._round = comm.all_reduce_start(torch.tensor([mine], dtype=torch.float64), self.grid.data)
+
+    def _launch_next(self) -> None:
+        if self._turn == 0:
+            self._begin_round(True)
+        self._launch(self.buckets[self._turn])
+        self._turn = (self._turn + 1) % len(self.buckets)
+
+    def _launch(self, bucket) -> None:
+        self._settle()
+        bucket.launch()
+        self._summing = bucket
+
+    def _settle(self) -> None:
+        if self._summing is not None:
+            self._summing.add()
+            self._summing = None
+
+
+class ShardedGradBucket:
+    """A bucket of whose gradients a rank keeps its range.
+
+    Attributes:
+        arrived: how often each parameter's gradient has come in this step.
+        launches: how often the bucket was summed.
+        gradient: this rank's range of the sums.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane, data, precision):
+        self.parameters, self.plane, self.data = parameters, plane, data
+        self._sizes = [p.detach().numel() for p in parameters]
+        self._hold(precision.compute)
+        self.gradient = self.masters.weights.new_zeros(len(self.masters.weights), dtype=precision.reduce)
+        self._summand = self.gradient.new_empty(0, dtype=precision.comm_dtype)
+        self.work = comm.done()
+        self.clear()
+
+    def _hold(self, dtype) -> None:
+        """Make room for the weights."""
+        self.weights = comm.ReplicatedBuffer(self.data, sum(self._sizes), self.parameters[0], dtype)
+        self.masters = MasterWeights(self.parameters, self.weights.local, self.weights.own)
+
+    def clear(self) -> None:
+        self.arrived: Counter = Counter()
+        self.launches = 0
+
+    def full(self) -> bool:
+        return min(self.arrived[p] for p in self.parameters) > self.launches
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is summed."""
+        return sum(self._sizes) * self._summand.itemsize
+
+    def reserve(self) -> None:
+        """Make the memory for sums of this size, on which the replicas agree. Collective over them."""
+        comm.workspace(self.data, self._summand, "started").reserve(sum(self._sizes), self._summand)
+
+    def launch(self) -> None:
+        """Begin to sum what has come."""
+        scratch = comm.workspace(self.data, self._summand, "started")
+        summands = scratch.buffer(sum(self._sizes), self._summand)
+        for parameter, part in zip(self.parameters, summands.split(self._sizes)):
+            if parameter.grad is None:
+                part.zero_()
+            else:
+                part.view(parameter.grad.shape).copy_(parameter.grad)
+                parameter.grad = None
+        if self.plane is not None:
+            comm.all_reduce(summands, self.plane)
+        self.work = scratch.reduce_start(summands, self.weights.counts, self.gradient.dtype)
+        self.launches += 1
+
+    def add(self) -> None:
+        """Wait for the sum, and add it to this step's."""
+        part, self.work = self.work.wait(), comm.done()
+        if self.launches > 1:
+            self.gradient += part
+        else:
+            self.gradient.copy_(part)
+
+    def spread_start(self) -> comm.Work:
+        """Begin to give the updated weights to the other ranks."""
+        return self.weights.spread_start()

@@ -1,0 +1,273 @@
+"""ZeRO-3: weights are spread over the data parallel ranks too, and gathered while a layer computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
+
+from hpctrain import comm
+from hpctrain.data_parallel.buckets import BUCKET_BYTES, grouped
+from hpctrain.data_parallel.master_weights import MasterWeights
+from hpctrain.data_parallel.precision import AS_GIVEN
+from hpctrain.data_parallel.zero2 import ShardedGradBucket, Zero2
+from hpctrain.grid import Grid
+from hpctrain.parameter import annotate
+
+
+class Zero3(Zero2):
+    """ZeRO-3, also known as fully sharded data parallelism: each rank holds its range of the weights, and what belongs
+    to them. A layer's weights are gathered before its forward, and freed after; so before its backward, and when its
+    gradients have come. The gather of the next layer, backward of the one before, is started at the same time.
+
+    On one node the ranks have one copy of the weights in shared memory, in which a gather moves nothing.
+
+    The layers are the items of the model's `ModuleList`s and `ModuleDict`s; each must compute in its `forward`, and
+    backward must reach the first tensor that it returns. What is in none of them, or in several, is gathered as long as
+    the whole model computes. Elsewhere, parameters have no memory to be read: use `with parameter.gathered:`, which is
+    collective over the data axis.
+
+    Where weights travel by messages a gather is a collective: all replicas must compute the same layers in the same
+    order, forward and backward, of which they may use different parameters. A number before each layer says whether
+    they do. Sums are then started where a backward comes to a layer, of those after it, which all replicas do at the
+    same place among the gathers.
+
+    Args:
+        model: whose `parameters()` the optimizer has; the other arguments are as of `Zero1`.
+
+    Raises:
+        ValueError: on every rank, when the model's linear layers gather their weights ahead over z; from forward,
+            backward or `finish_grad_sync()`, when replicas compute different layers and weights travel by messages.
+    """
+
+    alike = False  # ranks hold different parts of the weights
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        grid: Grid,
+        optimizer: torch.optim.Optimizer,
+        bucket_bytes: int = BUCKET_BYTES,
+        precision=AS_GIVEN,
+    ):
+        modules = _layers(model)
+        uses = Counter(p for module in modules for p in set(module.parameters()))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        inside = {module: [p for p in module.parameters() if uses[p] == 1 and p.requires_grad] for module in modules}
+        self._parameters_of = {**inside, model: [p for p in trained if uses[p] != 1]}
+        super().__init__(trained, grid, optimizer, bucket_bytes, precision)
+        self._by_messages = any(comm.path_of(grid.data, p) is comm.Path.MESSAGES for p in trained)
+        self._tracker = ModuleTracker()
+        self._backwards = 0  # that came to what is outside of the layers, in this step
+        self._reached: list[_Layer] = []  # by the backward that is under way, and not left
+        names = {module: name or "the whole model" for name, module in model.named_modules()}
+        self._layers = [
+            _Layer(self, names[module], self._buckets_of(parameters))
+            for module, parameters in self._parameters_of.items()
+        ]
+        self._places = ["the end of a step", *(p for layer in self._layers for p in (layer.forward, layer.backward))]
+        self._layer_of = {p: layer for layer in self._layers for b in layer.buckets for p in b.parameters}
+        order = self._layers[:-1]  # the last one is what the model has outside of them
+        first, last = (order[0], order[-1]) if order else (None, None)
+        after = [*order[1:], None, first] if order else [None]
+        before = [None, *order[:-1], last] if order else [None]
+        for module, layer, following, preceding in zip(self._parameters_of, self._layers, after, before):
+            if layer.buckets:
+                module.register_forward_pre_hook(layer.forward_hook(following))
+                module.register_forward_hook(layer.output_hook(preceding))
+        for p, layer in self._layer_of.items():
+            annotate(p, gathered=layer)
+        self.loaded()  # ranks that share the weights wrote all of them, which nobody may do when others have gone on
+
+    def _groups(self, bucket_bytes):
+        *layers, rest = self._parameters_of.values()  # the rest has gradients from both ends of backward
+        for parameters in [*reversed(layers), rest]:
+            yield from grouped(reversed(parameters), self.grid, bucket_bytes)
+
+    def _buckets_of(self, parameters):
+        return list(dict.fromkeys(self._bucket_of[p] for p in parameters))
+
+    def _bucket(self, parameters, plane, precision):
+        return _FullyShardedBucket(parameters, plane, self.grid.data, precision)
+
+    def _arrived(self, parameter):
+        super()._arrived(parameter)
+        self._layer_of[parameter].arrived(parameter)
+
+    def zero_grad(self):
+        super().zero_grad()
+        self._backwards = 0
+        self._release()  # where the last backward failed on its way
+
+    def in_backward(self) -> bool:
+        """Forward may run inside backward, where activations are computed once more."""
+        return self._tracker.is_bw
+
+    def forward_reaches(self) -> None:
+        """A forward that is no part of a backward comes to a layer: backwards are over."""
+        for layer in self._reached:
+            layer.release()
+        self._reached = []
+
+    def backward_reaches(self, layer: _Layer) -> None:
+        """Leave the layer before; start the sums of all that come before this layer's, on all ranks at the same place
+        among the gathers."""
+        around = self._layers[-1]
+        # What is around the layers is reached before or after the last of them, which may return the same tensor; what
+        # is reached again, is so by another backward.
+        left = [other for other in self._reached if other is layer or around not in (other, layer)]
+        for other in left:
+            other.release()
+        self._reached = [other for other in self._reached if other not in left] + [layer]
+        if not self._by_messages:
+            return
+        if layer is around:  # another backward begins
+            while self.buckets[-1].launches < self._backwards:
+                self._launch_next()
+            self._backwards += 1
+        else:
+            while self.buckets[self._turn] is not layer.first:
+                self._launch_next()
+
+    def _advance(self):
+        if not self._by_messages:
+            super()._advance()
+
+    def finish_grad_sync(self):
+        self.come_to(self._places[0])
+        super().finish_grad_sync()
+        self._release()
+
+    def come_to(self, place: str) -> None:
+        """Make sure that all replicas do, where what follows is a collective: of weights of one size, those of
+        different layers would be mixed."""
+        if not self._by_messages:
+            return
+        reported = comm.all_gather(torch.tensor([self._places.index(place)]), self.grid.data).tolist()
+        if len(set(reported)) > 1:
+            self._settle()  # what is under way is so on all replicas
+            self._release()
+            first = {place: reported.index(place) for place in dict.fromkeys(reported)}
+            where = ", ".join(f"replica {rank} comes to {self._places[place]}" for place, rank in first.items())
+            raise ValueError(
+                "zero3 between nodes needs replicas that compute the same layers in the same order, equally often; "
+                f"{where}: compute every layer on all replicas, its output times 0 where it is not used, or choose "
+                "zero2, where replicas may differ"
+            )
+
+    def _release(self):
+        self._reached = []
+        for layer in self._layers:
+            layer.awaited.clear()
+            layer.release()
+
+    def loaded(self):
+        for bucket in self.buckets:  # where ranks read each other's ranges in place, all must have filled theirs
+            bucket.weights.changed_start().wait()
+
+    def _weights_to_load(self, names):
+        return [entry for bucket in self.buckets for entry in bucket.masters.entries(names)]
+
+
+class _Layer:
+    """The weights of a layer, gathered and freed together.
+
+    Attributes: `forward` and `backward`, what they are called; `first`, the first of its buckets to be summed;
+    `awaited`, how many gradients of each parameter are to come from backwards that have begun.
+    """
+
+    def __init__(self, owner, name, buckets):
+        self.owner, self.buckets = owner, buckets
+        self.forward, self.backward = f"the forward of {name}", f"the backward of {name}"
+        self.first = next((bucket for bucket in owner.buckets if bucket in buckets), None)
+        self.awaited: Counter = Counter()
+        # A gather is a collective: whether there is to be one depends on the layers that forward and backward came to,
+        # alike on all ranks, and not on gradients that a rank still waits for.
+        self._in_use = False
+        self._gathers: list[comm.Work] | None = None  # None where the weights are not there
+
+    def gather_start(self) -> None:
+        if not self._in_use:
+            self._gathers = [bucket.weights.gather_start() for bucket in self.buckets]
+            self._in_use = True
+
+    def gather(self) -> None:
+        self.gather_start()
+        for work in self._gathers:
+            work.wait()
+
+    def release(self) -> None:
+        self._in_use = False
+        self._free()
+
+    def _free(self) -> None:
+        if self._in_use or self._gathers is None or any(count > 0 for count in self.awaited.values()):
+            return
+        for work, bucket in zip(self._gathers, self.buckets):
+            work.wait()
+            bucket.weights.release()
+        self._gathers = None
+
+    def __enter__(self) -> None:
+        self.gather()
+
+    def __exit__(self, *_) -> None:
+        self.release()
+
+    def arrived(self, parameter) -> None:
+        self.awaited[parameter] -= 1
+        self._free()
+
+    def forward_hook(self, after: _Layer | None):
+        def before_forward(module, arguments):
+            self.owner.come_to(self.forward)
+            if not self.owner.in_backward():
+                self.owner.forward_reaches()
+            self.gather()
+            if after is not None and not self.owner.in_backward():
+                after.gather_start()
+
+        return before_forward
+
+    def output_hook(self, before: _Layer | None):
+        def before_backward(gradient):
+            self.owner.come_to(self.backward)
+            self.owner.backward_reaches(self)
+            self.gather()
+            self.awaited.update(p for bucket in self.buckets for p in bucket.parameters)
+            if before is not None:
+                before.gather_start()
+
+        def after_forward(module, arguments, output):
+            given = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+            if (first := next(given, None)) is not None:
+                first.register_hook(before_backward)
+            if not self.owner.in_backward():
+                self.release()
+
+        return after_forward
+
+
+class _FullyShardedBucket(ShardedGradBucket):
+    """A bucket whose weights are not always there."""
+
+    def _hold(self, dtype):
+        self.weights = comm.ShardedBuffer(self.data, sum(self._sizes), self.parameters[0], dtype)
+        self.masters = MasterWeights(self.parameters, self.weights.whole, self.weights.own, self.weights.local)
+        self.weights.release()
+
+    def spread_start(self):
+        return self.weights.changed_start()
+
+
+def _layers(model) -> list[torch.nn.Module]:
+    """The outermost items of lists and dicts of modules, in the order of the model."""
+    found = []
+    for child in model.children():
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)):
+            found += child.children()
+        else:
+            found += _layers(child)
+    return found

@@ -1,0 +1,107 @@
+"""One parameter's gradient between the layer that computes it and the bucket that sums it over the ranks."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+
+class GradState(enum.Enum):
+    """How far a gradient is in a step. `zero_grad()` begins with ACCUMULATING.
+
+    ACCUMULATING --enable_grad_sync()--> SYNCING --the gradient arrives--> DONE
+    """
+
+    ACCUMULATING = "backwards add up on this rank; the last one is still to be announced"
+    SYNCING = "the gradient of the next backward completes it: its bucket may be summed when that has come"
+    DONE = "it has come, and its bucket's sum may be under way: nothing may be added any more"
+
+
+class GradSync:
+    """Where a parameter's gradient is to lie, `view`, a part of a bucket, and its state; `parameter.grad_sync`.
+
+    A layer may
+    - write the first product of a step to `out()`, so that nothing need be copied;
+    - put off the sum over ranks of a gradient (`defer`) while `defers`, and complete it with that of the last backward.
+      Until then the rank keeps its summand for all of their parts: where z ranks hold a weight, z times the memory of
+      the gradient, kept from step to step.
+
+    Args:
+        view: part of a bucket, of the parameter's shape.
+        direct: products have the view's dtype, so that both are possible.
+    """
+
+    __slots__ = ("direct", "state", "view", "_deferred", "_over", "_written", "_has_deferred")
+
+    def __init__(self, view: torch.Tensor, direct: bool = True):
+        self.view, self.direct, self.state = view, direct, GradState.ACCUMULATING
+        self._written = False  # the first product of the step
+        self._has_deferred, self._deferred, self._over = False, None, None
+
+    # Called by layers, in backward -----------------------------------------------------------------------------------
+
+    def out(self) -> torch.Tensor | None:
+        """A tensor on the view, once a step; autograd takes over only what nobody else holds, so always a new one."""
+        if self._written or not self.direct:
+            return None
+        self._written = True
+        return self.view.view(self.view.shape)
+
+    @property
+    def defers(self) -> bool:
+        """Whether a later backward of the step may take this one's sum over ranks along."""
+        return self.direct and self.state is not GradState.SYNCING
+
+    def defer(self, a: torch.Tensor, b: torch.Tensor, over) -> None:
+        """Keep a @ b, to be summed over the ranks of `over` (`layers.sharded_dim.Rows`)."""
+        if self._has_deferred:
+            self._deferred.addmm_(a, b)
+        elif self._deferred is None:
+            self._deferred = a @ b
+        else:
+            torch.mm(a, b, out=self._deferred)
+        self._has_deferred, self._over = True, over
+
+    def deferred(self) -> torch.Tensor | None:
+        """What was put off, once."""
+        pending, self._has_deferred = self._has_deferred, False
+        return self._deferred if pending else None
+
+    # Called by the strategy ------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self._written = self._has_deferred = False
+        self.state = GradState.ACCUMULATING
+
+    def enable(self) -> None:
+        """The next backward is the step's last that computes this gradient."""
+        self.state = GradState.SYNCING
+
+    def arrived(self, parameter: torch.nn.Parameter) -> bool:
+        """A backward has come to the parameter: bring its gradient to the view. Whether it is complete now.
+
+        Raises:
+            RuntimeError: when it was complete before.
+        """
+        if self.state is GradState.DONE:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(parameter.shape)} came twice in the last backward of a step, as by "
+                "torch.utils.checkpoint(use_reentrant=True) of a module that is used twice; use use_reentrant=False"
+            )
+        if parameter.grad is None:
+            return False  # put off, so that this is not the last backward
+        if parameter.grad.data_ptr() != self.view.data_ptr():
+            parameter.grad = self.view.copy_(parameter.grad)
+        if self.state is GradState.ACCUMULATING:
+            return False
+        self.state = GradState.DONE
+        self.add_deferred(parameter)
+        return True
+
+    def add_deferred(self, parameter: torch.nn.Parameter) -> None:
+        """Add the sum of what the layer put off, if anything is left of it."""
+        if not self._has_deferred:
+            return
+        late = self._over.sum(self.deferred())
+        parameter.grad = self.view.copy_(late) if parameter.grad is None else parameter.grad.add_(late)

@@ -1,0 +1,48 @@
+"""How a rank's process begins and ends: its launcher, its threads, a user's mistake, and a failure that ends all."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from hpctrain import cores
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+USAGE_ERROR = 2
+
+
+def check_launcher(size: int) -> None:
+    """Raise where the launcher of one MPI started the library of another, which gives worlds of one rank each."""
+    started = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or os.environ.get("MPI_LOCALNRANKS")
+    if started and int(started) > 1 and size == 1:
+        raise RuntimeError(
+            f"the launcher started {started} ranks, but MPI sees one: mpirun and the MPI library that mpi4py loaded "
+            "are of different makes; use the launcher that belongs to the library (`python -m mpi4py "
+            "--mpi-lib-version`)"
+        )
+
+
+def limit_threads() -> None:
+    """Without OMP_NUM_THREADS, share the node's cores among its ranks; every rank taking all of them is slow."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
+        os.environ["OMP_NUM_THREADS"] = str(cores.find().share(int(ranks))[0])
+
+
+def complain(error: Exception, rank: int = 0, status: int = USAGE_ERROR) -> int:
+    """Say a user's mistake once, on rank 0; returns the exit status."""
+    if rank == 0:
+        print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+    return status
+
+
+def abort(world: MPI.Comm) -> None:
+    """End all ranks, after this one's traceback. Waiting would hang: the others are in a collective without it."""
+    print(f"hpctrain: rank {world.rank} of {world.size} failed:", file=sys.stderr)
+    traceback.print_exc()
+    sys.stderr.flush()
+    world.Abort(1)

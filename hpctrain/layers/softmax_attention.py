@@ -1,0 +1,38 @@
+"""Attention whose probabilities are computed, where torch's fused kernels would draw dropout masks of their own."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hpctrain import comm
+
+
+def softmax_attention(
+    q, k, v, mask: torch.Tensor | None = None, *, scale: float, drop=None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """drop(softmax(scale q kᵀ + mask)) v, and what v was multiplied by.
+
+    Args:
+        q: (batch, heads, length, width).
+        k, v: (batch, heads or a divisor of them, keys, width); each serves as many neighbouring query heads.
+        mask: None, booleans (True: attend) or numbers to add, that broadcast to (batch, heads, length, keys).
+        drop: a function of the probabilities.
+    """
+    batch, groups, keys = k.shape[:3]
+    # the queries of a group as one longer sequence
+    grouped = batch, groups, q.shape[1] // max(1, groups) * q.shape[2]
+    scores = ((q * scale).reshape(*grouped, q.shape[3]) @ k.mT).view(*q.shape[:3], keys)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    probabilities = softmax(scores)
+    if drop is not None:
+        probabilities = drop(probabilities)
+    return (probabilities.view(*grouped, keys) @ v).view(*q.shape[:3], v.shape[3]), probabilities
+
+
+def softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Over the last dim; in float32 where they have 16 bits."""
+    wide = comm.accumulation_dtype(scores.dtype)
+    return scores.softmax(-1, wide).to(scores.dtype)

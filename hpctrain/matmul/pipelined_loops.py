@@ -1,0 +1,49 @@
+"""The two loops over panels: the dim that is cut into panels is summed over, or is one of the result's."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain import comm
+from hpctrain.matmul.operands import Gathered
+from hpctrain.matmul.results import WholeSum, add_product
+
+
+def contract(left, right, shape, transpose: bool = False, out=None) -> torch.Tensor:
+    """The product of two operands whose panels meet in the dim that is summed over; of left's transpose if asked."""
+    if isinstance(left, Gathered) and isinstance(right, Gathered):
+        return torch.mm(left.whole.t() if transpose else left.whole, right.whole, out=out)
+    like = right.block if isinstance(left, Gathered) else left.block
+    wide = comm.accumulation_dtype(like.dtype)
+    total = torch.zeros(shape, dtype=wide, device=like.device)
+    steps = len(left.order)
+    for step in range(-1, steps):
+        if step + 1 < steps:
+            left.start(step + 1)
+            right.start(step + 1)
+        if step >= 0:
+            a = left.take(step)
+            add_product(total, a.t() if transpose else a, right.take(step))
+    left.finish()
+    right.finish()
+    return total.to(like.dtype) if out is None else out.copy_(total)
+
+
+def map_panels(source, target, factors) -> torch.Tensor:
+    """Products with each panel of `source`, summed into `target`; `factors` makes the two factors from the panel."""
+    if isinstance(source, Gathered) and isinstance(target, WholeSum):
+        torch.mm(*factors(source.whole), out=target.partial)
+        return target.finish()
+    steps = len(source.order)
+    for step in range(-1, steps):
+        if step + 1 < steps:
+            source.start(step + 1)
+        if step >= 0:
+            target.start(step)
+            target.multiply(step, *factors(source.take(step)))
+        if step >= 1:
+            target.collect(step - 1)
+    if steps:
+        target.collect(steps - 1)
+    source.finish()
+    return target.finish()

@@ -1,0 +1,61 @@
+"""What a transformer computes and moves, in numbers: from these follow the formulas of `plan` and `scale`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinearCosts:
+    """One `layers.Linear`, or several side by side with the same input.
+
+    Attributes:
+        to_inner: from the residual to the inner layout; otherwise back.
+    """
+
+    n_in: int
+    n_out: int
+    to_inner: bool
+    bias: bool
+
+
+@dataclass(frozen=True)
+class TransformerCosts:
+    """A token embedding, blocks that are alike, a final norm, and a projection onto the vocabulary without bias.
+
+    Attributes:
+        linears: of a block.
+        attention_width: features of all query heads together.
+        norms: of a block, over the residual stream; the final one comes on top.
+        rms_norm: norms are RMSNorm, otherwise LayerNorm with bias.
+        head_norm_elements: parameters of a block's norms of attention heads; every tensor rank holds all.
+        positions: rows of a learned position table; 0 for none.
+        tied: the projection onto the vocabulary is the token embedding.
+    """
+
+    layers: int
+    width: int
+    context: int
+    vocabulary: int
+    linears: tuple[LinearCosts, ...]
+    attention_width: int
+    norms: int = 2
+    rms_norm: bool = False
+    head_norm_elements: int = 0
+    positions: int = 0
+    tied: bool = True
+
+    @property
+    def block_weights(self) -> int:
+        """Elements of the matrices of a block."""
+        return sum(linear.n_in * linear.n_out for linear in self.linears)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a training step a token: forward, and twice that backward.
+
+        Source: Chowdhery et al., "PaLM" (2022), appendix B: 6 a weight, and 12 × layers × width × context for
+        attention, where the mask is not taken off; the embeddings multiply nothing.
+        """
+        weights = self.layers * self.block_weights + self.vocabulary * self.width
+        return 6.0 * weights + 12.0 * self.layers * self.attention_width * self.context

@@ -1,0 +1,56 @@
+"""Llama: token embedding, blocks of rotary grouped-query attention and SwiGLU, RMS norms, no biases."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.grid import Grid
+from hpctrain.layers import MLP, Attention, Dropout, RMSNorm, Tokens
+from hpctrain.layers.rotary import RopeScaling
+from hpctrain.models.llama.shape import LlamaShape
+from hpctrain.models.staged import STD, StagedTransformer
+from hpctrain.randomness import RngKey
+
+
+class Llama(StagedTransformer):
+    """This rank's part of a Llama; arguments as of `StagedTransformer`, with a `LlamaShape`."""
+
+    def extend_embedding(self):
+        self.drop = Dropout(self.grid, self.shape.dropout, self.shape.width, key=self.key / "drop")
+
+    def embed(self, ids: torch.Tensor, tokens):
+        return self.drop(super().embed(ids, tokens), tokens)
+
+    def make_block(self, index):
+        return Block(
+            self.grid, self.shape, algorithm=self.algorithm, recompute=self.recompute, key=self.key / "blocks" / index,
+            **self.factory,
+        )  # fmt: skip
+
+    def make_norm(self):
+        return RMSNorm(self.grid, self.shape.width, self.shape.norm_eps, key=self.key / "ln_f", **self.factory)
+
+
+class Block(torch.nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), in the residual layout."""
+
+    def __init__(self, grid: Grid, shape: LlamaShape, *, algorithm, recompute: str = "none", key: RngKey, dtype=None,
+                 device: torch.device | None = None):  # fmt: skip
+        super().__init__()
+        factory = {"dtype": dtype, "device": device}
+        products = {"std": STD, "std_out": STD / (2 * shape.layers) ** 0.5, "algorithm": algorithm, **factory}
+        self.ln_1 = RMSNorm(grid, shape.width, shape.norm_eps, key=key / "ln_1", **factory)
+        self.attention = Attention(
+            grid, shape.width, shape.heads, shape.dropout, kv_heads=shape.kv_heads, head_width=shape.head_width,
+            rotary=shape.rope_base, rope_scaling=RopeScaling(*shape.rope_scaling) if shape.rope_scaling else None,
+            qk_norm=shape.qk_norm, norm_eps=shape.norm_eps, qkv_bias=shape.qkv_bias, proj_bias=False,
+            recompute=recompute == "attention", key=key / "attention", **products,
+        )  # fmt: skip
+        self.ln_2 = RMSNorm(grid, shape.width, shape.norm_eps, key=key / "ln_2", **factory)
+        self.mlp = MLP(grid, shape.width, shape.ffn, "swiglu", bias=False, key=key / "mlp", **products)
+        self.drop_1 = Dropout(grid, shape.dropout, shape.width, key=key / "drop_1")
+        self.drop_2 = Dropout(grid, shape.dropout, shape.width, key=key / "drop_2")
+
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        x = x + self.drop_1(self.attention(self.ln_1(x, tokens), tokens), tokens)
+        return x + self.drop_2(self.mlp(self.ln_2(x, tokens), tokens), tokens)

@@ -1,0 +1,87 @@
+"""Llama as the rest of hpctrain sees it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hpctrain.grid import Grid
+from hpctrain.models.costs import LinearCosts, TransformerCosts
+from hpctrain.models.llama.shape import LlamaShape
+from hpctrain.models.spec import ModelSpec
+
+
+class LlamaSpec(ModelSpec):
+    kind = "llama"
+    keys = frozenset(
+        {"dropout", "kv_heads", "ffn", "head_width", "rope_base", "rope_scaling", "norm_eps", "qkv_bias", "qk_norm"}
+    )
+
+    def make_shape(self, options: Mapping[str, Any]) -> LlamaShape:
+        width, heads = options["width"], options["heads"]
+        kv_heads = options["kv_heads"] or heads
+        if heads % kv_heads:
+            raise ValueError(f"model.kv_heads must be a divisor of model.heads = {heads}, got {kv_heads}")
+        if not options["head_width"] and width % heads:
+            raise ValueError(
+                f"model.width must be a multiple of model.heads = {heads} where model.head_width is not given, got"
+                f" {width}"
+            )
+        head_width = options["head_width"] or width // heads
+        if head_width % 2:
+            raise ValueError(
+                "the rotary position embedding needs heads of an even width, got model.head_width (by default"
+                f" model.width / model.heads) = {head_width}"
+            )
+        if options["qkv_bias"] and options["qk_norm"]:
+            raise ValueError(
+                "model.qkv_bias (as of Qwen2) and model.qk_norm (as of Qwen3) are of no one model that could be"
+                " exported; leave one out"
+            )
+        return LlamaShape(
+            layers=options["layers"], width=width, heads=heads, context=options["context"],
+            vocabulary=options["vocabulary"], kv_heads=kv_heads, ffn=options["ffn"] or default_ffn(width),
+            head_width=head_width, rope_base=options["rope_base"] or 10000.0,
+            rope_scaling=tuple(options["rope_scaling"]), norm_eps=options["norm_eps"] or 1e-5,
+            qkv_bias=options["qkv_bias"], qk_norm=options["qk_norm"], dropout=options["dropout"], tied=options["tied"],
+        )  # fmt: skip
+
+    def build(self, grid: Grid, shape, layers_per_stage=None, placement=None, **options):
+        from hpctrain.models.llama.model import Llama
+
+        return Llama(grid, shape, layers_per_stage, placement, **options)
+
+    def costs(self, shape: LlamaShape) -> TransformerCosts:
+        width, mixed = shape.width, shape.heads * shape.head_width
+        linears = (
+            LinearCosts(width, mixed + 2 * shape.kv_heads * shape.head_width, to_inner=True, bias=shape.qkv_bias),
+            LinearCosts(mixed, width, to_inner=False, bias=False),
+            LinearCosts(width, 2 * shape.ffn, to_inner=True, bias=False),
+            LinearCosts(shape.ffn, width, to_inner=False, bias=False),
+        )
+        return TransformerCosts(
+            shape.layers, width, shape.context, shape.vocabulary, linears, attention_width=mixed, rms_norm=True,
+            head_norm_elements=2 * shape.head_width if shape.qk_norm else 0, tied=shape.tied,
+        )  # fmt: skip
+
+    @property
+    def huggingface(self):
+        from hpctrain.models.llama.huggingface import LlamaFormat
+
+        return LlamaFormat()
+
+    def describe(self, shape: LlamaShape) -> str:
+        return (
+            f"{self.kind}: {shape.layers} layers, width {shape.width}, {shape.heads} heads of {shape.head_width}, "
+            f"{shape.kv_heads} of keys, ffn {shape.ffn}, context {shape.context}, vocabulary {shape.vocabulary}"
+        )
+
+
+def default_ffn(width: int) -> int:
+    """As many weights as an MLP of two matrices and the inner width 4 × width has, in a multiple of 8.
+
+    >>> default_ffn(128)
+    344
+    """
+    return 8 * math.ceil(width / 3)

@@ -1,0 +1,247 @@
+"""Plain torch modules with what the trainer asks of a model that is cut into pipeline stages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hpctrain import comm
+from hpctrain.convert import parallelize
+from hpctrain.grid import Grid
+from hpctrain.models.plain.shape import PlainShape
+from hpctrain.models.staged import set_holders, stage_blocks, stage_holders
+from hpctrain.parameter import annotate
+from hpctrain.pipeline.draws import DrawCheck, refuse_dropout
+from hpctrain.randomness import RngKey
+from hpctrain.shard import Shard
+
+
+@dataclass(frozen=True)
+class WholeSequences:
+    """A microbatch of `sequences` × `length` tokens, of which every tensor rank has all; see `layers.Tokens`."""
+
+    sequences: int
+    length: int
+    first: int
+    step: int
+
+    @property
+    def inner(self) -> range:
+        return range(self.first, self.first + self.sequences)
+
+
+class PlainModel(torch.nn.Module):
+    """This rank's stages of what a `PlainSpec`'s function returns: one module, or a list of parts.
+
+    Args:
+        make: gives what the function returns; see `PlainSpec`.
+        kind: names the function in errors.
+        key: seeds torch's generator while `make` and functions in a list run.
+
+    Others as of `models.staged.StagedTransformer`, whose blocks are the parts of the list.
+
+    Raises:
+        ValueError: on every rank, for anything else than a module or a list of model.layers modules; one module on a
+            pipeline axis, or a list on both a pipeline and a tensor axis; parts that share a parameter, dropout of
+            torch, and what `parallelize` refuses.
+    """
+
+    def __init__(
+        self, grid: Grid, shape: PlainShape, make: Callable[[], Any], layers_per_stage: Sequence[int] | None = None,
+        placement: Mapping[tuple[int, int], int] | None = None, *, kind: str, key: RngKey,
+        dtype: torch.dtype | None = None, device: torch.device | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        if placement is None:
+            placement = {(0, stage): stage for stage in range(grid.pipeline.size)}
+        holders = stage_holders(placement)
+        self.grid, self.shape, self.kind, self.device = grid, shape, kind, device
+        self.placement, self.last, self.algorithm = placement, len(holders) - 1, None
+        self._default = dtype or torch.get_default_dtype()
+        self.draws = DrawCheck(grid.comm)
+        self._versions: dict | None = None  # as they were before the first forward
+        self._checked = False
+        here = [stage for stage, ranks in enumerate(holders) if grid.pipeline.rank in ranks]
+        with comm.together(grid.comm):
+            with seeded(key):
+                made = make()
+            made, self.mean_loss = made if isinstance(made, tuple) and len(made) == 2 else (made, cross_entropy)
+            if not callable(self.mean_loss):
+                raise ValueError(f"{kind} must return a loss function beside the model, got {self.mean_loss!r:.100}")
+            parts = self._parts(made, len(holders))
+            blocks = stage_blocks(len(parts), len(holders), layers_per_stage if isinstance(made, list) else None)
+            self.stages = {stage: blocks[stage] for stage in here}
+            local = {}
+            for i in [i for stage in here for i in blocks[stage]]:
+                with seeded(key / i):
+                    local[str(i)] = self._module(parts[i], i).to(device=device, dtype=dtype)
+            made_already = {str(i): part for i, part in enumerate(parts) if isinstance(part, torch.nn.Module)}
+            self._refuse_shared(local | made_already)
+        single = not isinstance(made, list)
+        if single or len(holders) == 1:
+            module = local["0"] if single else torch.nn.Sequential(*local.values())
+            if grid.tensor.size > 1:
+                parallelize(module, grid, getattr(module, "replicate", ()))
+                self.hpctrain_grid = grid  # every tensor rank has the whole loss
+            setattr(self, "module" if single else "layers", module)
+        else:
+            self.layers = torch.nn.ModuleDict(local)
+            with comm.together(grid.comm):
+                self._check_messages()
+        for stage in here:
+            for parameter in self.parameters_of(stage):
+                if not hasattr(parameter, "shard"):
+                    slices = tuple(slice(0, size) for size in parameter.shape)
+                    annotate(parameter, shard=Shard(tuple(parameter.shape), slices))
+                set_holders(parameter, holders[stage])
+
+    def _parts(self, made, stages: int) -> list:
+        """What was made as a list of parts."""
+        kind, layers, grid = self.kind, self.shape.layers, self.grid
+        if isinstance(made, torch.nn.Module) and stages > 1:
+            raise ValueError(
+                f"model.kind = {kind} gives one module, which cannot be cut into {stages} pipeline stages; use "
+                "grid.pipeline=1, or return a list of model.layers modules"
+            )
+        if isinstance(made, torch.nn.Module):
+            return [made]
+        if not isinstance(made, list):
+            raise ValueError(
+                f"model.kind = {kind} must return a torch.nn.Module, a list of them, or either with a loss function, "
+                f"got {type(made).__name__}"
+            )
+        if len(made) != layers:
+            raise ValueError(f"model.kind = {kind} must return model.layers = {layers} modules, got {len(made)}")
+        if stages > 1 and grid.tensor.size > 1:
+            raise ValueError(
+                f"model.kind = {kind} makes plain torch modules, which are divided over a tensor axis or over a "
+                f"pipeline, got grid.pipeline={grid.pipeline.size} and {grid.tensor.size} tensor ranks; use a ModelSpec"
+            )
+        return made
+
+    def _module(self, part, number: int) -> torch.nn.Module:
+        module = part if isinstance(part, torch.nn.Module) else part() if callable(part) else part
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(f"part {number} of model.kind = {self.kind} is no torch.nn.Module: {module!r:.100}")
+        refuse_dropout(f"model.kind = {self.kind}", module)
+        return module
+
+    def _refuse_shared(self, parts: dict[str, torch.nn.Module]) -> None:
+        seen: dict[torch.nn.Parameter, str] = {}
+        for number, part in parts.items():
+            for name, parameter in part.named_parameters():
+                if seen.setdefault(parameter, number) != number:
+                    raise ValueError(
+                        f"parts {seen[parameter]} and {number} of model.kind = {self.kind} share {name}, which stages "
+                        "cannot; make them one part, or one module of all"
+                    )
+
+    def _check_messages(self) -> None:
+        """Call this rank's stages once: other ranks receive what they give, and know its shape beforehand."""
+        tokens = self.tokens(1, self.shape.context)
+        shape, dtype, device = self.message_spec(tokens)
+        for stage in self.stages:
+            if stage == self.last:
+                continue
+            ids = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+            x = ids if stage == 0 else torch.zeros(shape, dtype=dtype, device=device)
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                y = self._run(stage, x)
+            if not isinstance(y, torch.Tensor) or (tuple(y.shape), y.dtype) != (shape, dtype):
+                got = f"{tuple(y.shape)} of {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
+                raise ValueError(
+                    f"part {self.stages[stage].stop - 1} of model.kind = {self.kind} must give (sequences, length, "
+                    f"model.width) = {shape} of {dtype}, got {got}"
+                )
+
+    def parameters_of(self, stage: int) -> Iterator[torch.nn.Parameter]:
+        """Those that a stage of this rank computes with."""
+        if stage == 0 == self.last:
+            yield from self.parameters()
+        else:
+            for i in self.stages[stage]:
+                yield from self.layers[str(i)].parameters()
+
+    def tokens(self, sequences: int, length: int) -> WholeSequences:
+        return WholeSequences(sequences, length, 0, 0)
+
+    def forward(self, x: torch.Tensor, tokens: WholeSequences, stage: int | None = None) -> torch.Tensor:
+        """One stage of this rank. Stage 0 takes ids, (sequences × length,); see `PlainSpec` for what leaves a stage."""
+        if stage is None:
+            (stage,) = self.stages
+        if self._versions is None:
+            self._versions = self._versions_of_buffers()
+        if stage == 0:
+            x = x.view(tokens.sequences, tokens.length)
+        return self.draws.call(stage, self.training, self._run, stage, x)
+
+    def _run(self, stage: int, x: torch.Tensor) -> torch.Tensor:
+        if self.last == 0:
+            return (self.module if hasattr(self, "module") else self.layers)(x)
+        for i in self.stages[stage]:
+            x = self.layers[str(i)](x)
+        return x
+
+    def loss(self, output, targets: torch.Tensor, scale: float) -> torch.Tensor:
+        """The mean of the microbatch's losses, times the number of its targets and `scale`."""
+        targets = targets.view(-1, self.shape.context)
+        if not targets.numel():  # a replica may have no sequence; the mean of none is no number
+            return output.sum() * 0.0
+        return self.mean_loss(output, targets) * (targets.numel() * scale)
+
+    def last_logits(self, logits: torch.Tensor, tokens: WholeSequences) -> torch.Tensor:
+        """Those of the last position, (vocabulary,), on every rank of the tensor axis."""
+        return logits[-1, -1].cpu()
+
+    def message_spec(self, tokens: WholeSequences) -> tuple[tuple[int, int, int], torch.dtype, torch.device]:
+        """Shape, dtype and device of what a stage gives to the next one."""
+        dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), self._default)
+        return (tokens.sequences, tokens.length, self.shape.width), dtype, self.device
+
+    def check_draws(self) -> None:
+        """After the first step, before its update: refuse what would be lost, or be another on another grid.
+
+        Raises:
+            ValueError: on every rank. Collective the first time, and nothing later.
+        """
+        if self._checked:
+            return
+        self.draws.check()
+        self._checked = True
+        with comm.together(self.grid.comm):
+            after = self._versions_of_buffers()
+            changed = [name for name, version in (self._versions or {}).items() if after.get(name) != version]
+            if changed:
+                raise ValueError(
+                    f"the buffer {changed[0]} of model.kind = {self.kind} changes in training, and checkpoints hold "
+                    "parameters only; use a norm without running statistics, such as LayerNorm"
+                )
+
+    def _versions_of_buffers(self) -> dict[str, tuple[int, int]]:
+        """What tells whether a buffer that state_dict() holds was replaced or changed in place."""
+        kept = self.state_dict(keep_vars=True)
+        return {name: (id(each), each._version) for name, each in self.named_buffers() if name in kept}
+
+
+@contextlib.contextmanager
+def seeded(key: RngKey) -> Iterator[None]:
+    """torch's generator is seeded by a key, and afterwards as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(key.words(0, 1)[0]) >> 1)
+        yield
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean over (sequences, length) targets."""
+    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
+        got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise ValueError(
+            f"the model must give logits of (sequences, length, vocabulary), {tuple(targets.shape)} first, got {got}; "
+            "return it with a loss of its own otherwise"
+        )
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())

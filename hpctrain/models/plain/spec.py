@@ -1,0 +1,79 @@
+"""A function that makes plain torch modules, as a kind of model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from hpctrain.grid import Grid
+from hpctrain.models.plain.shape import PlainShape
+from hpctrain.models.spec import ModelSpec
+
+
+class PlainSpec(ModelSpec):
+    """Models that `factory(model)` makes, where `model` has the keys of the section [model] as attributes.
+
+        def build(model):
+            return torch.nn.Sequential(torch.nn.Embedding(model.vocabulary, model.width), ...)
+
+    The function returns
+
+        module            called with ids, (sequences, length) int64; gives logits, (sequences, length, vocabulary)
+        [part, part, …]   model.layers modules, or functions without arguments that make them: the first is called with
+                          ids, each further one with what the one before gave, (sequences, length, model.width), and the
+                          last gives logits. Only such a model is cut into pipeline stages, and then tensor must be 1
+        either, loss      with a loss of its own: loss(output, targets) -> mean over targets, (sequences, length) int64,
+                          where output is what the module or the last part gives; without it, the cross-entropy
+
+    A tensor axis divides the module by `hpctrain.parallelize`; its attribute `replicate`, if it has one, names the
+    modules to leave whole. Weights are drawn from torch's generator, seeded by run.seed, the same on all ranks. Random
+    numbers drawn in training, as by dropout, would be others on another grid and are refused, and so are buffers that
+    change in training, as checkpoints hold parameters.
+
+    Args:
+        kind: "package.module:function".
+    """
+
+    token_slices = False
+
+    def __init__(self, kind: str, factory: Callable[[SimpleNamespace], Any]):
+        self.kind, self.factory = kind, factory
+
+    def shape(self, options):
+        """Every key of [model] is the function's own matter."""
+        return self.make_shape(options)
+
+    def make_shape(self, options):
+        sizes = (options[key] for key in ("layers", "width", "context", "vocabulary"))
+        return PlainShape(*sizes, options=dict(options))
+
+    def build(
+        self, grid: Grid, shape, layers_per_stage=None, placement=None, *, algorithm="agarwal", recompute="none", key,
+        dtype=None, device=None,
+    ):  # fmt: skip
+        from hpctrain.models.plain.model import PlainModel
+
+        if recompute != "none":
+            raise ValueError(
+                f"train.recompute = {recompute} is for the models of hpctrain, got model.kind = {self.kind}; use "
+                "train.recompute=none"
+            )
+        options = SimpleNamespace(**{**shape.options, "layers": shape.layers})
+        return PlainModel(
+            grid, shape, lambda: self.factory(options), layers_per_stage, placement, kind=self.kind, key=key,
+            dtype=dtype, device=device,
+        )  # fmt: skip
+
+    def tokens(self, grid: Grid, sequences: int, length: int, first=0, step=0, algorithm="agarwal"):
+        from hpctrain.models.plain.model import WholeSequences
+
+        return WholeSequences(sequences, length, first, step)
+
+    def costs(self, shape):
+        raise ValueError(
+            f"model.kind = {self.kind} makes plain torch modules, of which no formula tells the costs; give a ModelSpec"
+        )
+
+    def describe(self, shape):
+        return f"{self.kind}: context {shape.context}, vocabulary {shape.vocabulary}"

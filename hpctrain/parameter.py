@@ -1,0 +1,62 @@
+"""What this package hangs on a parameter: all attributes, who sets them and what for.
+
+They are read as attributes of the `torch.nn.Parameter`, and set by `annotate`, which knows these alone.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TypedDict, Unpack
+
+import torch
+
+from hpctrain.grad_sync import GradSync
+from hpctrain.shard import Shard
+
+
+class Annotations(TypedDict, total=False):
+    """Attributes of a parameter, beside torch's own.
+
+    A layer, `ht.parallelize` or a model that is cut into stages sets, once:
+        shard: which slice of the global tensor this rank holds. Every parameter that is trained or saved has one;
+            gradient sums, the clipping norm, ZeRO, checkpoints and export read nothing else.
+        same_as: name, in checkpoints of other libraries, of the weight of another stage that this one is tied to.
+        whole_shape: of a parameter that `ht.parallelize` divided or left whole, its shape in the user's own module.
+        sharding: of one that it divided, a `convert.sharding.Sharding`, by which the whole is cut and gathered.
+
+    A strategy of `data_parallel` sets, anew for the next strategy over the same parameters:
+        grad_sync: where the gradient is to lie, and how far its sum is in this step; see `GradSync`. Only of strategies
+            that keep gradients in buckets.
+        arrival: handle of the one hook that is called when a gradient has been added to the parameter's.
+        gathered: of ZeRO-3, `with parameter.gathered:` the parameter has memory to be read; collective over data.
+        grad_dtype: torch's own attribute: the dtype of gradients, where it is not that of the parameter.
+    """
+
+    shard: Shard
+    same_as: str
+    whole_shape: tuple[int, ...]
+    sharding: object
+    grad_sync: GradSync
+    arrival: torch.utils.hooks.RemovableHandle
+    gathered: AbstractContextManager
+    grad_dtype: torch.dtype
+
+
+def annotate(parameter: torch.nn.Parameter, **attributes: Unpack[Annotations]) -> torch.nn.Parameter:
+    """Set attributes of the parameter; returns it."""
+    assert attributes.keys() <= Annotations.__annotations__.keys(), f"not declared: {sorted(attributes)}"
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    return parameter
+
+
+def forget_grad_sync(parameter: torch.nn.Parameter) -> None:
+    """The bucket of an earlier strategy is of no more use: layers must defer no sum to it."""
+    vars(parameter).pop("grad_sync", None)
+
+
+def on_arrival(parameter: torch.nn.Parameter, hook) -> None:
+    """Call `hook` whenever a gradient has been added to the parameter's, and no longer that of an earlier strategy."""
+    if (earlier := getattr(parameter, "arrival", None)) is not None:
+        earlier.remove()
+    annotate(parameter, arrival=parameter.register_post_accumulate_grad_hook(hook))

@@ -1,0 +1,33 @@
+"""What a job says at its start, and its warnings: once, on rank 0."""
+
+from __future__ import annotations
+
+import logging
+
+from hpctrain.grid import Grid
+from hpctrain.train.session import Session
+
+log = logging.getLogger("hpctrain")
+
+
+def introduce(session: Session) -> None:
+    """Print what is about to be trained, and where. For rank 0 alone."""
+    config, folder = session.config, session.folder
+    if folder.moved:
+        print(f"an older run was moved to {folder.moved}/")
+    if session.position.step:
+        print(f"resumed after step {session.position.step}")
+    elif session.resume == "auto":
+        print("this job has no checkpoint yet: training begins anew")
+    print(session.grid.describe())
+    print(
+        f"{session.spec.describe(session.model.shape)}; {session.data.tokens.tokens:,} tokens of data; "
+        f"{config.precision.compute} on {session.device}; {session.transport}",
+        flush=True,
+    )
+
+
+def warn(grid: Grid, text: str) -> None:
+    """On rank 0; called on all of them."""
+    if grid.rank == 0:
+        log.warning("WARNING: %s", text)

@@ -1,0 +1,24 @@
+"""What a job leaves when it has trained to its end: exported weights, and a sample of its text."""
+
+from __future__ import annotations
+
+from hpctrain.models.export import export
+from hpctrain.train.generate import generate
+from hpctrain.train.run_folder import last_losses
+from hpctrain.train.session import Session
+
+
+def finish(session: Session) -> None:
+    """Export the trained weights and generate. Collective."""
+    config, grid, tokens = session.config, session.grid, session.data.tokens
+    end, sample = tokens.end_of_document, None
+    with session.trainer.strategy.full_weights():
+        export(session.spec, session.model, grid, config.folder / "model", end)
+        if count := config.run.sample:
+            ids = generate(session.model, grid, [end], count, tokens.vocabulary, session.key / "sample")
+            sample = tokens.tokenizer.decode(ids)
+    if session.folder:
+        print(last_losses(session.folder.history))
+        if sample:
+            print(f"sample:\n{sample}")
+        print(f"results: {session.folder.path}/", flush=True)

@@ -1,0 +1,143 @@
+"""Forward and backward of one step: of a model that every rank calls as a whole, and of one cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hpctrain import comm
+from hpctrain.data_parallel import DataParallel, DataParallelStrategy
+from hpctrain.grid import Grid
+from hpctrain.layers import SplitBackward
+from hpctrain.pipeline import Executor, Schedule, forward_only, one_f_one_b
+from hpctrain.train.stages import Stages
+from hpctrain.train.versions import Versions
+
+
+class WholeModel:
+    """Batches one after another; gradients add up, and are summed over ranks during the last backward.
+
+    Args:
+        loss: function (model, batch) -> scalar.
+    """
+
+    updates = False  # the update is the caller's
+
+    def __init__(self, model: torch.nn.Module, loss: Callable, strategy: DataParallelStrategy):
+        self.model, self.loss, self.strategy = model, loss, strategy
+
+    def check(self, batches: list) -> None:
+        """Any number of batches will do."""
+
+    def train(self, batches: list) -> list[torch.Tensor]:
+        losses = []
+        for number, batch in enumerate(batches):
+            value = self.loss(self.model, batch)
+            if self.strategy.loss_scale != 1:  # which float16 could not hold
+                value = value.float() * self.strategy.loss_scale
+            if number == len(batches) - 1:
+                self.strategy.enable_grad_sync()
+            value.backward()
+            losses.append(value.detach())
+        return losses
+
+    def evaluate(self, batches: list) -> list[torch.Tensor]:
+        return [self.loss(self.model, batch) for batch in batches]
+
+
+class PipelinedModel:
+    """Microbatches through this rank's stages, by the program that the schedule gives the rank.
+
+    Args: as of `train.trainer.Trainer`.
+
+    Attributes: `updates`, whether the schedule updates each stage by itself, on the way.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, grid: Grid, schedule: Schedule | int, strategy: DataParallelStrategy,
+        max_norm: float = 0.0, slices: Sequence[int] = (),
+    ):  # fmt: skip
+        if isinstance(schedule, int):
+            schedule = one_f_one_b(grid.pipeline.size, schedule)
+        if schedule.placement != model.placement:
+            raise ValueError(
+                f"the schedule {schedule.name} places the stages as {schedule.placement}, the model as "
+                f"{model.placement}; make the model with placement=schedule.placement"
+            )
+        if schedule.delayed:
+            with comm.together(grid.comm):  # not every rank holds weights that are shared
+                _check_delayed(schedule, model, strategy, max_norm)
+        if max(1, len(slices)) != schedule.slices:
+            raise ValueError(f"slices={list(slices)}: {schedule.name} is made for {schedule.slices} slices of tokens")
+        self.model, self.schedule, self.strategy, self.slices = model, schedule, strategy, tuple(slices)
+        self.updates = schedule.delayed
+        split_backward = SplitBackward(model, grid.pipeline) if schedule.splits else None
+        self._train = Executor(grid.pipeline, schedule, split_backward)
+        forwards = forward_only(
+            schedule.ranks, schedule.microbatches, schedule.placement, schedule.replica_of, schedule.graph
+        )
+        self._evaluate = Executor(grid.pipeline, forwards)
+        self._completed = self._completed_by()
+
+    def _completed_by(self) -> dict[tuple[int, int], list[torch.nn.Parameter]]:
+        """The parameters whose gradients are complete with the last backward of each (replica, stage)."""
+        places = self._train.last_backwards
+        whole = {stage for _, stage in places}
+        later = {p for stage in self.model.stages if stage not in whole for p in self._trained(stage)}
+        completed = {}
+        for place in reversed(places):
+            mine = [p for p in dict.fromkeys(self._trained(place[1])) if p not in later]
+            completed[place] = mine
+            later.update(mine)  # of two stages that share a parameter, the later one completes it
+        return completed
+
+    def _trained(self, stage):
+        return (p for p in self.model.parameters_of(stage) if p.requires_grad)
+
+    def train(self, microbatches: list) -> list[torch.Tensor]:
+        """The losses of the microbatches whose last stage is here; their sum is that of the step."""
+        if self.updates:
+            losses = self._train.run(Versions(self.model, microbatches, self.strategy))
+            return [loss / len(self.schedule.updates) for loss in losses]
+        losses = self._train.run(self._work(microbatches, self.slices, self.strategy.loss_scale), self._last_backward)
+        if hasattr(self.model, "check_draws"):
+            self.model.check_draws()
+        return losses
+
+    def evaluate(self, microbatches: list) -> list[torch.Tensor]:
+        return self._evaluate.run(self._work(microbatches))
+
+    def check(self, microbatches: list) -> None:
+        """Raise ValueError for another number of microbatches than the schedule's."""
+        if len(microbatches) != self.schedule.microbatches:
+            raise ValueError(
+                f"{self.schedule.name} is made for {self.schedule.microbatches} microbatches on each replica, got "
+                f"{len(microbatches)}; some may be empty"
+            )
+
+    def _work(self, microbatches, slices=(), scale=1.0):
+        if not hasattr(self.model, "work"):
+            return Stages(self.model, microbatches, slices, scale)
+        if scale != 1:
+            raise ValueError(f"{type(self.model).__name__} does not scale its loss, which float16 needs; use bfloat16")
+        return self.model.work(microbatches)
+
+    def _last_backward(self, action) -> None:
+        self.strategy.enable_grad_sync(self._completed[action.replica, action.stage])
+
+
+def _check_delayed(schedule, model, strategy, max_norm) -> None:
+    """Raise ValueError for what does not go with updates of each stage by itself."""
+    if max_norm:
+        raise ValueError(
+            f"{schedule.name} updates each stage by itself and cannot clip the gradient of all to "
+            f"max_norm={max_norm}; use no clipping (train.clip=0)"
+        )
+    if type(strategy) is not DataParallel:
+        raise ValueError(f"{schedule.name} works with data_parallel.method=ddp, got {type(strategy).__name__}")
+    if any(p.shard.holders for p in model.parameters()):
+        raise ValueError(
+            f"{schedule.name} updates each stage by itself, so that stages cannot share weights; use untied "
+            "embeddings (model.tied=false)"
+        )

@@ -1,0 +1,202 @@
+"""A training job's parts, built in order, each checked on all ranks before the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpctrain import comm, models
+from hpctrain.checkpoint import Checkpointer, TrainingState
+from hpctrain.config import Config
+from hpctrain.config.checks import check_grid, check_pipeline, token_slices
+from hpctrain.data_parallel import Precision, make
+from hpctrain.grid import Grid
+from hpctrain.layers import algorithm_of
+from hpctrain.models import ModelSpec
+from hpctrain.models.partition import layers_per_stage
+from hpctrain.models.pretrained import load
+from hpctrain.pipeline import Schedule
+from hpctrain.randomness import RngKey
+from hpctrain.train.agreement import Agreement
+from hpctrain.train.alike import Speeds
+from hpctrain.train.dtypes import dtypes
+from hpctrain.train.optimizer import make_optimizer
+from hpctrain.train.run_folder import RunFolder
+from hpctrain.train.same_training import check_same_training, description
+from hpctrain.train.sanity import Sanity
+from hpctrain.train.signals import Interrupts
+from hpctrain.train.trainer import Trainer
+from hpctrain.train.training_data import TrainingData, open_data
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass
+class Position:
+    """How far a training has come; saved with every checkpoint.
+
+    Attributes:
+        step: steps taken.
+        batches: batches of the sample order that were used or left out.
+        unevaluated: a step's record, where a stop left no time for its validation.
+    """
+
+    step: int = 0
+    batches: int = 0
+    unevaluated: dict[str, Any] | None = None
+
+
+@dataclass
+class Session:
+    """What `train.loop` works with.
+
+    Attributes:
+        world: communicator (mpi4py) of all ranks, watched where the configuration says so.
+        transport: in words, how tensors move.
+        folder: the run folder, on rank 0; None on the others.
+        resume: how the job was to be resumed, as `RunFolder` takes it.
+    """
+
+    config: Config
+    grid: Grid
+    world: Any
+    device: torch.device
+    transport: str
+    key: RngKey
+    data: TrainingData
+    spec: ModelSpec
+    model: torch.nn.Module
+    schedule: Schedule
+    trainer: Trainer
+    state: TrainingState
+    folder: RunFolder | None
+    checkpointer: Checkpointer
+    sanity: Sanity
+    speeds: Speeds
+    agreement: Agreement
+    resume: str
+    position: Position = field(default_factory=Position)
+
+
+def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: Interrupts | None = None) -> Session:
+    """The job that the configuration describes, at its last checkpoint where it is resumed. Collective over `world`.
+
+    Args:
+        world: communicator (mpi4py) of all ranks.
+        resume: as `RunFolder` takes it.
+        interrupts: why to stop early, or None.
+
+    Raises:
+        ValueError, OSError: on every rank, for a grid that does not fit the ranks, bad data, a folder that cannot be
+            made, or checkpoints of which none can be used.
+    """
+    check_grid(config, world.size)
+    shape = config.grid_shape
+    grid = Grid(shape["data"], shape["pipeline"], (shape["x"], shape["y"], shape["z"]), comm=world)
+    watched = grid.comm
+    if config.comm.watchdog:
+        watched = comm.WatchedComm(comm.Watchdog(grid, config.comm.watchdog))
+    if config.comm.check:
+        comm.CollectiveChecker(grid)
+    device = comm.local_device(config.run.device, world)
+    comm.choose_all_reduce(grid.data, config.comm.all_reduce)
+    transport = comm.decide_cuda_aware(grid, device)
+    key = RngKey(config.run.seed)
+
+    data = open_data(config, world, key)
+    schedule = _schedule(config)
+    spec, model, precision = _model(config, grid, device, schedule, key)
+    trainer = _trainer(config, grid, model, schedule, precision)
+
+    folder = None
+    with comm.together(world):
+        if grid.rank == 0:
+            folder = RunFolder(config, resume)
+    options = config.checkpoint
+    checkpointer = Checkpointer(config.folder / "checkpoints", watched, options.keep, options.background)
+    if interrupts:
+        interrupts.saved = checkpointer.describe_newest
+    sanity = Sanity(config.sanity.spike_factor)
+    session = Session(
+        config, grid, watched, device, transport, key, data, spec, model, schedule, trainer,
+        TrainingState(model, trainer.strategy), folder, checkpointer, sanity, Speeds(grid, config.sanity.straggler),
+        Agreement(config, grid, trainer.strategy.lockstep, checkpointer, sanity, interrupts), resume,
+    )  # fmt: skip
+    if world.bcast(folder.resumes if folder else None):
+        restore(session)
+    with comm.together(world):
+        if folder:
+            folder.begin(session.position.step)
+    return session
+
+
+def restore(session: Session) -> None:
+    """To the newest valid checkpoint; to the start where there is none. Collective.
+
+    Raises:
+        ValueError: on every rank, when there are some but none can be used.
+    """
+    manifest = session.checkpointer.resume(
+        session.state, lambda found: check_same_training(found, session.config, session.data.facts)
+    )
+    session.position = Position()
+    if manifest is not None:
+        batches, unevaluated = manifest.member("data", "batches"), manifest.about.get("unevaluated")
+        session.position = Position(manifest.step, batches, unevaluated)
+        session.sanity.losses = manifest.member("sanity", "losses")
+
+
+def about(session: Session) -> dict[str, Any]:
+    """What a checkpoint of this moment says beside the tensors."""
+    return description(session.config, session.grid) | {
+        "data": {**session.data.facts, "batches": session.position.batches},
+        "sanity": {"losses": session.sanity.losses},
+        "unevaluated": session.position.unevaluated,
+    }
+
+
+def _schedule(config: Config) -> Schedule:
+    schedule, sanity = check_pipeline(config), config.sanity
+    skips = sanity.nonfinite == "skip" or (sanity.spike_factor and sanity.spike == "skip")
+    if schedule.delayed and skips:
+        raise ValueError(
+            f'{schedule.name} updates weights before a step is over, which cannot be skipped; use "stop" or '
+            '"rollback" for sanity.nonfinite and sanity.spike'
+        )
+    return schedule
+
+
+def _model(
+    config: Config, grid: Grid, device: torch.device, schedule: Schedule, key: RngKey
+) -> tuple[ModelSpec, torch.nn.Module, Precision]:
+    """Its kind, this rank's stages of it, and the precision that it is trained in."""
+    spec = models.get(config.model.kind)
+    shape = spec.shape(vars(config.model))
+    torch.set_float32_matmul_precision(config.precision.matmul)
+    dtype, precision = dtypes(config.precision)
+    sequences = -(-config.train.batch // (grid.data.size * schedule.microbatches))
+    blocks = layers_per_stage(
+        grid.comm, spec, shape, config.pipeline.partition, sequences, schedule.ranks, schedule.microbatches,
+        stages=schedule.graph.stages, schedule=schedule.name, dtype=dtype, device=device,
+    )  # fmt: skip
+    model = spec.build(
+        grid, shape, blocks, schedule.placement,
+        algorithm=algorithm_of(grid, config.tensor.algorithm, config.tensor.overlap),
+        recompute=config.train.recompute, key=key, dtype=dtype, device=device,
+    )  # fmt: skip
+    if config.model.init:
+        with comm.together(grid.comm):
+            load(spec, model, Path(config.model.init))
+    return spec, model, precision
+
+
+def _trainer(config: Config, grid: Grid, model: torch.nn.Module, schedule: Schedule, precision: Precision) -> Trainer:
+    train = config.train
+    optimizer = make_optimizer(model.parameters(), train.weight_decay, train.optimizer, train.momentum)
+    strategy = make(config.data_parallel, model, grid, optimizer, precision)
+    slices = token_slices(config)
+    return Trainer(model, grid, optimizer, schedule, max_norm=train.clip, strategy=strategy, slices=slices)

@@ -1,0 +1,91 @@
+"""On how many ranks each MPI test is to run, and whether it did: jobs/test.sbatch asks
+
+    python tests/ranks_named.py numbers    after the run on one rank: the numbers of ranks that tests name
+    python tests/ranks_named.py check      at the end: how many pairs of test and number passed; ends with 1 where a
+                                           test did not run on a number it names, or skipped itself on all of them
+
+Both look into the folder HPCTRAIN_TESTS_RAN, where every MPI run leaves what it collected and what became of it.
+"""
+
+import collections
+import json
+import os
+import sys
+from pathlib import Path
+
+UNNAMED = {1, 2, 4}  # where a test names none
+FOLDER = os.environ.get("HPCTRAIN_TESTS_RAN")
+outcomes = {}  # of this run's tests: "passed", "failed", or why it was skipped
+
+
+def of(item):
+    """The numbers of ranks that a test names by its marks and its parameters'; without any, its module's."""
+    marks = [mark for mark in item.own_markers if mark.name == "ranks"] or list(item.iter_markers("ranks"))
+    return set.intersection(*(set(mark.args) for mark in marks)) if marks else UNNAMED
+
+
+def may_have_tests(path, ranks):
+    """Whether a file has MPI tests, for this number of ranks as far as that is known."""
+    if FOLDER and (Path(FOLDER) / "named.json").exists():
+        named = json.loads((Path(FOLDER) / "named.json").read_text())
+        return any(
+            ranks in test["ranks"] and Path(name.split("::")[0]).name == path.name for name, test in named.items()
+        )
+    return path.name.startswith("test_") and "mark.mpi" in path.read_text(encoding="utf-8")
+
+
+def write(tests, ranks):
+    """Of the run on one rank, which collects all: {test: numbers, and whether the machine may lack what it needs}."""
+    if FOLDER and ranks == 1:
+        named = {
+            item.nodeid: {"ranks": sorted(numbers), "lacks": item.get_closest_marker("skipif") is not None}
+            for item, numbers in tests.items()
+        }
+        (Path(FOLDER) / "named.json").write_text(json.dumps(named))
+
+
+def note(report):
+    if report.skipped:
+        outcomes[report.nodeid] = report.longrepr[2].removeprefix("Skipped: ")
+    elif report.failed or report.nodeid not in outcomes:
+        outcomes[report.nodeid] = report.outcome
+
+
+def write_outcomes(ranks):
+    if FOLDER:
+        (Path(FOLDER) / f"on-{ranks}.json").write_text(json.dumps(outcomes))
+
+
+def read():
+    return json.loads((Path(FOLDER) / "named.json").read_text())
+
+
+def numbers():
+    return sorted({ranks for test in read().values() for ranks in test["ranks"]})
+
+
+def check():
+    """Prints how many passed, what was skipped and why; returns the number of tests that did not do as they say."""
+    ran = {int(path.stem.removeprefix("on-")): json.loads(path.read_text()) for path in Path(FOLDER).glob("on-*.json")}
+    passed, skipped, wrong = 0, collections.Counter(), []
+    for name, test in read().items():
+        became = {ranks: ran.get(ranks, {}).get(name, "not run") for ranks in test["ranks"]}
+        passed += list(became.values()).count("passed")
+        skipped.update(why for why in became.values() if why not in ("passed", "failed", "not run"))
+        bad = [f"{why} on {ranks}" for ranks, why in became.items() if why in ("failed", "not run")]
+        if not bad and "passed" not in became.values() and not test["lacks"]:
+            bad = [f"skipped on all of {', '.join(map(str, became))} ranks"]
+        wrong += [f"{name}: {', '.join(bad)}"] if bad else []
+    print(f"MPI tests: {len(read())} tests, {passed} pairs of a test and a number of ranks passed")
+    for why, times in skipped.most_common():
+        print(f"  {times} skipped: {why}")
+    for line in wrong:
+        print(f"  WRONG: {line}")
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "numbers":
+        print(*numbers())
+    else:
+        sys.exit(check() > 0)

@@ -1,0 +1,291 @@
+"""A model is added from outside: by a spec of its own, or as plain torch modules, in `hpctrain train`."""
+
+import gc
+import json
+import types
+
+import pytest
+import tiny_models
+import torch
+import torch.nn.functional as F
+from running import write_text
+from safetensors.torch import load_file
+
+from hpctrain import Grid, RngKey, models
+from hpctrain.cli import main
+from hpctrain.comm import together
+from hpctrain.config import load_config
+from hpctrain.data import ShardedTokens
+from hpctrain.models.plain.model import seeded
+from hpctrain.pipeline import one_f_one_b
+from hpctrain.plan import step_traffic
+from hpctrain.train.batches import Samples
+from hpctrain.train.loop import train as train_session
+from hpctrain.train.optimizer import learning_rate
+from hpctrain.train.session import build
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+
+STEPS, LR, WARMUP, BATCH = 4, 1e-2, 2, 6
+OPTIONS = [
+    "model.layers=4", "model.width=12", "model.context=8", "model.vocabulary=258", f"train.batch={BATCH}",
+    "train.microbatches=2", f"train.lr={LR}", f"train.warmup={WARMUP}", "train.clip=0.5", "precision.compute=fp64",
+    "run.eval_batches=1", "run.checkpoint_minutes=0", "run.checkpoint_every=2", "checkpoint.background=false",
+    "checkpoint.keep=9", "comm.watchdog=60",
+]  # fmt: skip
+
+
+@pytest.fixture
+def train(world, tmp_path):
+    """Function (*options) -> status of `hpctrain train` on all ranks; `train.folder` has the runs."""
+    folder = world.bcast(tmp_path)
+    text, empty = folder / "text.txt", folder / "empty.toml"
+    if world.rank == 0:
+        write_text(folder)
+        empty.touch()
+    world.Barrier()
+
+    def run(*options):
+        given = [*OPTIONS, f"run.out={folder}/runs", f"data.text={text}", f"run.steps={STEPS}", *options]
+        status = main(["train", str(empty), *given])
+        gc.collect()  # with the job goes its lease on the run folder
+        world.Barrier()
+        return status
+
+    run.folder = folder / "runs"
+    return run
+
+
+def losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+
+
+def serial(folder, weights, logits, mean=F.cross_entropy):
+    """Losses of the steps by plain torch, from the first weights by name; trains `weights` in place."""
+    from mpi4py import MPI
+
+    path = min((folder / "data").glob("*.h5"), key=lambda path: len(path.name))  # the index, beside its shards
+    alone = Grid(comm=MPI.COMM_SELF)
+    samples = Samples(ShardedTokens(str(path), comm=MPI.COMM_SELF), 8, 0.05, RngKey(0) / "order")
+    matrices, vectors = ([w for w in weights.values() if (w.dim() > 1) == large] for large in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    found = {}
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, STEPS, LR, WARMUP)
+        (batch,) = samples.training_step(alone, step, BATCH, one_f_one_b(1, 1), "cpu", step)
+        value = mean(logits(batch.ids.view(BATCH, 8)).flatten(0, 1), batch.targets)
+        optimizer.zero_grad()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), 0.5)
+        optimizer.step()
+        found[step + 1] = value.item()
+    return found
+
+
+@pytest.fixture
+def tiny():
+    """The kind "tiny", for as long as the test takes."""
+    models.register("tiny", tiny_models.TinySpec())
+    yield
+    del models.registry.SPECS["tiny"]
+
+
+# tied embeddings or not; from the first grid to the second
+TINY = {
+    1: ("false", ("1", "1", "1"), ("1", "1", "1")),
+    2: ("true", ("2", "1", "1"), ("1", "2", "1")),
+    4: ("false", ("2", "2", "1"), ("1", "2", "[1, 2, 1]")),
+    8: ("true", ("2", "2", "2"), ("1", "4", "[1, 1, 2]")),
+}
+
+
+@pytest.mark.ranks(*TINY)
+def test_a_third_model(world, train, tiny):
+    """By a spec alone: any grid, a checkpoint resumed on another grid, evaluation and sample."""
+    tied, *grids = TINY[world.size]
+    first, second = (
+        [f"{name}={size}" for name, size in zip(("grid.data", "grid.pipeline", "grid.tensor"), grid)] for grid in grids
+    )
+    options = ["model.kind=tiny", f"model.tied={tied}", "model.ffn=20", "run.sample=3"]
+    assert train(*options, *first, "run.name=whole") == 0
+    assert train(*options, *first, "run.name=cut", "run.max_seconds=0.001", "run.checkpoint_every=0") == 85
+    assert train(*options, *second, "run.name=cut", "--resume") == 0
+    if world.rank == 0:
+        expected = expected_of_tiny(train.folder, tied == "true")
+        assert losses(train.folder / "whole") == pytest.approx(expected, rel=1e-12)
+        assert losses(train.folder / "cut") == pytest.approx(expected, rel=1e-12)
+
+
+def expected_of_tiny(folder, tied):
+    from mpi4py import MPI
+
+    spec = models.get("tiny")
+    shape = tiny_models.TinyShape(4, 12, 20, 8, 258, tied)
+    model = spec.build(Grid(comm=MPI.COMM_SELF), shape, key=RngKey(0), dtype=torch.float64)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    return serial(folder, weights, lambda ids: tiny_models.tiny_logits(weights, ids, 4))
+
+
+@pytest.mark.ranks(1)
+def test_costs_of_a_third_model_by_hand(world, tiny):
+    """Width 12, ffn 20, vocabulary 258, tied: 2·12·20 weights, 20+12 biases and 12 of a norm in each of 4 blocks."""
+    spec = models.get("tiny")
+    options = {"layers": 4, "width": 12, "ffn": 20, "context": 8, "vocabulary": 258, "tied": True}
+    costs = spec.costs(spec.shape(options))
+    assert costs.flops_per_token == 6 * (4 * 480 + 258 * 12)
+    sizes = {"data": 2, "pipeline": 1, "x": 1, "y": 1, "z": 1}
+    parameters = 4 * (480 + 20 + 12 + 12) + 12 + 258 * 12
+    assert step_traffic(costs, sizes, 2, 1)["data"] == 4 * parameters + 8
+
+
+@pytest.mark.ranks(1)
+def test_names_of_models(world, tiny):
+    spec = tiny_models.TinySpec()
+    for kind, given, message in (
+        ("gpt2", spec, "there is a model kind 'gpt2' already"),
+        ("a:b", spec, "a model kind must be a plain name, got 'a:b'"),
+        ("other", 3, "model kind 'other' must be a ModelSpec, got int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            models.register(kind, given)
+    with pytest.raises(ValueError, match=r"^model.kind = tiny has no model.rope_base, got 1.0; leave it out"):
+        load_config(overrides=["model.kind=tiny", "model.rope_base=1.0"])
+    with pytest.raises(ValueError, match=r"^model.kind = gpt2 has no model.kv_heads, got 2; leave it out"):
+        load_config(overrides=["model.kv_heads=2"])
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["spec", "TinySpec"])
+def test_a_spec_by_its_path(world, train, name):
+    assert train(f"model.kind=tiny_models:{name}", f"grid.pipeline={world.size}", "run.steps=1") == 0
+
+
+PLAIN = {
+    1: [([], [])],
+    2: [
+        (["grid.data=2"], ["grid.tensor=2"]),
+        (["grid.tensor=2"], ["grid.data=2", "data_parallel.method=zero1"]),
+        (["grid.data=2", "data_parallel.method=zero2"], ["grid.data=2"]),
+        (["grid.data=2", "data_parallel.method=zero3"], ["grid.tensor=[1, 2, 1]"]),
+    ],
+    4: [(["grid.data=2", "grid.tensor=2"], ["grid.data=4", "data_parallel.method=zero3"])],
+}
+
+
+@pytest.mark.ranks(*PLAIN)
+def test_plain_modules(world, train):
+    """Trained as plain torch trains them, saved, resumed on another grid, and exported under the module's own names."""
+    for number, (first, second) in enumerate(PLAIN[world.size]):
+        check_plain(world, train, "whole", str(number), first, second)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_loss_beside_the_module(world, train):
+    check_plain(world, train, "with_loss", "run", [f"grid.data={world.size}"], [f"grid.tensor={world.size}"])
+
+
+def check_plain(world, train, name, number, first, second):
+    options = [f"model.kind=tiny_models:{name}", f"run.name={number}"]
+    assert train(*options, *first, "run.max_seconds=0.001", "run.checkpoint_every=0") == 85
+    assert train(*options, *second, "run.sample=2", "--resume") == 0
+    if world.rank == 0:
+        module = serial_module(name)
+        weights = dict(module.named_parameters())
+        more = 1.0 if name == "with_loss" else 0.0
+        expected = serial(train.folder, weights, module, lambda *a: F.cross_entropy(*a) + more)
+        assert losses(train.folder / number) == pytest.approx(expected, rel=1e-11)
+        exported = load_file(train.folder / number / "model/model.safetensors")
+        module.load_state_dict(exported)
+        for key, weight in weights.items():
+            torch.testing.assert_close(exported[key], weight, rtol=1e-8, atol=1e-10)
+
+
+def serial_module(name):
+    """As every rank makes it, in plain torch."""
+    section = types.SimpleNamespace(**vars(load_config(overrides=OPTIONS).model))
+    with seeded(RngKey(0)):
+        made = getattr(tiny_models, name)(section)
+    made = made[0] if isinstance(made, tuple) else made
+    if isinstance(made, list):
+        modules = []
+        for number, part in enumerate(made):
+            with seeded(RngKey(0) / number):
+                modules.append(part())
+        made = torch.nn.Sequential(*modules)
+    return made.double()
+
+
+PIPELINES = {
+    1: [([], [])],
+    2: [
+        (["grid.pipeline=2"], ["grid.data=2"]),
+        (["grid.tensor=2"], ["grid.pipeline=2", "pipeline.partition=[1, 3]", "pipeline.schedule=gpipe"]),
+    ],
+    4: [(["grid.data=2", "grid.pipeline=2"], ["grid.pipeline=4", "pipeline.partition=dp"])],
+}
+
+
+@pytest.mark.ranks(*PIPELINES)
+def test_a_list_of_parts(world, train):
+    """Cut into pipeline stages, with the same losses as on any other grid."""
+    for number, (first, second) in enumerate(PIPELINES[world.size]):
+        check_plain(world, train, "parts", str(number), first, second)
+
+
+REFUSED = {
+    1: [
+        ("nobody_has:it", [], "cannot import nobody_has from .*: ModuleNotFoundError: No module named 'nobody_has'"),
+        ("tiny_models:absent", [], "tiny_models.py has no function absent"),
+        ("tiny_models:NUMBER", [], "tiny_models.py has no function NUMBER"),
+        ("tiny_models:two", [], "must take one argument, the section .model., and make a torch module, or take none"),
+        ("tiny models:a", [], 'model.kind must be a name or "package.module:function", got'),
+        ("tiny_models:nothing", [], "must return a torch.nn.Module, a list of them, or .*, got NoneType"),
+        ("tiny_models:too_few", [], "must return model.layers = 4 modules, got 1"),
+        ("tiny_models:with_dropout", [], "has a Dropout of torch, whose masks depend on the grid"),
+        ("tiny_models:drawing", [], "stage 0 draws random numbers from the generator of torch in training"),
+        ("tiny_models:counting", [], "the buffer module.calls of .* changes in training"),
+        ("tiny_models:shared", [], "parts 1 and 2 of .* share 0.weight"),
+        ("tiny_models:pooled", [], "must give logits of .sequences, length, vocabulary., .* got"),
+        ("tiny_models:whole", ["train.recompute=block"], "train.recompute = block is for the models of hpctrain"),
+        ("tiny_models:whole", ["pipeline.schedule=terapipe"], "terapipe cuts sequences into token slices, which"),
+        ("tiny_models:whole", ["model.init=there"], "has no config.json of Hugging Face's to start from"),
+    ],
+    2: [
+        ("tiny_models:nothing", ["grid.data=2"], "must return a torch.nn.Module, a list of them, or .*, got NoneType"),
+        ("tiny_models:whole", ["grid.pipeline=2"], "gives one module, which cannot be cut into 2 pipeline stages; use"),
+        (
+            "tiny_models:narrow",
+            ["grid.pipeline=2"],
+            r"part 1 of .* must give .* = .1, 8, 12. of torch.float64, got .1, 8, 3. of",
+        ),
+    ],
+    4: [
+        ("tiny_models:parts", ["grid.pipeline=2", "grid.tensor=2"], "divided over a tensor axis or over a pipeline"),
+        ("tiny_models:drawing", ["grid.data=4"], "stage 0 draws random numbers from the generator of torch"),
+    ],
+}
+
+
+@pytest.mark.ranks(*REFUSED)
+def test_what_is_refused(world, tmp_path):
+    """On every rank, by the same words."""
+    folder = world.bcast(tmp_path)
+    text = world.bcast(write_text(folder) if world.rank == 0 else None)
+    for number, (kind, options, message) in enumerate(REFUSED[world.size]):
+        given = [
+            f"run.name={number}",
+            *OPTIONS,
+            f"run.out={folder}/runs",
+            f"data.text={text}",
+            "run.steps=1",
+            f"model.kind={kind}",
+            *options,
+        ]
+        with pytest.raises(ValueError, match=message):
+            with together(world):
+                config = load_config(overrides=given)
+            train_session(build(config, world))
+        world.Barrier()

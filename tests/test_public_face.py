@@ -1,0 +1,28 @@
+"""What a user sees first: the names of `hpctrain`, and what they take."""
+
+import importlib
+
+import pytest
+
+import hpctrain as ht
+
+NAMES = """Grid RngKey Shard Trainer checkpoint clip_grad_norm_ comm data data_parallel gather_state_dict layers
+    load_config matmul models parallelize pipeline plan sync_gradients train"""
+
+
+def test_dir_shows_the_public_names():
+    assert dir(ht) == sorted([*NAMES.split(), "__version__"])
+    assert sorted(ht.__all__) == NAMES.split()
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_every_name_is_there(name):
+    found = getattr(ht, name)
+    assert found is not None
+    if name in ht._MODULES:
+        assert found is importlib.import_module(f"hpctrain.{name}")
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="module 'hpctrain' has no attribute 'sync'"):
+        ht.sync  # noqa: B018

@@ -1,0 +1,44 @@
+"""Training steps whose bytes the ledger counts."""
+
+import torch
+
+from hpctrain import RngKey
+from hpctrain.choices import OVERLAPS
+from hpctrain.config import DataParallelConfig
+from hpctrain.data_parallel import make
+from hpctrain.layers import Tokens, algorithm_of
+from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.models.llama import Llama, LlamaShape
+from hpctrain.pipeline import one_f_one_b
+from hpctrain.train.batches import Microbatch
+from hpctrain.train.optimizer import adamw
+from hpctrain.train.trainer import Trainer
+
+EVEN = GPT2Shape(layers=8, width=32, heads=8, context=8, vocabulary=64)
+
+
+def counted(grid, shape, batch, order, algorithm="agarwal", overlap=OVERLAPS, slices=(), method="ddp"):
+    """One training step's ledger: bytes received and sent, {axis: bytes}."""
+    made = algorithm_of(grid, algorithm, overlap)
+    order = one_f_one_b(grid.pipeline.size, order) if isinstance(order, int) else order
+    count = order.microbatches
+    kind = Llama if isinstance(shape, LlamaShape) else GPT2
+    model = kind(grid, shape, placement=order.placement, algorithm=made, key=RngKey(0), dtype=torch.float32)
+    optimizer = adamw(model.parameters(), 0.1)
+    replicas = make(DataParallelConfig(method), model, grid, optimizer)
+    trainer = Trainer(model, grid, optimizer, order, slices=slices, strategy=replicas)
+    each = batch // (grid.data.size * count)
+    first = grid.data.rank * each * count
+    tokens = [Tokens.of(grid, each, shape.context, first + m * each, 0, algorithm) for m in range(count)]
+    ids = [torch.zeros(t.sequences * shape.context, dtype=torch.int64) for t in tokens]
+    targets = [torch.zeros(len(t.inner) * shape.context, dtype=torch.int64) for t in tokens]
+    scale = 1 / (batch * shape.context)
+    grid.transport.traffic.clear()
+    trainer.step([Microbatch(*parts, scale) for parts in zip(tokens, ids, targets)])
+    tables = []
+    for what in ("received", "sent"):
+        table = dict.fromkeys(("data", "pipeline", "tensor"), 0)
+        for (axis, _), cell in grid.transport.traffic.table().items():
+            table[axis if axis in table else "tensor"] += cell[what]
+        tables.append(table)
+    return tables

@@ -1,0 +1,157 @@
+"""Training on a grid against the independent serial program of `reference.py`: models, batches and the comparison."""
+
+import dataclasses
+import functools
+from itertools import combinations
+
+import pytest
+import reference
+import torch
+
+from hpctrain import Grid, RngKey
+from hpctrain.choices import OVERLAPS
+from hpctrain.layers import Tokens, algorithm_of
+from hpctrain.layers.whole_parameters import whole_parameters
+from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.models.llama import Llama, LlamaShape
+from hpctrain.pipeline import schedule
+from hpctrain.shard import split, subsplit
+from hpctrain.train.batches import Microbatch
+from hpctrain.train.optimizer import adamw
+from hpctrain.train.trainer import Trainer
+
+STEPS, BATCH, LENGTH = 3, 5, 7
+# Nothing divides: 9 layers over 2, 4, 8 stages; 3 heads, width 15, vocabulary 23 and batch 5 over 2, 4, 8 ranks.
+UNEVEN = GPT2Shape(layers=9, width=15, heads=3, context=8, vocabulary=23)
+
+
+def batches(shape, steps=STEPS):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(shape.vocabulary, (BATCH, LENGTH + 1), generator=generator) for _ in range(steps)]
+
+
+def microbatches(grid, batch, step, count, algorithm="agarwal", idle=0):
+    """This rank's part of a global batch, cut by hand; none for the last `idle` ranks of the data axis."""
+    working = grid.data.size - idle
+    mine = split(len(batch), working, grid.data.rank) if grid.data.rank < working else slice(0, 0)
+    made = []
+    for m in range(count):
+        part = subsplit(mine, count, m)
+        tokens = Tokens.of(grid, part.stop - part.start, LENGTH, part.start, step, algorithm)
+        rows = batch[tokens.first : tokens.first + tokens.sequences]
+        targets = batch[tokens.inner.start : tokens.inner.stop, 1:].reshape(-1)
+        made.append(Microbatch(tokens, rows[:, :-1].reshape(-1), targets, 1 / (len(batch) * LENGTH)))
+    return made
+
+
+def made(grid, shape, *arguments, **options):
+    """A model of the shape's kind, in float64, with the initial weights of all tests."""
+    kind = Llama if isinstance(shape, LlamaShape) else GPT2
+    return kind(grid, shape, *arguments, key=RngKey(3), dtype=torch.float64, **options)
+
+
+def logits_of(shape):
+    """The reference's function of weights, ids and `keep`."""
+    if isinstance(shape, LlamaShape):
+        return functools.partial(reference.llama_logits, shape=shape)
+    return functools.partial(reference.gpt2_logits, layers=shape.layers, heads=shape.heads)
+
+
+def train_on(
+    grid, shape, count, clip, steps=STEPS, algorithm="agarwal", overlap=OVERLAPS, pipeline="1f1b", slices=(),
+    layers_per_stage=None,
+):  # fmt: skip
+    products = algorithm_of(grid, algorithm, overlap)
+    order = schedule(pipeline, grid.pipeline.size, count, slices=len(slices) or None)
+    model = made(grid, shape, layers_per_stage, order.placement, algorithm=products)
+    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order, max_norm=clip, slices=slices)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 1e-2
+    results = [
+        trainer.step(microbatches(grid, batch, step, count, algorithm))
+        for step, batch in enumerate(batches(shape, steps))
+    ]
+    return model, [loss for loss, _ in results], [norm for _, norm in results]
+
+
+@functools.cache
+def serial(shape, clip):
+    """Weights, losses and norms of the reference, which rank 0 computes for all."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    return world.bcast(computed(shape, clip) if world.rank == 0 else None)
+
+
+def computed(shape, clip):
+    """By the reference, from the whole weights of a grid of one rank."""
+    from mpi4py import MPI
+
+    alone = Grid(comm=MPI.COMM_SELF)
+    model = made(alone, shape)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    keep = masks(model, shape)
+    losses, norms = reference.train(
+        weights, batches(shape), logits_of(shape), lr=1e-2, clip=clip, weight_decay=0.1, keep=keep
+    )
+    return weights, losses, norms
+
+
+def masks(model, shape):
+    """Dropout of the reference: the masks by (sequence, position) of the whole batch, from the named streams."""
+
+    def at(step):
+        def keep(name, x):
+            if not shape.dropout:
+                return x
+            key = model.get_submodule(name).key
+            mask = key.mask(0, x.numel(), shape.dropout, step).view(x.shape)
+            return x * mask / (1 - round(shape.dropout * 65536) / 65536)
+
+        return keep
+
+    return at
+
+
+def check(grid, shape, count, clip, **how):
+    weights, losses, norms = serial(shape, clip)
+    model, *got = train_on(grid, shape, count, clip, **how)
+    assert got[0] == pytest.approx(losses, rel=1e-12)
+    assert got[1] == pytest.approx(norms, rel=1e-11)
+    for name, whole in whole_parameters(model, grid):
+        if grid.rank == 0:
+            torch.testing.assert_close(whole, weights[name], rtol=1e-10, atol=1e-12)
+
+
+def fitting(shape, pipeline):
+    """The shape with as few layers as leave the stages of the pipeline unequal."""
+    return dataclasses.replace(shape, layers=max(3, pipeline + 1))
+
+
+def by_messages(grid):
+    """As if the ranks of every axis shared no memory."""
+    for axis in (grid.data, grid.pipeline, *(grid.plane(*n) for k in (1, 2, 3) for n in combinations("xyz", k))):
+        axis.one_node = False
+
+
+# Each of these on grids that split every axis at least once.
+CORNERS = {
+    1: [(1, 1, 1)],
+    2: [(2, 1, 1), (1, 2, 1), (1, 1, (2, 1, 1)), (1, 1, (1, 2, 1)), (1, 1, (1, 1, 2))],
+    4: [(2, 2, 1), (1, 2, (1, 2, 1)), (2, 1, (1, 1, 2)), (1, 1, (2, 2, 1)), (1, 1, (4, 1, 1))],
+    8: [(2, 2, 2), (1, 1, (2, 2, 2)), (1, 2, (2, 1, 2)), (8, 1, 1)],
+}
+
+# Every form of tensor grid that each algorithm works on, alone and with the other axes.
+PLANES = {
+    "megatron": {1: [(1, 1, 1)], 2: [(1, 1, (2, 1, 1))], 4: [(2, 1, (2, 1, 1)), (1, 1, (4, 1, 1))]},
+    "cannon": {1: [(1, 1, 1)], 4: [(1, 1, (2, 2, 1))], 8: [(1, 2, (2, 2, 1))]},
+    "summa": {
+        2: [(1, 1, (2, 1, 1)), (1, 1, (1, 2, 1))],
+        3: [(1, 1, (1, 3, 1))],
+        4: [(1, 1, (2, 2, 1)), (2, 1, (1, 2, 1))],
+        6: [(1, 1, (3, 2, 1)), (1, 1, (2, 3, 1))],
+        8: [(1, 1, (2, 4, 1)), (2, 2, (2, 1, 1))],
+    },
+    "two_half_d": {2: [(1, 1, (1, 1, 2))], 4: [(1, 1, (2, 2, 1)), (1, 2, (1, 1, 2))], 8: [(1, 1, (2, 2, 2))]},
+}
