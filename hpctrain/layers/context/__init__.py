@@ -1,0 +1,1 @@
+"""Attention of sequences that are cut over ranks: Ulysses, ring, and both."""
