@@ -103,7 +103,7 @@ def ours(method, shape, batch, messages):
     """A function that takes a step and returns the loss, and one that gives the whole weights, on every rank."""
     ranks = MPI.COMM_WORLD.size
     grid = ht.Grid(tensor=ranks) if method == "tensor" else ht.Grid(data=ranks)
-    for axis in (grid.data, *grid.planes()):
+    for axis in grid.axes():
         axis.one_node &= not messages
     model = GPT2(grid, _sizes(shape), key=ht.RngKey(0), dtype=torch.float32)
     optimizer = adamw(model.parameters(), 0.01)

@@ -1,4 +1,5 @@
-"""The process grid: MPI ranks arranged as data × pipeline × tensor, tensor being itself x × y × z.
+"""The process grid: MPI ranks arranged as data × pipeline × tensor, where data is replica × ring × ulysses, and tensor
+x × y × z.
 
 Knows nothing of tensors. Importing this file does not start MPI; building a `Grid` does.
 """
@@ -16,8 +17,11 @@ from hpctrain.traffic import Traffic
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-AXES = ("data", "pipeline", "x", "y", "z")  # row-major: z is fastest, so that tensor neighbours share a node
+# Row-major, z fastest: tensor neighbours share a node before those of Ulysses do, which talk more than those of a ring.
+AXES = ("replica", "ring", "pipeline", "ulysses", "x", "y", "z")
 TENSOR = ("x", "y", "z")
+# Names of several axes joined; a rank along them is row-major, too.
+JOINED = {"data": ("replica", "ring", "ulysses"), "sequence": ("ring", "ulysses"), "world": AXES}
 ENDS = 16  # ranks of a large grid that `describe` shows first; half as many last, half as many around this one
 
 
@@ -51,9 +55,9 @@ class Transport:
 class Axis:
     """The ranks of a grid that differ only along some of its axes, and this rank's place among them.
 
-    Attributes: `name` (of one axis its own, of several joined by "+"), `comm` (an mpi4py `Cartcomm`), `rank` and
-    `size` along it, `nodes` (which of them share memory: a number for each rank), `one_node` (whether all do), and
-    `transport`, shared by the whole grid.
+    Attributes: `name` (of one axis its own, of several that of JOINED or, of tensor axes, theirs joined by "+"), `comm`
+    (an mpi4py `Cartcomm`), `rank` and `size` along it, `nodes` (which of them share memory: a number for each rank),
+    `one_node` (whether all do), and `transport`, shared by the whole grid.
     """
 
     __slots__ = (
@@ -92,18 +96,21 @@ class Grid:
     """MPI ranks as a Cartesian grid of data × pipeline × tensor.
 
     Args:
-        data: replicas of the model; each trains on its own part of the batch.
+        data: replicas of the model; each trains on its own part of the batch. (replica, ring, ulysses) where ring ×
+            ulysses ranks share the sequences of a replica; N for (N, 1, 1).
         pipeline: stages that the layers are cut into.
         tensor: ranks that share each layer: `t` for (t, 1, 1), or (x, y, z).
         comm: the communicator to arrange, `MPI.COMM_WORLD` by default.
 
-    `grid.data`, `grid.pipeline`, `grid.tensor` and `grid.tensor.x`, `.y`, `.z` are `Axis` objects;
-    `grid.plane("x", "z")` gives the ranks that differ along several tensor axes; `grid.coords` is this rank's place.
+    `grid.data`, `grid.pipeline`, `grid.tensor` and `grid.tensor.x`, `.y`, `.z` are `Axis` objects, and so are the parts
+    of data: `grid.replica`, `.ring`, `.ulysses`, and `.sequence`, which is ring × ulysses. All of data hold the same
+    weights. `grid.plane("x", "z")` gives the ranks that differ along several tensor axes; `grid.shape` is the size of
+    each of AXES, and `grid.coords` this rank's place.
 
-    A grid holds 10 communicators at any size (itself, data, pipeline and the 7 sets of tensor axes), 10 more in checked
-    mode, and the node of every rank along each axis. `comm/` adds a window of shared memory for each bucket of
-    gradients and up to four for the workspaces of an axis that are in use. `free()` gives them back; so does the
-    end of `with Grid(...) as grid:`.
+    A grid holds 14 communicators at any size (itself, data and its 4 parts, pipeline and the 7 sets of tensor axes), 14
+    more in checked mode, and the node of every rank along each axis. `comm/` adds a window of shared memory for each
+    bucket of gradients and up to four for the workspaces of an axis that are in use. `free()` gives them back; so does
+    the end of `with Grid(...) as grid:`.
 
     Raises:
         ValueError: on every rank, when a size is not a positive integer or the product is not the number of ranks.
@@ -111,7 +118,7 @@ class Grid:
 
     def __init__(
         self,
-        data: int = 1,
+        data: int | tuple[int, int, int] = 1,
         pipeline: int = 1,
         tensor: int | tuple[int, int, int] = (1, 1, 1),
         comm: MPI.Intracomm | None = None,
@@ -126,19 +133,23 @@ class Grid:
         self.comm = comm.Create_cart(tuple(self.shape.values()), periods=[True] * len(AXES), reorder=False)
         self.rank, self.size = self.comm.rank, self.comm.size
         self.coords = dict(zip(AXES, self.comm.coords))
-        self._planes = {}
         shared = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         node = shared.bcast(self.rank)  # a node is named by its first rank
         shared.Free()
         # Sub is collective, so that every plane is made here, in one order, rather than when first asked for.
-        for names in (("data",), ("pipeline",), *_subsets(TENSOR)):
-            sub = self.comm.Sub([axis in names for axis in AXES])
-            self._planes[names] = Axis("+".join(names), sub, node, self.transport)
-        self.data, self.pipeline = self._planes["data",], self._planes["pipeline",]
-        self.tensor = self._planes[TENSOR]
-        self.world = Axis("world", self.comm, node, self.transport)
+        axes = {"world": Axis("world", self.comm, node, self.transport)}
+        for name in ("data", "replica", "sequence", "ring", "ulysses", "pipeline", *map("+".join, _subsets(TENSOR))):
+            sub = self.comm.Sub([axis in parts_of(name) for axis in AXES])
+            axes[name] = Axis(name, sub, node, self.transport)
+        self._axes = axes
+        self.world, self.data, self.pipeline, self.tensor = (
+            axes[name] for name in ("world", "data", "pipeline", "x+y+z")
+        )
+        self.replica, self.sequence, self.ring, self.ulysses = (
+            axes[name] for name in ("replica", "sequence", "ring", "ulysses")
+        )
         for name in TENSOR:
-            setattr(self.tensor, name, self._planes[name,])
+            setattr(self.tensor, name, axes[name])
 
     def __deepcopy__(self, memo):
         return self  # a copy of a model is on the same ranks
@@ -148,15 +159,15 @@ class Grid:
 
     def plane(self, *names: str) -> Axis:
         """The ranks that differ from this one only along these tensor axes, in row-major order."""
-        return self._planes[tuple(name for name in AXES if name in names)]
+        return self._axes["+".join(name for name in TENSOR if name in names)]
 
-    def planes(self) -> list[Axis]:
-        """Every set of tensor axes, in one order on all ranks."""
-        return [self._planes[names] for names in _subsets(TENSOR)]
+    def axes(self) -> list[Axis]:
+        """All there are, in one order on all ranks."""
+        return list(self._axes.values())
 
     def members(self, axis: str) -> list[int]:
         """Ranks of the grid along an axis, by its name, in the order of their ranks in it; this one among them."""
-        names = AXES if axis == "world" else axis.split("+")
+        names = parts_of(axis)
         ranges = (range(size) if name in names else [self.coords[name]] for name, size in self.shape.items())
         strides = [math.prod(list(self.shape.values())[n + 1 :]) for n in range(len(AXES))]
         return [sum(map(operator.mul, place, strides)) for place in itertools.product(*ranges)]
@@ -169,7 +180,7 @@ class Grid:
         self.transport.watchdog = self.transport.checker = None
         self.transport.reducers.clear()
         self.transport.workspaces.clear()
-        for axis in (*self._planes.values(), self.world):
+        for axis in reversed(self._axes.values()):
             axis.comm.Free()
 
     def __enter__(self) -> Grid:
@@ -182,17 +193,18 @@ class Grid:
     def describe(self) -> str:
         """The rank table: one line a rank with its coordinates, this rank marked by an arrow; in larger grids the first
         and the last ranks, and those around this one."""
-        x, y, z = (self.shape[name] for name in TENSOR)
-        lines = [
-            f"grid of {self.size} ranks: data {self.shape['data']} × pipeline {self.shape['pipeline']}"
-            f" × tensor ({x}, {y}, {z})",
-            "  rank  data  pipeline  x  y  z",
-        ]
+        names = AXES if size_of(self.shape, "sequence") > 1 else ("replica", "pipeline", *TENSOR)
         shown = [rank for rank in range(self.size) if self.size <= 2 * ENDS or self._is_shown(rank)]
+        titles = {axis: "data" if axis == "replica" and len(names) < len(AXES) else axis for axis in names}
+        lines = [
+            f"grid of {self.size} ranks: {describe_shape(self.shape)}",
+            "  rank  " + "  ".join(titles.values()),
+        ]
         for rank, after in zip(shown, (*shown[1:], self.size)):
-            d, p, *t = self._place(rank)
+            place = dict(zip(AXES, self._place(rank)))
             arrow = "→" if rank == self.rank else " "
-            lines.append(f"{arrow} {rank:4d}  {d:4d}  {p:8d}  {t[0]}  {t[1]}  {t[2]}")
+            columns = (f"{place[axis]:{len(title)}d}" for axis, title in titles.items())
+            lines.append("  ".join((f"{arrow} {rank:4d}", *columns)))
             if after > rank + 1:
                 lines.append(f"     … {after - rank - 1} more")
         return "\n".join(lines)
@@ -209,25 +221,69 @@ class Grid:
         return place[::-1]
 
 
+def parts_of(name: str) -> tuple[str, ...]:
+    """The axes that an axis of this name joins.
+
+    >>> parts_of("data"), parts_of("x+z")
+    (('replica', 'ring', 'ulysses'), ('x', 'z'))
+    """
+    return JOINED.get(name) or tuple(name.split("+"))
+
+
+def size_of(shape: dict[str, int], name: str) -> int:
+    """Ranks along an axis of this name, of a grid of these sizes.
+
+    >>> size_of(grid_shape((3, 1, 2), 1, 4), "data")
+    6
+    """
+    return math.prod(shape[axis] for axis in parts_of(name))
+
+
 def grid_shape(data, pipeline, tensor) -> dict[str, int]:
-    """Sizes of the five axes by name.
+    """Sizes of AXES by name.
 
     >>> grid_shape(2, 1, 4)
-    {'data': 2, 'pipeline': 1, 'x': 4, 'y': 1, 'z': 1}
+    {'replica': 2, 'ring': 1, 'pipeline': 1, 'ulysses': 1, 'x': 4, 'y': 1, 'z': 1}
     >>> grid_shape(0, 1, (1, 1, 1))
     Traceback (most recent call last):
     ValueError: grid.data must be an integer of at least 1, got 0
     """
-    if isinstance(tensor, int):
-        tensor = (tensor, 1, 1)
-    if not isinstance(tensor, (tuple, list)) or len(tensor) != 3:
-        raise ValueError(f"grid.tensor must be one integer or three (x, y, z), got {tensor!r}")
-    shape = dict(zip(AXES, (data, pipeline, *tensor)))
-    for axis, size in shape.items():
-        option = f"grid.tensor ({axis})" if axis in TENSOR else f"grid.{axis}"
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{option} must be an integer of at least 1, got {size!r}")
-    return shape
+    replica, ring, ulysses = _three("grid.data", data, JOINED["data"])
+    return dict(
+        zip(AXES, (replica, ring, _size("grid.pipeline", pipeline), ulysses, *_three("grid.tensor", tensor, TENSOR)))
+    )
+
+
+def _three(option, sizes, axes):
+    """Sizes of three axes, where one number is the size of the first."""
+    if not isinstance(sizes, (tuple, list)):
+        return _size(option, sizes), 1, 1
+    if len(sizes) != 3:
+        raise ValueError(f"{option} must be one integer or three ({', '.join(axes)}), got {sizes!r}")
+    return tuple(_size(f"{option} ({axis})", size) for axis, size in zip(axes, sizes))
+
+
+def _size(option, size):
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"{option} must be an integer of at least 1, got {size!r}")
+    return size
+
+
+def describe_shape(shape: dict[str, int]) -> str:
+    """
+    >>> describe_shape(grid_shape(2, 1, 4))
+    'data 2 × pipeline 1 × tensor (4, 1, 1)'
+    >>> describe_shape(grid_shape((1, 2, 1), 1, 4))
+    'data (1, 2, 1) × pipeline 1 × tensor (4, 1, 1)'
+    """
+    data, pipeline, tensor = _arguments(shape)
+    return f"data {data} × pipeline {pipeline} × tensor {tensor}"
+
+
+def _arguments(shape):
+    """(data, pipeline, tensor) as `Grid` takes them."""
+    data = tuple(shape[axis] for axis in JOINED["data"])
+    return data[0] if data[1:] == (1, 1) else data, shape["pipeline"], tuple(shape[axis] for axis in TENSOR)
 
 
 def check_ranks(shape: dict[str, int], ranks: int) -> None:
@@ -235,34 +291,44 @@ def check_ranks(shape: dict[str, int], ranks: int) -> None:
     product = math.prod(shape.values())
     if product == ranks:
         return
-    near = "; ".join(f"data={d} pipeline={p} tensor=({x}, {y}, {z})" for d, p, x, y, z in nearest_grids(shape, ranks))
+
+    def named(shape):
+        return "data={} pipeline={} tensor={}".format(*_arguments(shape))
+
     raise ValueError(
-        f"the grid data={shape['data']} pipeline={shape['pipeline']} "
-        f"tensor=({shape['x']}, {shape['y']}, {shape['z']}) has {product} places, but there are {ranks} ranks. "
-        f"Start {product} ranks, or use one of the nearest grids of {ranks}: {near}"
+        f"the grid {named(shape)} has {product} places, but there are {ranks} ranks. "
+        f"Start {product} ranks, or use one of the nearest grids of {ranks}: "
+        + "; ".join(map(named, nearest_grids(shape, ranks)))
     )
 
 
-def nearest_grids(shape: dict[str, int], ranks: int, count: int = 3) -> list[tuple[int, ...]]:
-    """The grids of exactly `ranks` places that change the sizes of `shape` by the smallest total ratio.
+def nearest_grids(shape: dict[str, int], ranks: int, count: int = 3) -> list[dict[str, int]]:
+    """The grids of exactly `ranks` places that change the sizes of `shape` by the smallest total ratio; those of a
+    sequence axis only where it has ranks.
 
-    >>> nearest_grids(grid_shape(2, 2, 2), 4)
-    [(1, 2, 2, 1, 1), (2, 1, 2, 1, 1), (2, 2, 1, 1, 1)]
+    >>> [tuple(near.values()) for near in nearest_grids(grid_shape(2, 2, 2), 4)]
+    [(1, 1, 2, 1, 2, 1, 1), (2, 1, 1, 1, 2, 1, 1), (2, 1, 2, 1, 1, 1, 1)]
     """
+    axes = [axis for axis in AXES if axis not in JOINED["sequence"] or shape[axis] > 1]
+    near = [{**shape, **dict(zip(axes, sizes))} for sizes in _factorisations(ranks, len(axes))]
 
     def distance(sizes):
-        return sum(abs(math.log(new / old)) for new, old in zip(sizes, shape.values()))
+        return sum(abs(math.log(sizes[axis] / shape[axis])) for axis in axes)
 
-    return sorted(_factorisations(ranks, len(AXES)), key=lambda sizes: (round(distance(sizes), 9), sizes))[:count]
+    return sorted(near, key=lambda sizes: (round(distance(sizes), 9), tuple(sizes.values())))[:count]
 
 
-def all_grids(ranks: int) -> list[tuple[int, int, tuple[int, int, int]]]:
-    """Every (data, pipeline, (x, y, z)) of exactly `ranks` places.
+def all_grids(ranks: int, sequence: bool = False) -> list[tuple]:
+    """Every (data, pipeline, (x, y, z)) of exactly `ranks` places; with `sequence`, data is (replica, ring, ulysses).
 
-    >>> len(all_grids(1)), len(all_grids(2)), len(all_grids(4)), len(all_grids(8))
-    (1, 5, 15, 35)
+    >>> [len(all_grids(ranks)) for ranks in (1, 2, 4, 8)]
+    [1, 5, 15, 35]
+    >>> [len(all_grids(ranks, sequence=True)) for ranks in (1, 2, 4, 8)]
+    [1, 7, 28, 84]
     """
-    return [(d, p, (x, y, z)) for d, p, x, y, z in _factorisations(ranks, len(AXES))]
+    if not sequence:
+        return [(d, p, (x, y, z)) for d, p, x, y, z in _factorisations(ranks, 5)]
+    return [((r, c, u), p, (x, y, z)) for r, c, u, p, x, y, z in _factorisations(ranks, len(AXES))]
 
 
 def _factorisations(number: int, parts: int):

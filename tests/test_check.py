@@ -72,5 +72,5 @@ def test_members(world):
     """Ranks along each axis, against what their communicators say."""
     for shape in PLACES[world.size]:
         grid = Grid(*shape)
-        for axis in (grid.data, grid.pipeline, grid.world, *grid.planes()):
+        for axis in grid.axes():
             assert grid.members(axis.name) == axis.comm.allgather(grid.rank)

@@ -4,30 +4,62 @@ import pytest
 import torch
 
 from hpctrain import Grid, comm
-from hpctrain.grid import AXES
+from hpctrain.grid import AXES, grid_shape
 
 pytestmark = pytest.mark.mpi
 
-# rank: (data, pipeline, x, y, z) and the ranks it shares the data, pipeline, x, y, z axes and the tensor axis with
+# rank: (replica, ring, pipeline, ulysses, x, y, z), and who shares its data, pipeline, x, y, z axes and the tensor axis
 GRID_2_2_2 = {
-    0: ((0, 0, 0, 0, 0), [0, 4], [0, 2], [0, 1], [0], [0], [0, 1]),
-    1: ((0, 0, 1, 0, 0), [1, 5], [1, 3], [0, 1], [1], [1], [0, 1]),
-    2: ((0, 1, 0, 0, 0), [2, 6], [0, 2], [2, 3], [2], [2], [2, 3]),
-    3: ((0, 1, 1, 0, 0), [3, 7], [1, 3], [2, 3], [3], [3], [2, 3]),
-    4: ((1, 0, 0, 0, 0), [0, 4], [4, 6], [4, 5], [4], [4], [4, 5]),
-    5: ((1, 0, 1, 0, 0), [1, 5], [5, 7], [4, 5], [5], [5], [4, 5]),
-    6: ((1, 1, 0, 0, 0), [2, 6], [4, 6], [6, 7], [6], [6], [6, 7]),
-    7: ((1, 1, 1, 0, 0), [3, 7], [5, 7], [6, 7], [7], [7], [6, 7]),
+    0: ((0, 0, 0, 0, 0, 0, 0), [0, 4], [0, 2], [0, 1], [0], [0], [0, 1]),
+    1: ((0, 0, 0, 0, 1, 0, 0), [1, 5], [1, 3], [0, 1], [1], [1], [0, 1]),
+    2: ((0, 0, 1, 0, 0, 0, 0), [2, 6], [0, 2], [2, 3], [2], [2], [2, 3]),
+    3: ((0, 0, 1, 0, 1, 0, 0), [3, 7], [1, 3], [2, 3], [3], [3], [2, 3]),
+    4: ((1, 0, 0, 0, 0, 0, 0), [0, 4], [4, 6], [4, 5], [4], [4], [4, 5]),
+    5: ((1, 0, 0, 0, 1, 0, 0), [1, 5], [5, 7], [4, 5], [5], [5], [4, 5]),
+    6: ((1, 0, 1, 0, 0, 0, 0), [2, 6], [4, 6], [6, 7], [6], [6], [6, 7]),
+    7: ((1, 0, 1, 0, 1, 0, 0), [3, 7], [5, 7], [6, 7], [7], [7], [6, 7]),
+}
+# Of data=(1, 2, 2), pipeline=2: those it shares the data, replica, sequence, ring, ulysses and pipeline axes with
+SEQUENCE_2_2 = {
+    0: ((0, 0, 0, 0, 0, 0, 0), [0, 1, 4, 5], [0], [0, 1, 4, 5], [0, 4], [0, 1], [0, 2]),
+    1: ((0, 0, 0, 1, 0, 0, 0), [0, 1, 4, 5], [1], [0, 1, 4, 5], [1, 5], [0, 1], [1, 3]),
+    2: ((0, 0, 1, 0, 0, 0, 0), [2, 3, 6, 7], [2], [2, 3, 6, 7], [2, 6], [2, 3], [0, 2]),
+    3: ((0, 0, 1, 1, 0, 0, 0), [2, 3, 6, 7], [3], [2, 3, 6, 7], [3, 7], [2, 3], [1, 3]),
+    4: ((0, 1, 0, 0, 0, 0, 0), [0, 1, 4, 5], [4], [0, 1, 4, 5], [0, 4], [4, 5], [4, 6]),
+    5: ((0, 1, 0, 1, 0, 0, 0), [0, 1, 4, 5], [5], [0, 1, 4, 5], [1, 5], [4, 5], [5, 7]),
+    6: ((0, 1, 1, 0, 0, 0, 0), [2, 3, 6, 7], [6], [2, 3, 6, 7], [2, 6], [6, 7], [4, 6]),
+    7: ((0, 1, 1, 1, 0, 0, 0), [2, 3, 6, 7], [7], [2, 3, 6, 7], [3, 7], [6, 7], [5, 7]),
+}
+# Of data=(2, 1, 2), tensor=2: the same, and the x axis; and of data=(2, 2, 1), tensor=2
+ULYSSES_AND_X = {
+    0: ((0, 0, 0, 0, 0, 0, 0), [0, 2, 4, 6], [0, 4], [0, 2], [0], [0, 2], [0, 1]),
+    1: ((0, 0, 0, 0, 1, 0, 0), [1, 3, 5, 7], [1, 5], [1, 3], [1], [1, 3], [0, 1]),
+    2: ((0, 0, 0, 1, 0, 0, 0), [0, 2, 4, 6], [2, 6], [0, 2], [2], [0, 2], [2, 3]),
+    3: ((0, 0, 0, 1, 1, 0, 0), [1, 3, 5, 7], [3, 7], [1, 3], [3], [1, 3], [2, 3]),
+    4: ((1, 0, 0, 0, 0, 0, 0), [0, 2, 4, 6], [0, 4], [4, 6], [4], [4, 6], [4, 5]),
+    5: ((1, 0, 0, 0, 1, 0, 0), [1, 3, 5, 7], [1, 5], [5, 7], [5], [5, 7], [4, 5]),
+    6: ((1, 0, 0, 1, 0, 0, 0), [0, 2, 4, 6], [2, 6], [4, 6], [6], [4, 6], [6, 7]),
+    7: ((1, 0, 0, 1, 1, 0, 0), [1, 3, 5, 7], [3, 7], [5, 7], [7], [5, 7], [6, 7]),
+}
+RING_AND_X = {
+    0: ((0, 0, 0, 0, 0, 0, 0), [0, 2, 4, 6], [0, 4], [0, 2], [0, 2], [0], [0, 1]),
+    1: ((0, 0, 0, 0, 1, 0, 0), [1, 3, 5, 7], [1, 5], [1, 3], [1, 3], [1], [0, 1]),
+    2: ((0, 1, 0, 0, 0, 0, 0), [0, 2, 4, 6], [2, 6], [0, 2], [0, 2], [2], [2, 3]),
+    3: ((0, 1, 0, 0, 1, 0, 0), [1, 3, 5, 7], [3, 7], [1, 3], [1, 3], [3], [2, 3]),
+    4: ((1, 0, 0, 0, 0, 0, 0), [0, 2, 4, 6], [0, 4], [4, 6], [4, 6], [4], [4, 5]),
+    5: ((1, 0, 0, 0, 1, 0, 0), [1, 3, 5, 7], [1, 5], [5, 7], [5, 7], [5], [4, 5]),
+    6: ((1, 1, 0, 0, 0, 0, 0), [0, 2, 4, 6], [2, 6], [4, 6], [4, 6], [6], [6, 7]),
+    7: ((1, 1, 0, 0, 1, 0, 0), [1, 3, 5, 7], [3, 7], [5, 7], [5, 7], [7], [6, 7]),
 }
 BOX_2_2_2 = {
-    0: ((0, 0, 0, 0, 0), [0, 4], [0, 2], [0, 1], [0, 1, 4, 5]),
-    1: ((0, 0, 0, 0, 1), [1, 5], [1, 3], [0, 1], [0, 1, 4, 5]),
-    2: ((0, 0, 0, 1, 0), [2, 6], [0, 2], [2, 3], [2, 3, 6, 7]),
-    3: ((0, 0, 0, 1, 1), [3, 7], [1, 3], [2, 3], [2, 3, 6, 7]),
-    4: ((0, 0, 1, 0, 0), [0, 4], [4, 6], [4, 5], [0, 1, 4, 5]),
-    5: ((0, 0, 1, 0, 1), [1, 5], [5, 7], [4, 5], [0, 1, 4, 5]),
-    6: ((0, 0, 1, 1, 0), [2, 6], [4, 6], [6, 7], [2, 3, 6, 7]),
-    7: ((0, 0, 1, 1, 1), [3, 7], [5, 7], [6, 7], [2, 3, 6, 7]),
+    0: ((0, 0, 0, 0, 0, 0, 0), [0, 4], [0, 2], [0, 1], [0, 1, 4, 5]),
+    1: ((0, 0, 0, 0, 0, 0, 1), [1, 5], [1, 3], [0, 1], [0, 1, 4, 5]),
+    2: ((0, 0, 0, 0, 0, 1, 0), [2, 6], [0, 2], [2, 3], [2, 3, 6, 7]),
+    3: ((0, 0, 0, 0, 0, 1, 1), [3, 7], [1, 3], [2, 3], [2, 3, 6, 7]),
+    4: ((0, 0, 0, 0, 1, 0, 0), [0, 4], [4, 6], [4, 5], [0, 1, 4, 5]),
+    5: ((0, 0, 0, 0, 1, 0, 1), [1, 5], [5, 7], [4, 5], [0, 1, 4, 5]),
+    6: ((0, 0, 0, 0, 1, 1, 0), [2, 6], [4, 6], [6, 7], [2, 3, 6, 7]),
+    7: ((0, 0, 0, 0, 1, 1, 1), [3, 7], [5, 7], [6, 7], [2, 3, 6, 7]),
 }
 
 
@@ -56,6 +88,28 @@ def test_box_and_planes(world):
     assert members(grid.plane("x", "y", "z"), grid) == list(range(8))
 
 
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize(
+    ("shape", "table"),
+    [
+        ({"data": (1, 2, 2), "pipeline": 2}, SEQUENCE_2_2),
+        ({"data": (2, 1, 2), "tensor": 2}, ULYSSES_AND_X),
+        ({"data": (2, 2, 1), "tensor": 2}, RING_AND_X),
+    ],
+)
+def test_sequence_axes(world, shape, table):
+    grid = Grid(**shape)
+    coords, *lines = table[world.rank]
+    assert tuple(grid.coords.values()) == coords
+    others = grid.tensor.x if "tensor" in shape else grid.pipeline
+    axes = (grid.data, grid.replica, grid.sequence, grid.ring, grid.ulysses, others)
+    assert [members(axis, grid) for axis in axes] == lines
+    assert [axis.name for axis in axes[:5]] == ["data", "replica", "sequence", "ring", "ulysses"]
+    replicas, rings, ulysses = shape["data"]
+    assert grid.data.rank == (grid.replica.rank * rings + grid.ring.rank) * ulysses + grid.ulysses.rank
+    assert grid.sequence.rank == grid.ring.rank * ulysses + grid.ulysses.rank
+
+
 def test_wrong_product_is_refused_everywhere(world):
     with pytest.raises(ValueError) as refused:
         Grid(data=world.size + 1)
@@ -74,6 +128,8 @@ def test_wrong_product_is_refused_everywhere(world):
         ({"tensor": (1, 1)}, "grid.tensor must be one integer or three (x, y, z), got (1, 1)"),
         ({"data": 1.0}, "grid.data must be an integer of at least 1, got 1.0"),
         ({"data": True}, "grid.data must be an integer of at least 1, got True"),
+        ({"data": (1, 2)}, "grid.data must be one integer or three (replica, ring, ulysses), got (1, 2)"),
+        ({"data": (1, 0, 2)}, "grid.data (ring) must be an integer of at least 1, got 0"),
     ],
 )
 def test_bad_sizes_are_refused(world, sizes, option):
@@ -91,12 +147,27 @@ def test_describe(world):
     assert [int(line.split()[1]) for line in marked] == [world.rank]
 
 
+def test_describe_sequence_axes(world):
+    lines = Grid(data=(1, world.size, 1)).describe().splitlines()
+    data = f"(1, {world.size}, 1)" if world.size > 1 else "1"
+    assert lines[0] == f"grid of {world.size} ranks: data {data} × pipeline 1 × tensor (1, 1, 1)"
+    if world.size == 4:
+        assert lines[1] == "  rank  replica  ring  pipeline  ulysses  x  y  z"
+        assert lines[4].replace("→", " ") == "     2        0     2         0        0  0  0  0"
+
+
+@pytest.mark.ranks(2)
+def test_nearest_grids_of_a_sequence(world):
+    with pytest.raises(ValueError, match=r"nearest grids of 2: data=\(1, 2, 1\) pipeline=1 tensor=\(1, 1, 1\);"):
+        Grid(data=(1, 4, 1))
+
+
 @pytest.mark.parametrize(("rank", "lines"), [(0, 27), (17, 33), (5000, 37), (9999, 27)])
 def test_describe_a_large_grid(world, rank, lines):
     """At most 40 lines, this rank's among them."""
     grid = Grid(data=world.size)
     grid.size, grid.rank = 10_000, rank
-    grid.shape = {"data": 1250, "pipeline": 1, "x": 8, "y": 1, "z": 1}
+    grid.shape = grid_shape(1250, 1, 8)
     table = grid.describe().splitlines()
     assert len(table) == lines <= 40
     shown = [line.replace("→", " ").split() for line in table[2:] if "…" not in line]
@@ -147,5 +218,5 @@ def test_a_part_of_the_ranks(world):
     """A grid on a sub-communicator."""
     part = world.Split(world.rank % 2)
     grid = Grid(data=part.size, comm=part)
-    assert (grid.size, grid.coords["data"]) == (part.size, part.rank)
+    assert (grid.size, grid.coords["replica"]) == (part.size, part.rank)
     assert list(grid.coords) == list(AXES)

@@ -9,6 +9,7 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.config import load_config
+from hpctrain.grid import grid_shape
 from hpctrain.scale import report, work
 from hpctrain.scale.figures import PARTS
 from hpctrain.scale.points import points
@@ -41,7 +42,7 @@ def test_how_points_grow(config, mode, vary, expected):
     for point in points(config, BASE, [1, 2, 6], mode, vary):
         g, c = point.config.grid_shape, point.config
         box = g["x"] * g["y"] * g["z"]
-        found.append((point.ranks, g["data"], g["pipeline"], box, c.train.batch, c.model.layers, c.model.width))
+        found.append((point.ranks, g["replica"], g["pipeline"], box, c.train.batch, c.model.layers, c.model.width))
         assert load_config(config, point.overrides) == c
     assert found == expected
 
@@ -117,7 +118,7 @@ def test_bad_studies_are_refused(config, ranks, vary, overrides, message):
 def measurement(ranks, seconds, repeat=0, crowded=False, **others):
     return {
         "key": f"k{ranks}", "ranks": ranks, "repeat": repeat,
-        "grid": {"data": ranks, "pipeline": 1, "x": 1, "y": 1, "z": 1},
+        "grid": grid_shape(ranks, 1, 1),
         "step_seconds": seconds, "tokens_per_second": 100 * ranks / seconds, "flops": 4e9 * ranks, "mfu": 0.5,
         "peak_flops_per_second": 1e10, "memory": 2**28, "oversubscribed": crowded, "hosts": ["h"], "mpi": "M",
         "threads": 1, "bytes_received": {"data": 2**20}, "bytes_formula": {"data": 2**20},

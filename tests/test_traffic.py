@@ -8,7 +8,7 @@ from traffic_checks import EVEN, counted
 
 from hpctrain import Grid, models
 from hpctrain.choices import DEFAULT_OVERLAP, OVERLAPS
-from hpctrain.grid import all_grids
+from hpctrain.grid import all_grids, grid_shape
 from hpctrain.models.gpt2 import GPT2Shape
 from hpctrain.models.llama import LlamaShape
 from hpctrain.pipeline import schedule
@@ -120,12 +120,12 @@ def test_ledger_equals_formula_with_every_schedule(world, name):
 def test_formula_by_hand():
     """A model small enough to count: 1 layer, width 4, vocabulary 6, context 2, batch 2, one microbatch, 4 bytes."""
     shape = GPT2Shape(layers=1, width=4, heads=2, context=2, vocabulary=6)
-    sizes = dict.fromkeys(("data", "pipeline", "x", "y", "z"), 1)
+    sizes = grid_shape(1, 1, 1)
     assert step_traffic(costs(shape), sizes, 2, 1) == {"data": 0, "pipeline": 0, "tensor": 0}
 
     # data 2: half of twice all parameters, and of the loss: 12·16 weights, 6·4 + 2·4 tables, 9·4 biases, 6·4 norms
     parameters = 192 + 32 + 36 + 24
-    assert step_traffic(costs(shape), {**sizes, "data": 2}, 2, 1)["data"] == 4 * parameters + 8
+    assert step_traffic(costs(shape), {**sizes, "replica": 2}, 2, 1)["data"] == 4 * parameters + 8
 
     # z 2, 2 microbatches: half of every weight is gathered forward and back, half of the tables gathered and summed, in
     # each; half of the weights' gradients is received once a step, or in each. Then vectors, summed over z.

@@ -29,7 +29,7 @@ class CollectiveChecker:
     """Makes every collective along any axis of the grid a checked one. Made by all ranks; costs a message a call."""
 
     def __init__(self, grid: Grid):
-        axes = [grid.data, grid.pipeline, grid.world, *grid.planes()]
+        axes = grid.axes()
         self._grid = grid
         self._comms = {axis.name: axis.comm.Dup() for axis in axes}
         grid.transport.checker = self

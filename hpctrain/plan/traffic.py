@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.choices import DEFAULT_OVERLAP
+from hpctrain.grid import size_of
 from hpctrain.models import TransformerCosts
 from hpctrain.pipeline import Schedule, one_f_one_b
 from hpctrain.pipeline.actions import FORWARD, RECEIVE, WEIGHT_GRADIENT, flat
@@ -33,7 +34,7 @@ def step_traffic(
 
     Args:
         model: `ModelSpec.costs` of its shape.
-        grid: sizes of the axes data, pipeline, x, y and z.
+        grid: sizes of the axes, as of `Grid.shape`.
         batch: sequences of the global batch.
         schedule: of the pipeline; a number means 1F1B of so many microbatches.
         itemsize: bytes of a number.
@@ -44,7 +45,7 @@ def step_traffic(
             come 8 bytes from each other replica before each layer's forward and backward, and once a step.
     """
     plane = algorithm in ("cannon", "summa", "two_half_d")
-    d, p, x, y, z = (grid[axis] for axis in ("data", "pipeline", "x", "y", "z"))
+    d, p, x, y, z = (size_of(grid, axis) for axis in ("data", "pipeline", "x", "y", "z"))
     if isinstance(schedule, int):
         schedule = one_f_one_b(p, schedule)
     stages, slices = schedule.graph.stages, schedule.slices

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod, sqrt
 
 from hpctrain.config import Config, load_config, to_toml
-from hpctrain.grid import all_grids
+from hpctrain.grid import all_grids, describe_shape, size_of
 from hpctrain.scale.work import predicted_seconds
 
 VARIED = ("data", "pipeline", "tensor", "auto")
@@ -24,11 +24,7 @@ class Point:
 
     def describe(self) -> str:
         g, m = self.config.grid_shape, self.config.model
-        box = ", ".join(str(g[axis]) for axis in "xyz")
-        return (
-            f"data {g['data']} × pipeline {g['pipeline']} × tensor ({box}): {m.layers} layers of width {m.width}, "
-            f"batch {self.config.train.batch}"
-        )
+        return f"{describe_shape(g)}: {m.layers} layers of width {m.width}, batch {self.config.train.batch}"
 
     @property
     def toml(self) -> str:
@@ -111,7 +107,7 @@ def _overrides(base, data, pipeline, box, weak):
     shape, model = base.grid_shape, base.model
     tensor = [shape[axis] * size for axis, size in zip("xyz", box)]
     overrides = [
-        f"grid.data={shape['data'] * data}",
+        f"grid.data={size_of(shape, 'data') * data}",
         f"grid.pipeline={shape['pipeline'] * pipeline}",
         f"grid.tensor={tensor}",
     ]

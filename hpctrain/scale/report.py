@@ -84,10 +84,10 @@ def notes(study: Study) -> list[str]:
         f"a rank over those of {first} rank(s).",
         f"{about['mpi']}; {about['threads']} thread(s) a rank; hosts {', '.join(about['hosts'])}; commit "
         f"{about['commit']}; modules {', '.join(about['modules']) or 'none'}.",
-        "Grids are data×pipeline×x×y×z. Communication is that of data + pipeline + tensor, the mean over ranks; the "
-        "bubble is what stages wait for their neighbours. Bytes are the busiest rank's; the lower bound takes every "
-        "matrix product by itself. MFU is of the rate at which the same ranks multiply matrices of 1024², measured in "
-        "the job.",
+        "Grids are replica×ring×pipeline×ulysses×x×y×z. Communication is that of data + pipeline + tensor, the mean "
+        "over ranks; the bubble is what stages wait for their neighbours. Bytes are the busiest rank's; the lower "
+        "bound takes every matrix product by itself. MFU is of the rate at which the same ranks multiply matrices of "
+        "1024², measured in the job.",
     ]
     if first != study.first:
         lines.append(f"The point of {study.first} rank(s), which efficiency should be over, is not measured yet.")

@@ -7,6 +7,7 @@ from math import prod
 from hpctrain import models
 from hpctrain.config import Config
 from hpctrain.config.checks import check_pipeline, token_slices
+from hpctrain.grid import size_of
 from hpctrain.matmul import lower_bound
 from hpctrain.plan import step_traffic
 from hpctrain.shard import split_sizes
@@ -45,7 +46,7 @@ def bound(config: Config, rank: int) -> dict[str, float]:
     messages between stages are at theirs by themselves."""
     model, grid, schedule = costs(config), config.grid_shape, check_pipeline(config)
     box = grid["x"] * grid["y"] * grid["z"]
-    rows = max(1, config.train.batch * model.context // (grid["data"] * schedule.microbatches))
+    rows = max(1, config.train.batch * model.context // (size_of(grid, "data") * schedule.microbatches))
     stages = schedule.graph.stages
     own_stages = [stage for (_, stage), home in schedule.placement.items() if home == rank]
     layers = sum(split_sizes(model.layers, stages)[stage] for stage in own_stages)

@@ -96,7 +96,7 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
     """
     check_grid(config, world.size)
     shape = config.grid_shape
-    grid = Grid(shape["data"], shape["pipeline"], (shape["x"], shape["y"], shape["z"]), comm=world)
+    grid = Grid(shape["replica"], shape["pipeline"], (shape["x"], shape["y"], shape["z"]), comm=world)
     watched = grid.comm
     if config.comm.watchdog:
         watched = comm.WatchedComm(comm.Watchdog(grid, config.comm.watchdog))

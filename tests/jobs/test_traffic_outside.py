@@ -32,7 +32,7 @@ comm.recv(torch.ones(9), line, (line.rank - 1) % 4)
 sent += grid.transport.traffic.total("sent")
 for shape in ((4, 1, 1), (2, 2, 1)):
     grid = Grid(*shape)
-    for axis in (grid.data, grid.pipeline, grid.world, *grid.planes()):
+    for axis in grid.axes():
         comm.choose_all_reduce(axis, "ring")
     sent += sum(counted(grid, EVEN, batch=16, order=2)[1].values())
 print(f"ledger {line.rank} {sent} ;", flush=True)
