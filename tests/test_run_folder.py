@@ -229,3 +229,16 @@ def test_a_full_disk_costs_no_metrics(config, monkeypatch, caplog):
     lines = (folder.path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
     folder.close()
+
+
+def test_metrics_name_the_job_that_took_the_step(config, monkeypatch):
+    for job in (None, "7"):
+        if job:
+            monkeypatch.setenv("SLURM_JOB_ID", job)
+        folder = RunFolder(config)
+        folder.begin(0)
+        folder.log({"step": 1})
+        folder.close()
+        line = json.loads((folder.path / "metrics.jsonl").read_text())
+        assert line == {"step": 1, **({"job": "Slurm job 7"} if job else {})}
+        del folder

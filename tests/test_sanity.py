@@ -21,13 +21,13 @@ def test_a_spike_is_judged_by_the_median_of_a_full_window():
     sanity = Sanity(2.0)
     for step in range(WINDOW):
         assert sanity.judge(1000.0, 1.0) == 0  # too early to tell
-        sanity.good(1.0 + step / WINDOW)
+        sanity.good(1.0 + step / WINDOW, 1.0)
     usual = 1.0 + (WINDOW - 1) / 2 / WINDOW
     assert sanity.judge(2 * usual, 1.0) == 0
     assert sanity.judge(2 * usual + 1e-9, 1.0) == 1
     assert str(sanity.bad(1, 7.0, 1.0)) == "loss 7 is over 2.0 times the median of the last 32 steps"
     for _ in range(WINDOW):
-        sanity.good(10.0)
+        sanity.good(10.0, 1.0)
     assert sanity.judge(2 * usual + 1e-9, 1.0) == 0  # old steps are forgotten
     assert len(sanity.losses) == WINDOW
 
@@ -36,15 +36,29 @@ def test_one_spike_does_not_hide_the_next():
     """As it would by the mean, which it raises."""
     sanity = Sanity(3.0)
     for loss in (*[1.0] * (WINDOW - 1), 1000.0):
-        sanity.good(loss)
+        sanity.good(loss, 1.0)
     assert sanity.judge(3.1, 1.0) == 1
 
 
 def test_without_a_factor_nothing_is_a_spike():
     sanity = Sanity(0.0)
     for _ in range(WINDOW):
-        sanity.good(1.0)
+        sanity.good(1.0, 1.0)
     assert sanity.judge(1e9, 1.0) == 0
+
+
+def test_divergence_says_what_led_to_it_and_what_would_do():
+    sanity = Sanity(0.0)
+    assert "of the steps before: none. Use" in str(sanity.diverged(sanity.bad(2, math.nan, 1.0), 1, 1.0, 1.0))
+    for norm in (0.5, 1.0, 2.0, 40.0, 800.25, 16000.0):
+        sanity.good(1.0, norm)
+    bad = sanity.diverged(sanity.bad(2, math.nan, math.inf), 41, 0.003, 0.0)
+    assert (bad.kind, bad.norm) == ("nonfinite", math.inf)
+    assert str(bad) == (
+        "step 41: loss nan and gradient norm inf are not both finite; learning rate 0.003, gradient norms of the steps "
+        "before: 1, 2, 40, 800, 1.6e+04. Use a smaller train.lr, a longer train.warmup, a train.clip such as 1, or "
+        "sanity.nonfinite=skip or =rollback"
+    )
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 7])

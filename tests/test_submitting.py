@@ -38,11 +38,32 @@ exit ${{failed:-0}}
 
 
 def test_a_skipped_step_has_no_loss(tmp_path, scontrol):
-    record = {"step": 3, "loss": None, "tokens_per_second": 1000}
+    record = {"step": 3, "loss": None, "tokens_per_second": 1000, "job": "Slurm job 7"}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "jobs").write_text("Slurm job 7\n")
     scontrol(FORGOTTEN)
     row = jobs._row(submitted.Submitted("7", "train.sbatch", str(tmp_path)))
     assert row == ("7", "ENDED", tmp_path.name, "3", "skipped", "1,000")
+
+
+def test_figures_are_those_of_the_job(tmp_path, scontrol):
+    """Four jobs of one run name: 6 set aside what 5 had trained, and 7 resumed it; 8 failed before its first step."""
+
+    def write(folder, jobs, *records):
+        folder.mkdir()
+        (folder / "jobs").write_text("".join(f"Slurm job {job}\n" for job in jobs))
+        lines = [
+            {"step": step, "loss": loss, "tokens_per_second": 10, "job": f"Slurm job {job}", "more": "x" * more}
+            for step, loss, job, more in records
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write(tmp_path / "mine.1", [5], (1, 5.5, 5, 0), (2, 5.25, 5, 0))
+    write(tmp_path / "mine", [6, 7], (1, 6.5, 6, 0), (2, 7.5, 7, 40_000), (3, 7.25, 7, 40_000))
+    write(tmp_path / "mine.old", [55], (1, 1.0, 55, 0))
+    scontrol(*[FORGOTTEN] * 4)
+    rows = [jobs._row(submitted.Submitted(str(job), "train.sbatch", str(tmp_path / "mine"))) for job in (5, 6, 7, 8)]
+    assert [row[3:5] for row in rows] == [("2", "5.2500"), ("1", "6.5000"), ("3", "7.2500"), ("", "")]
 
 
 def test_a_busy_controller_is_not_the_end_of_a_job(tmp_path, scontrol, monkeypatch, capsys):
@@ -74,16 +95,60 @@ def test_a_job_is_noted_whatever_scontrol_says(tmp_path, scontrol, monkeypatch, 
     train = str(ROOT / "jobs/train.sbatch")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.toml").write_text("[grid]\ndata = 3\n")
-    assert main(["submit", train, "my.toml", "grid.pipeline=2", "--resume"]) == 0
+    assert main(["submit", train, "my.toml", "grid.pipeline=2", "--resume=auto"]) == 0
     assert capsys.readouterr().out == "job 7\n"
     assert (tmp_path / "given").read_text().split()[1:] == [
         "--ntasks=6",
         train,
         "my.toml",
         "grid.pipeline=2",
-        "--resume",
+        "--resume=auto",
     ]
     assert [job.job for job in submitted.read()] == ["7"]
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    """An sbatch that takes every job, and a script in a checkout of its own, where `config` is written to."""
+    for name, text in (("sbatch", "#!/bin/sh\necho 7\n"), ("jobs/train.sbatch", "#HPCTRAIN config=run.toml\n")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "jobs/sites").mkdir()
+    (tmp_path / "jobs/sites/generic.env").write_text("")
+    (tmp_path / "run.toml").write_text('[data]\ntext = ["a.txt"]\n[model]\ncontext = 8\n')
+    (tmp_path / "a.txt").write_text("hello world\n" * 20)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return lambda *overrides: main(["submit", str(tmp_path / "jobs/train.sbatch"), *overrides])
+
+
+def test_what_the_job_would_refuse_is_refused_before_it_is_queued(tmp_path, queue, capsys):
+    """From another working directory than the checkout's, whose paths are meant."""
+    from hpctrain.data import pack
+
+    pack([str(tmp_path / "a.txt")], tmp_path / "a.h5")
+    cases = {
+        "data.text=b.txt": "b.txt does not exist; name files, directories or python-stdlib",
+        "data.path=b.h5": "b.h5 does not exist; restore it",
+        "data.path=a.h5 data.text=jobs/train.sbatch": "data.path = a.h5 was not packed from data.text",
+        "data.path=a.h5 model.vocabulary=100": "use model.vocabulary=257 or more",
+        "model.vocabulary=100": "use model.vocabulary=257 or more",
+        "data.path=a.h5 model.context=200": "too few for a training and a validation sample",
+        "data.tokenizer=t.json": "data.tokenizer must be",
+        "model.init=b": "model.init = b holds no readable config.json",
+        "--resume": "there are no checkpoints in runs/run",
+        "data_parallel.method=parameter_server": "data_parallel.servers must leave a worker",
+        "data_parallel.method=local_sgd precision.compute=bf16": "has weights and gradients in one precision",
+        "pipeline.schedule=pipedream data_parallel.method=zero1 train.clip=0 model.tied=false": "works with",
+    }
+    for overrides, message in cases.items():
+        assert queue(*overrides.split()) == 2, overrides
+        assert message in capsys.readouterr().err, overrides
+    assert submitted.read() == []
+    for overrides in ("run.steps=7", "data.path=a.h5 data.text=a.txt", "--resume=auto"):
+        assert queue(*overrides.split()) == 0, overrides
+    assert not (tmp_path / "runs").exists()  # nothing was packed
 
 
 def test_all_job_scripts_search_for_the_checkout_alike():

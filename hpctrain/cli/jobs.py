@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 from pathlib import Path
 
@@ -27,13 +28,14 @@ def run(options: argparse.Namespace) -> None:
 def _row(job: submitted.Submitted) -> tuple[str, ...]:
     facts = client.show(job.job)
     run = Path(job.run) if job.run else None
-    record = last_record(run / "metrics.jsonl") if run else None
+    folder = folder_of(run, f"Slurm job {job.job}") if run else None
+    record = last_record(folder / "metrics.jsonl", f"Slurm job {job.job}") if folder else None
     if facts:
         state = client.state(facts)
     elif facts is None:
         state = "UNKNOWN"  # no answer
     else:  # forgotten by Slurm
-        state = "COMPLETED" if run and (run / "model/config.json").exists() else "ENDED"
+        state = "COMPLETED" if folder and (folder / "model/config.json").exists() else "ENDED"
     figures = ("", "", "")
     if record:
         loss = "skipped" if record["loss"] is None else f"{record['loss']:.4f}"
@@ -41,11 +43,27 @@ def _row(job: submitted.Submitted) -> tuple[str, ...]:
     return (job.job, state, run.name if run else Path(job.script).stem, *figures)
 
 
-def last_record(path: Path) -> dict | None:
-    """The last whole line of a run's metrics; None before the first."""
+def folder_of(run: Path, job: str) -> Path | None:
+    """The folder in which a job has trained, under the run's name or that which a later run gave it; None where it has
+    not, whatever others have left there."""
+    for path in (run, *run.parent.glob(f"{glob.escape(run.name)}.*")):
+        listed = path / "jobs"
+        if listed.exists() and job in listed.read_text(encoding="utf-8").splitlines():
+            return path
+    return None
+
+
+def last_record(path: Path, job: str) -> dict | None:
+    """The last whole line of a run's metrics that a job wrote; None before the first."""
     if not path.exists():
         return None
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 65536))
-        lines = file.read().split(b"\n")[:-1]
-    return json.loads(lines[-1]) if lines else None
+    size = path.stat().st_size
+    for length in (65536, size):  # it is near the end, unless other jobs have gone on
+        with path.open("rb") as file:
+            file.seek(max(0, size - length))
+            lines = file.read().split(b"\n")[:-1]
+        for line in reversed(lines[size > length :]):  # without one that was cut
+            record = json.loads(line)
+            if record.get("job") == job:
+                return record
+    return None

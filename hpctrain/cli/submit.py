@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 from pathlib import Path
 
@@ -34,12 +35,14 @@ def run(options: argparse.Namespace) -> int:
     if options.array and options.follow:
         raise ValueError("--follow shows one log, but --array has one a task; see `hpctrain jobs`")
     given = options.arguments + {"": [], "must": ["--resume"], "auto": ["--resume=auto"]}[options.resume]
-    from hpctrain.slurm.script import run_folders  # reads configurations
+    from hpctrain.slurm.script import checkout, configurations
 
-    runs = run_folders(script, given, options.array)
-    ranks = {ranks for ranks, _ in runs if ranks is not None}
+    configs, root = configurations(script, given, options.array), checkout(script)
+    ranks = {config.ranks for config in configs if config}
     if len(ranks) > 1:
         raise ValueError(f"the tasks of an array must have grids of one size, got {sorted(ranks)} ranks")
+    with contextlib.chdir(root):
+        check(configs, options.resume)
     environment = site.settings(script.parent)
     arguments = [*sbatch_options(options, next(iter(ranks), None)), str(script), *given]
     if options.dry_run:
@@ -50,10 +53,19 @@ def run(options: argparse.Namespace) -> int:
     job = client.submit(arguments, environment)
     numbers = [f"{job}_{task}" for task in submitted.tasks(options.array)] if options.array else [job]
     print(f"job {job}" + f", {len(numbers)} tasks" * bool(options.array), flush=True)
-    submitted.add([submitted.Submitted(n, str(script), folder) for n, (_, folder) in zip(numbers, runs)])
+    folders = [str(root / config.folder) if config else None for config in configs]
+    submitted.add([submitted.Submitted(n, str(script), folder) for n, folder in zip(numbers, folders)])
     if not options.array and (log := (client.show(job) or {}).get("StdOut")):
         print(f"log {log}", flush=True)
     return follow(job) if options.follow else 0
+
+
+def check(configs: list, resume: str) -> None:
+    """Raise ValueError for what the job would find wrong with its data, folders and checkpoints."""
+    from hpctrain.train.preflight import preflight  # brings torch
+
+    for config in filter(None, configs):
+        preflight(config, resume)
 
 
 def sbatch_options(options: argparse.Namespace, ranks: int | None) -> list[str]:

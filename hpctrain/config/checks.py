@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 from hpctrain import models
@@ -25,6 +26,24 @@ def check(config: Config) -> None:
     check_product(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])
     models.get(config.model.kind).shape(vars(config.model))
     check_pipeline(config)
+    check_data_parallel(config)
+
+
+def check_data_parallel(config: Config) -> None:
+    """Raise ValueError for a grid that the method cannot work on."""
+    options, shape = config.data_parallel, config.grid_shape
+    if options.method != "parameter_server":
+        return
+    if options.servers >= shape["data"]:
+        raise ValueError(
+            f"data_parallel.servers must leave a worker: at least 1 and below grid.data = {shape['data']}, got "
+            f"{options.servers}"
+        )
+    if options.staleness and math.prod(shape[axis] for axis in ("pipeline", "x", "y", "z")) > 1:
+        raise ValueError(
+            f"data_parallel.staleness = {options.staleness} lets every rank go its own way: it needs grid.pipeline = 1 "
+            f"and grid.tensor = 1, got {shape['pipeline']} and {[shape[axis] for axis in 'xyz']}; use 0"
+        )
 
 
 def check_grid(config: Config, ranks: int) -> None:
@@ -84,5 +103,15 @@ def check_pipeline(config: Config) -> Schedule:
         raise ValueError(
             f"pipeline.schedule = {made.name} updates each stage by itself: it cannot clip the gradient of all, and "
             f"stages cannot share weights; use train.clip=0 and model.tied=false"
+        )
+    if made.delayed and config.data_parallel.method != "ddp":
+        raise ValueError(
+            f"pipeline.schedule = {made.name} works with data_parallel.method=ddp, got {config.data_parallel.method}"
+        )
+    skips = config.sanity.nonfinite == "skip" or (config.sanity.spike_factor and config.sanity.spike == "skip")
+    if made.delayed and skips:
+        raise ValueError(
+            f'{made.name} updates weights before a step is over, which cannot be skipped; use "stop" or '
+            '"rollback" for sanity.nonfinite and sanity.spike'
         )
     return made

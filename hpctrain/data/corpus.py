@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -42,6 +43,12 @@ def text_files(sources: list[str]) -> list[Path]:
         else:
             raise ValueError(f"{source} does not exist; name files, directories or {PYTHON_SOURCE}")
     return found
+
+
+def fingerprint(texts: list[Path], tokenizer) -> str:
+    """Changes with the names, sizes and times of the files, and with the tokenizer."""
+    facts = [tokenizer.description, *(f"{path.name}:{(s := path.stat()).st_size}:{s.st_mtime_ns}" for path in texts)]
+    return hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
 
 
 def _below(folder: Path) -> list[Path]:

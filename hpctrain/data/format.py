@@ -1,7 +1,7 @@
 """The file format: an index, and the shards beside it.
 
     DATA.h5                     the index. It is written last, by a rename: where it exists, the data are complete.
-        attributes              format, version, packing, vocabulary, end_of_document, tokens, documents
+        attributes              format, version, packing, sources, vocabulary, end_of_document, tokens, documents
         tokenizer               bytes of its description
         shards                  name, tokens and bytes of every shard, in order
     DATA-PACKING-00000.h5 …     the shards
@@ -10,14 +10,15 @@
         documents               position in this shard of every document that starts here
 
 Every document is followed by the end_of_document token. PACKING is a random name, so that packing again leaves the old
-data valid until the new are complete. Metadata are checksummed too (HDF5's "v110" objects). Attributes are integers and
-texts of fixed length: HDF5 crashes on crafted ones of variable length.
+data valid until the new are complete. `sources` tells what was packed (`corpus.fingerprint`). Metadata are checksummed
+too (HDF5's "v110" objects). Attributes are integers and texts of fixed length: HDF5 crashes on crafted ones of variable
+length.
 """
 
 import numpy as np
 
 FORMAT = "hpctrain tokens"
-VERSION = 2  # 1 had texts of variable length in its attributes
+VERSION = 3  # 1 had texts of variable length in its attributes, 2 did not tell what was packed
 CHUNK = 16 * 1024  # tokens; a sample of a few hundred costs one or two chunks, and each is checked whole
 LIBVER = ("v110", "v110")
 INDEX_ROW = np.dtype([("name", "S255"), ("tokens", "<i8"), ("bytes", "<i8")])

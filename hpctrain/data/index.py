@@ -18,10 +18,11 @@ _LARGEST_SUM = 2**62
 
 @dataclass(frozen=True)
 class Index:
-    """What an index tells. `tokens` and `bytes` (int64) are those of every shard."""
+    """What an index tells. `tokens` and `bytes` (int64) are those of every shard, `sources` a `corpus.fingerprint`."""
 
     stem: str
     packing: str
+    sources: str
     vocabulary: int
     end_of_document: int
     documents: int
@@ -67,6 +68,7 @@ def write_index(file: h5py.File, index: Index) -> None:
         format=np.bytes_(format.FORMAT),
         version=format.VERSION,
         packing=np.bytes_(index.packing),
+        sources=np.bytes_(index.sources),
         vocabulary=index.vocabulary,
         end_of_document=index.end_of_document,
         tokens=int(index.tokens.sum()),
@@ -100,7 +102,7 @@ def _checked(file: h5py.File, size: int) -> Index:
     """All of a file that is an index of this version. Raises OSError where something in it cannot be so."""
     if size > LARGEST:
         raise OSError(f"it has {size} bytes, more than the {LARGEST} of any index")
-    packing = hdf5.attribute(file, "packing", str)
+    packing, sources = hdf5.attribute(file, "packing", str), hdf5.attribute(file, "sources", str)
     vocabulary, end, documents, total = (
         hdf5.attribute(file, name, int) for name in ("vocabulary", "end_of_document", "documents", "tokens")
     )
@@ -120,4 +122,4 @@ def _checked(file: h5py.File, size: int) -> Index:
     if any(stored < count * token_dtype(vocabulary).itemsize for stored, count in zip(sizes, tokens)):
         raise OSError("a shard declares more tokens than its file can hold")
     numbers = np.array(tokens, np.int64), np.array(sizes, np.int64)
-    return Index(stems.pop(), packing, vocabulary, end, documents, text, *numbers)
+    return Index(stems.pop(), packing, sources, vocabulary, end, documents, text, *numbers)

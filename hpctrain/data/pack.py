@@ -13,7 +13,7 @@ import numpy as np
 
 from hpctrain import files
 from hpctrain.data import format
-from hpctrain.data.corpus import read_text, text_files
+from hpctrain.data.corpus import fingerprint, read_text, text_files
 from hpctrain.data.index import Index, read_index, shard_name, token_dtype, write_index
 from hpctrain.data.tokenizers import ByteTokenizer
 
@@ -56,7 +56,7 @@ def pack(
     _make_folder(output.parent)
     older = _shards_of(output)
     total, done = sum(text.stat().st_size for text in texts), 0
-    with _Writer(output, tokenizer, shard_tokens) as writer:
+    with _Writer(output, tokenizer, shard_tokens, fingerprint(texts, tokenizer)) as writer:
         for text in texts:
             writer.start_document()
             for piece in read_text(text):
@@ -75,13 +75,13 @@ def pack(
 class _Writer:
     """Appends tokens to a row of shards; files are called *.part until they are whole."""
 
-    def __init__(self, output: Path, tokenizer, shard_tokens: int):
+    def __init__(self, output: Path, tokenizer, shard_tokens: int, sources: str):
         if not 0 <= tokenizer.end_of_document < tokenizer.vocabulary <= 2**32:
             raise ValueError(
                 f"the tokenizer's vocabulary must be above its end_of_document = {tokenizer.end_of_document}, and at "
                 f"most 2^32, got {tokenizer.vocabulary}"
             )
-        self.output, self.tokenizer, self.limit = output, tokenizer, shard_tokens
+        self.output, self.tokenizer, self.limit, self.sources = output, tokenizer, shard_tokens, sources
         self.packing = secrets.token_hex(4)
         self.dtype = token_dtype(tokenizer.vocabulary)
         self.shards = []  # tokens and bytes of each
@@ -129,8 +129,8 @@ class _Writer:
             self._close()
         tokenizer, (tokens, sizes) = self.tokenizer, np.array(self.shards, np.int64).T
         index = Index(
-            self.output.stem, self.packing, tokenizer.vocabulary, tokenizer.end_of_document, self.documents,
-            tokenizer.description, tokens, sizes,
+            self.output.stem, self.packing, self.sources, tokenizer.vocabulary, tokenizer.end_of_document,
+            self.documents, tokenizer.description, tokens, sizes,
         )  # fmt: skip
         part = self.output.with_name(f"{self.output.stem}-{self.packing}-index.h5.part")  # another may be packing too
         with self._new(part) as file:

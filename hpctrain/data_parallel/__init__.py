@@ -24,6 +24,7 @@ __all__ = [
     "Zero1",
     "Zero2",
     "Zero3",
+    "is_mixed",
     "make",
 ]
 
@@ -37,16 +38,23 @@ def make(options, model, grid, optimizer, precision: Precision = AS_GIVEN) -> Da
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = grid.comm.allgather(parameters[0].dtype if parameters else None)  # a rank may have no weights
     dtype = next(filter(None, found), None)
-    mixed = len({dtype, precision.compute, precision.reduce, precision.comm_dtype} - {None}) > 1
-    mixed = mixed or dtype == torch.float16  # whose loss is scaled
-    if mixed and options.method in ("parameter_server", "local_sgd"):
-        raise ValueError(
-            f"data_parallel.method={options.method} has weights and gradients in one precision, got {precision}; use "
-            "precision.compute=fp32 or fp64 without comm_dtype=bf16, or another method"
-        )
+    mixed = is_mixed(options.method, dtype, precision)
     if options.method == "zero3":
         return Zero3(model, grid, optimizer, precision=precision)
     return _MAKERS[options.method](options, precision if mixed else None, parameters, grid, optimizer)
+
+
+def is_mixed(method: str, dtype: torch.dtype | None, precision: Precision) -> bool:
+    """Whether training of parameters of this dtype needs more than one precision. Raises ValueError where the method
+    has not got it."""
+    mixed = len({dtype, precision.compute, precision.reduce, precision.comm_dtype} - {None}) > 1
+    mixed = mixed or dtype == torch.float16  # whose loss is scaled
+    if mixed and method in ("parameter_server", "local_sgd"):
+        raise ValueError(
+            f"data_parallel.method={method} has weights and gradients in one precision, got {precision}; use "
+            "precision.compute=fp32 or fp64 without comm_dtype=bf16, or another method"
+        )
+    return mixed
 
 
 # All of hpctrain.choices.STRATEGIES but zero3: function (options, precision or None, parameters, grid, optimizer).

@@ -5,23 +5,23 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpctrain.config import load_config
+from hpctrain.config import Config, load_config
 from hpctrain.slurm import submitted
 
 
-def run_folders(script: Path, arguments: list[str], array: str | None = None) -> list[tuple[int | None, str | None]]:
-    """(ranks of the grid, run folder) of each of the job's tasks, where it trains; (None, None) where not.
+def configurations(script: Path, arguments: list[str], array: str | None = None) -> list[Config | None]:
+    """Those of the job's tasks, where it trains; None where not.
 
     A script that trains says so by a line `#HPCTRAIN config=FILE`, the configuration when the first argument is none.
 
     Raises:
-        ValueError: for what `hpctrain train` would refuse; better now than after hours in the queue.
+        ValueError: for one that `hpctrain train` would refuse; better now than after hours in the queue.
     """
     tasks = submitted.tasks(array) if array else [None]
     default = re.search(r"^#HPCTRAIN config=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
     if not default:
-        return [(None, None)] * len(tasks)
-    root, folders = script.parent.parent, []  # scripts run in the checkout
+        return [None] * len(tasks)
+    root, found = checkout(script), []
     for task in tasks:
         overrides = [text if task is None else text.replace("%a", str(task)) for text in arguments]
         overrides = [text for text in overrides if not text.startswith("--resume")]
@@ -29,6 +29,10 @@ def run_folders(script: Path, arguments: list[str], array: str | None = None) ->
         if overrides and overrides[0].endswith(".toml"):
             named = overrides.pop(0)
             path = named if Path(named).is_file() else root / named
-        config = load_config(path, overrides)
-        folders.append((config.ranks, str(root / config.folder)))
-    return folders
+        found.append(load_config(path, overrides))
+    return found
+
+
+def checkout(script: Path) -> Path:
+    """Where the script runs."""
+    return script.parent.parent

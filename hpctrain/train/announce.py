@@ -20,6 +20,12 @@ def introduce(session: Session) -> None:
     elif session.resume == "auto":
         print("this job has no checkpoint yet: training begins anew")
     print(session.grid.describe())
+    working = session.grid.data.size - config.data_parallel.idle
+    if (without := working - config.train.batch) > 0:
+        log.warning(
+            "WARNING: train.batch = %d gives no sequence to %d of the %d replicas, which do nothing; use "
+            "train.batch=%d or more, or a smaller grid.data", config.train.batch, without, working, working,
+        )  # fmt: skip
     print(
         f"{session.spec.describe(session.model.shape)}; {session.data.tokens.tokens:,} tokens of data; "
         f"{config.precision.compute} on {session.device}; {session.transport}",

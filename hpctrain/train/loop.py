@@ -92,9 +92,9 @@ def train_step(session: Session) -> dict[str, Any] | None:
         if not overflow:  # of a scaled loss: the step is left out, and the scale lowered
             trainer.update(norm)
         if math.isfinite(loss):
-            session.sanity.good(loss)
+            session.sanity.good(loss, norm)
         results = {"loss": _finite(loss), "grad_norm": _finite(norm)}
-    elif leave_out(session, bad):
+    elif leave_out(session, bad, rate):
         results = {"loss": None, "grad_norm": None, "skipped": str(bad)}
     else:
         return None
@@ -124,13 +124,13 @@ def train_step(session: Session) -> dict[str, Any] | None:
     return record
 
 
-def leave_out(session: Session, bad: BadStep) -> bool:
+def leave_out(session: Session, bad: BadStep, rate: float) -> bool:
     """What the configuration says about a bad step: leave it out (True), go back to a checkpoint (False), or raise."""
     config, position = session.config.sanity, session.position
     policy = getattr(config, bad.kind)
     session.sanity.bad_steps += 1
     if policy == "stop":
-        raise bad
+        raise session.sanity.diverged(bad, position.step + 1, rate, session.config.train.clip)
     if session.sanity.bad_steps > config.limit:
         raise Stopped(f"{bad}; {session.sanity.bad_steps} bad steps are more than sanity.limit = {config.limit}")
     if policy == "skip":

@@ -43,11 +43,8 @@ class RunFolder:
     def __init__(self, config: Config, resume: str = ""):
         self.path = config.folder
         self.moved = None
-        if resume == "must" and not has_checkpoints(self.path):
-            raise ValueError(
-                f"--resume: there are no checkpoints in {self.path}; {known_runs(self.path.parent)}. Choose one by "
-                "run.name, or begin anew without --resume"
-            )
+        if resume == "must":
+            check_resumable(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lease = Lease(self.path)
         jobs = self._jobs()
@@ -98,12 +95,15 @@ class RunFolder:
         part.rename(self.path / name)
 
     def log(self, record: dict) -> None:
-        """Add a step. A full disk must not end the training: what could not be written is written with a later step.
+        """Add a step, with the job of the batch system that took it. A full disk must not end the training: what could
+        not be written is written with a later step.
 
         Raises:
             RuntimeError: when another job has taken the folder over.
         """
         self._lease.check()
+        if job := batch_job():
+            record["job"] = job
         self.history.append(record)
         try:
             if self._lacking:
@@ -144,6 +144,14 @@ def has_checkpoints(run: Path) -> bool:
     """Whether the run has any, good or bad."""
     root = run / "checkpoints"
     return bool(checkpoints.steps(root) or checkpoints.bad(root))
+
+
+def check_resumable(run: Path) -> None:
+    if not has_checkpoints(run):
+        raise ValueError(
+            f"--resume: there are no checkpoints in {run}; {known_runs(run.parent)}. Choose one by run.name, or begin "
+            "anew without --resume"
+        )
 
 
 def known_runs(out: Path) -> str:

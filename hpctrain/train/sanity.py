@@ -6,6 +6,7 @@ import math
 import statistics
 
 WINDOW = 32  # steps whose losses say what is usual
+REPORTED = 5  # steps whose gradient norms are told where training ends
 
 KINDS = {1: "spike", 2: "nonfinite"}  # the largest code of all ranks counts
 
@@ -31,12 +32,13 @@ class Sanity:
     Args:
         factor: a loss above this many times the median of the last WINDOW good steps is a spike; 0: none is.
 
-    Attributes: `losses`, of those steps; `bad_steps`, how many bad ones the job has had.
+    Attributes: `losses`, of those steps; `norms`, of the last REPORTED; `bad_steps`, how many bad ones the job has had.
     """
 
     def __init__(self, factor: float):
         self.factor = factor
         self.losses: list[float] = []
+        self.norms: list[float] = []
         self.bad_steps = 0
 
     def judge(self, loss: float, norm: float) -> int:
@@ -46,9 +48,10 @@ class Sanity:
         usual = len(self.losses) == WINDOW and self.factor
         return int(bool(usual) and loss > self.factor * statistics.median(self.losses))
 
-    def good(self, loss: float) -> None:
+    def good(self, loss: float, norm: float) -> None:
         """A step was taken."""
         self.losses = [*self.losses, loss][-WINDOW:]
+        self.norms = [*self.norms, norm][-REPORTED:]
 
     def bad(self, code: int, loss: float, norm: float) -> BadStep:
         """What the code says, in words that are the same on all ranks but for the numbers."""
@@ -57,3 +60,13 @@ class Sanity:
         else:
             text = f"loss {loss:.4g} is over {self.factor} times the median of the last {WINDOW} steps"
         return BadStep(KINDS[code], loss, norm, text)
+
+    def diverged(self, bad: BadStep, step: int, rate: float, clip: float) -> BadStep:
+        """The same where it ends the training, with what led to it and what would do."""
+        before = ", ".join(f"{norm:.3g}" for norm in self.norms) or "none"
+        clipping = f"below {clip:g}" if clip else "such as 1"
+        return BadStep(
+            bad.kind, bad.loss, bad.norm,
+            f"step {step}: {bad}; learning rate {rate:.3g}, gradient norms of the steps before: {before}. Use a "
+            f"smaller train.lr, a longer train.warmup, a train.clip {clipping}, or sanity.{bad.kind}=skip or =rollback",
+        )  # fmt: skip

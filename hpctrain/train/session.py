@@ -108,7 +108,7 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
     key = RngKey(config.run.seed)
 
     data = open_data(config, world, key)
-    schedule = _schedule(config)
+    schedule = check_pipeline(config)
     spec, model, precision = _model(config, grid, device, schedule, key)
     trainer = _trainer(config, grid, model, schedule, precision)
 
@@ -157,17 +157,6 @@ def about(session: Session) -> dict[str, Any]:
         "sanity": {"losses": session.sanity.losses},
         "unevaluated": session.position.unevaluated,
     }
-
-
-def _schedule(config: Config) -> Schedule:
-    schedule, sanity = check_pipeline(config), config.sanity
-    skips = sanity.nonfinite == "skip" or (sanity.spike_factor and sanity.spike == "skip")
-    if schedule.delayed and skips:
-        raise ValueError(
-            f'{schedule.name} updates weights before a step is over, which cannot be skipped; use "stop" or '
-            '"rollback" for sanity.nonfinite and sanity.spike'
-        )
-    return schedule
 
 
 def _model(

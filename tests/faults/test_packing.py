@@ -253,8 +253,8 @@ LIES = {
     "more documents than tokens": (_with(documents=25), "25 documents, 24 tokens"),
     "another vocabulary": (_with(vocabulary=300), "its tokenizer has 257 and 256; pack again"),
     "a strange packing": (_with(packing=np.bytes_("../../x")), "shard 0 of packing '../../x' is called"),
-    "a version to come": (_with(version=3), "has format version 3, not 2; pack again"),
-    "the version before": (_with(version=1, format="hpctrain tokens"), "has format version 1, not 2; pack again"),
+    "a version to come": (_with(version=99), "has format version 99, not 3; pack again"),
+    "the version before": (_with(version=1, format="hpctrain tokens"), "has format version 1, not 3; pack again"),
     "a format of numbers": (_with(format=3), "attribute format is of type int64, not str"),
     "a text of variable length": (_with(packing="01234567"), "attribute packing is of type object, not str"),
 }

@@ -56,6 +56,16 @@ def test_a_vocabulary_too_small(train):
     fails(train(2, "grid.data=2", "model.vocabulary=100"), "use model.vocabulary=257 or more", status=2)
 
 
+def test_data_that_are_not_those_of_the_text(train, tmp_path):
+    """Two ranks and two sources that were given by the same hand: neither is left out in silence."""
+    from hpctrain.data import pack
+
+    (tmp_path / "other.txt").write_text("something else\n" * 100)
+    pack([str(tmp_path / "other.txt")], tmp_path / "data.h5")
+    said = f"data.path = {tmp_path}/data.h5 was not packed from data.text = {tmp_path}/text.txt as it is now"
+    fails(train(2, "grid.data=2", f"data.path={tmp_path}/data.h5"), said, "leave data.text out", status=2)
+
+
 def test_text_that_is_not_utf8(train, text):
     text.write_bytes("Größe\n".encode("latin-1"))
     fails(train(2, "grid.data=2"), f"{text} is not UTF-8 text: byte 2 cannot be decoded", status=2)
@@ -112,8 +122,9 @@ def test_a_folder_that_cannot_be_made(train, tmp_path):
 def test_a_loss_that_is_not_finite(train):
     fails(
         train(2, "grid.data=2", "train.lr=1e30", "train.warmup=0", "train.clip=0.0", "run.steps=50"),
-        "hpctrain: error: loss",
-        "are not both finite",
+        "hpctrain: error: step 2: loss",
+        "are not both finite; learning rate 1e+30, gradient norms of the steps before: ",
+        "Use a smaller train.lr, a longer train.warmup, a train.clip such as 1, or sanity.nonfinite=skip or =rollback",
         status=1,
     )
 

@@ -33,6 +33,13 @@ def succeeds(job, limit=90):
     return ended
 
 
+def test_replicas_without_sequences_are_told_of(train):
+    """Once; a batch that is large enough says nothing."""
+    ended = succeeds(train(2, "grid.data=2", "train.batch=1", "run.steps=1"))
+    assert ended.output.count("train.batch = 1 gives no sequence to 1 of the 2 replicas") == 1
+    assert "gives no sequence" not in succeeds(train(2, "grid.data=2", "train.batch=2", "run.steps=1")).output
+
+
 @pytest.mark.skipif(os.cpu_count() < 2, reason="takes two cores")
 @pytest.mark.parametrize(("ranks", "given"), [(1, None), (os.cpu_count(), None), (os.cpu_count(), "1")])
 def test_a_rank_may_use_as_many_cores_as_it_has_threads(start, python, ranks, given, monkeypatch):
