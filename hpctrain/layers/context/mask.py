@@ -46,9 +46,7 @@ class Mask:
         >>> Mask(causal=False, window=2).pairs(range(4), range(4)), Mask(causal=False).pairs(range(4), range(1, 3))
         (10, 8)
         """
-        least, greatest = self.offsets
-        seen = len(queries) * len(keys) if greatest is None else _at_most(queries, keys, greatest)
-        return seen if least is None else seen - _at_most(queries, keys, least - 1)
+        return band_pairs(queries, keys, *self.offsets)
 
     def work(self, part: range, ranges: list[range]) -> int:
         """Pairs whose query is in `part`, of a sequence of these document ranges."""
@@ -62,6 +60,12 @@ def overlap(first: range, second: range) -> range:
     (range(3, 5), 0)
     """
     return range(max(first.start, second.start), min(first.stop, second.stop))
+
+
+def band_pairs(queries: range, keys: range, least: int | None, greatest: int | None) -> int:
+    """How many (query, key) have least <= key - query <= greatest; None for no bound."""
+    seen = len(queries) * len(keys) if greatest is None else _at_most(queries, keys, greatest)
+    return seen if least is None else seen - _at_most(queries, keys, least - 1)
 
 
 def _at_most(queries, keys, offset):
