@@ -34,9 +34,9 @@ def check_data_parallel(config: Config) -> None:
     options, shape = config.data_parallel, config.grid_shape
     if options.method != "parameter_server":
         return
-    if options.servers >= shape["data"]:
+    if options.servers >= shape["replica"]:
         raise ValueError(
-            f"data_parallel.servers must leave a worker: at least 1 and below grid.data = {shape['data']}, got "
+            f"data_parallel.servers must leave a worker: at least 1 and below grid.data = {shape['replica']}, got "
             f"{options.servers}"
         )
     if options.staleness and math.prod(shape[axis] for axis in ("pipeline", "x", "y", "z")) > 1:
