@@ -18,6 +18,11 @@ LLAMA = LlamaShape(layers=8, width=32, heads=16, context=8, vocabulary=64, kv_he
 QWEN2, QWEN3 = dataclasses.replace(LLAMA, qkv_bias=True, tied=False), dataclasses.replace(LLAMA, qk_norm=True)
 
 
+def grids(ranks):
+    """All of them; of 8 ranks those that split three axes, as the others' shapes of grid occur on 4."""
+    return [grid for grid in all_grids(ranks) if ranks < 8 or [*grid[:2], *grid[2]].count(2) == 3]
+
+
 def costs(shape):
     return models.get("llama" if isinstance(shape, LlamaShape) else "gpt2").costs(shape)
 
@@ -26,7 +31,7 @@ def costs(shape):
 @pytest.mark.ranks(1, 2, 4, 8)
 @pytest.mark.parametrize("shape", [EVEN, dataclasses.replace(EVEN, tied=False), QWEN2, QWEN3])
 def test_ledger_equals_formula(world, shape):
-    for data, pipeline, tensor in all_grids(world.size):
+    for data, pipeline, tensor in grids(world.size):
         grid = Grid(data, pipeline, tensor)
         shape = dataclasses.replace(shape, layers=max(2, pipeline))
         received, sent = counted(grid, shape, batch=16, order=2)
@@ -42,7 +47,7 @@ def test_ledger_equals_formula(world, shape):
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.parametrize("overlap", [(), *((name,) for name in OVERLAPS), OVERLAPS])
 def test_ledger_equals_formula_with_overlaps(world, overlap):
-    for data, pipeline, tensor in all_grids(world.size):
+    for data, pipeline, tensor in grids(world.size):
         if tensor[2] > 1:
             grid = Grid(data, pipeline, tensor)
             shape = dataclasses.replace(EVEN, layers=max(2, pipeline))

@@ -134,6 +134,7 @@ class Sum(torch.nn.Module):
 BYTES = {"ddp": lambda n: 16, "zero1": lambda n: 4 + 12 / n, "zero2": lambda n: 2 + 14 / n, "zero3": lambda n: 16 / n}
 
 
+@pytest.mark.ranks(2, 4)  # of which all objects are looked at
 @pytest.mark.parametrize("method", BYTES)
 def test_memory_is_what_theory_says(world, method):
     """Bytes a parameter of all tensors that live between steps: bfloat16 weights and gradients, float32 masters and

@@ -119,7 +119,7 @@ def slurm() -> Finding:
     if not shutil.which("sbatch"):
         return Finding("Slurm", "note", "none: sbatch is not on the PATH", "run jobs by `bash jobs/train.sbatch`")
     try:
-        up = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=20)
+        up = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding("Slurm", "note", f"its controller does not answer: {error}", "ask the site")
     if " is UP" not in up.stdout:

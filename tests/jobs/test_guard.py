@@ -129,7 +129,7 @@ def test_ranks_that_are_deaf_to_the_second_ctrl_c(guarded):
 @pytest.mark.parametrize(("program", "status"), [("jobs/mpirun.sh", 138), ("jobs/supervise.sh", 85)])
 def test_before_the_ranks_can_hear(guarded, program, status, tmp_path):
     """They are killed by the signal, and have saved nothing: said, and by a batch job begun once more."""
-    job = guarded("echo up\nsleep 60\n", program, **TASK)
+    job = guarded("echo up\nexec sleep 60\n", program, **TASK)
     job.send_signal(signal.SIGUSR1)
     told = job.stdout.read()
     assert job.wait(10) == status
