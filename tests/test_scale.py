@@ -4,9 +4,11 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from hpctrain import plan
 from hpctrain.cli import main
 from hpctrain.config import load_config
 from hpctrain.grid import grid_shape
@@ -59,7 +61,9 @@ def test_auto_weighs_bytes_against_the_bubble(config):
     """Where messages are slow, stages, which exchange the least; where they are fast, none, as stages are idle."""
     base = [*BASE, "train.batch=2", "model.context=8", "model.tied=false"]
     for bandwidth, stages in ((1e-4, 2), (1e4, 1)):
-        machine = {"gemm": {"gflops_per_rank": 50}, "mpi": {"bandwidth_gib_per_second": bandwidth}}
+        machine = plan.Machine.load("cpu-cluster")
+        machine = replace(machine, device=replace(machine.device, launch=0.0))
+        machine = replace(machine, link=(replace(machine.link[0], latency=0.0, bandwidth=bandwidth * 2**30),))
         point = points(config, base, [1, 2], "strong", "auto", machine)[1]
         assert point.config.grid_shape["pipeline"] == stages
 

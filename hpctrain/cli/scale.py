@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain import files
 from hpctrain.cli.arguments import add_config
 from hpctrain.slurm.allocation import check_allocation
 
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
     from hpctrain.scale.points import Point
 
 SUMMARY = "measure how a job scales, and report it with plots"
-LARGEST_MACHINE = 1 << 20  # bytes of a file
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -31,7 +28,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=10, metavar="N", help="timed training steps of a measurement (10)"
     )
     command.add_argument("--threads", type=int, metavar="N", help="of a rank, the same at every point (1)", default=1)
-    command.add_argument("--machine", metavar="machine.toml", help="figures for --vary auto")
+    command.add_argument("--machine", metavar="machine.toml", help="figures for --vary auto: a file or a name")
     command.add_argument("-o", "--output", metavar="DIR", help="of results and report (runs/NAME-weak or -strong)")
     command.add_argument("--submit", action="store_true", help="one Slurm job a point, one after the other")
     command.add_argument("--only", type=int, metavar="N", help="measure just this point of --ranks")
@@ -79,10 +76,9 @@ def _study(options: argparse.Namespace) -> tuple[list[Point], dict]:
         raise ValueError(f"--ranks must be numbers such as 1,2,4, got {options.ranks!r}") from None
     machine = None
     if options.machine:
-        try:
-            machine = tomllib.loads(files.read_bounded(options.machine, LARGEST_MACHINE).decode())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{options.machine} is not valid TOML: {error}") from error
+        from hpctrain.plan import Machine
+
+        machine = Machine.load(options.machine)
     points = points_of(options.config, options.overrides, ranks, options.mode, options.vary, machine)
     if options.only is not None and options.only not in ranks:
         raise ValueError(f"--only must be one of --ranks {options.ranks}, got {options.only}")

@@ -35,7 +35,7 @@ class Costs:
         reduce, update: once a stage.
         fused: a fused pair takes this part of its forward and backward, less than 1 where they hide communication.
         slices: part of a microbatch's time that each token slice takes; equal by default.
-        latency, bandwidth: of a message; bytes per unit of time.
+        latency, bandwidth: of a message; bytes per unit of time. A list of latencies has one of each edge.
         activation: bytes held from a forward to its gradients. Messages that arrived and wait are counted besides.
         kept: bytes still held between the input gradient and the weight gradient; by default, all.
         weights: bytes of one version of a stage's weights.
@@ -48,7 +48,7 @@ class Costs:
     update: PerStage = 0.0
     fused: float = 1.0
     slices: Sequence[float] | None = None
-    latency: float = 0.0
+    latency: PerStage = 0.0
     bandwidth: float = math.inf
     activation: PerStage = 1.0
     kept: PerStage | None = None
@@ -72,7 +72,8 @@ class Costs:
         """
         forward, inputs = _table("forward", self.forward, stages), _table("input_gradient", self.input_gradient, stages)
         weights = _table("weight_gradient", self.weight_gradient, stages)
-        if self.bandwidth <= 0 or self.latency < 0 or self.fused < 0:
+        latencies = [self.latency] if isinstance(self.latency, (int, float)) else list(self.latency)
+        if self.bandwidth <= 0 or min(latencies, default=0) < 0 or self.fused < 0:
             raise ValueError(
                 f"latency={self.latency} and fused={self.fused} must be at least 0, bandwidth={self.bandwidth} above 0"
             )
@@ -143,8 +144,28 @@ class Simulation:
 
 def simulate(schedule, costs: Costs, tasks: Tasks) -> Simulation:
     """Run the sorted tasks of a schedule. See `Schedule.simulate`."""
+    starts, ends, cause = run(schedule, costs, tasks)
+    path, task = [], max(reversed(tasks.order), key=ends.__getitem__, default=-1)
+    while task >= 0:
+        path += reversed(tasks.actions[task])
+        task = cause[task]
+    return Simulation(
+        max(ends, default=0.0),
+        busy(schedule, tasks, starts, ends),
+        _peaks(schedule, costs, tasks, starts, ends),
+        staleness(schedule),
+        path[::-1],
+        tasks,
+        starts,
+        ends,
+    )
+
+
+def run(schedule, costs: Costs, tasks: Tasks) -> tuple[list[float], list[float], list[int]]:
+    """When each task starts and ends, and the task that it waited for last, or -1."""
     times, parts = costs.tables(schedule.graph.stages, schedule.slices)
-    delay = [costs.latency + edge.bytes / costs.bandwidth for edge in schedule.graph.edges]
+    latency = _table("latency", costs.latency, len(schedule.graph.edges))
+    delay = [each + edge.bytes / costs.bandwidth for each, edge in zip(latency, schedule.graph.edges)]
     whole = schedule.slices == 1 and parts == [1.0]
     starts, ends, cause = [0.0] * len(tasks.actions), [0.0] * len(tasks.actions), [-1] * len(tasks.actions)
     for task in tasks.order:
@@ -164,26 +185,16 @@ def simulate(schedule, costs: Costs, tasks: Tasks) -> Simulation:
         else:
             time = costs.fused * sum(times[a.kind][a.stage] * parts[a.slice] for a in actions)
         starts[task], ends[task], cause[task] = start, start + time, why
+    return starts, ends, cause
 
-    busy: list[list[float]] = [[] for _ in range(schedule.ranks)]
+
+def busy(schedule, tasks: Tasks, starts: Sequence[float], ends: Sequence[float]) -> list[float]:
+    """Time that each rank works."""
+    times: list[list[float]] = [[] for _ in range(schedule.ranks)]
     for task, ranks in enumerate(tasks.ranks):
         for rank in ranks:
-            busy[rank].append(ends[task] - starts[task])
-    path, task = [], max(reversed(tasks.order), key=ends.__getitem__, default=-1)
-    makespan = max(ends, default=0.0)
-    while task >= 0:
-        path += reversed(tasks.actions[task])
-        task = cause[task]
-    return Simulation(
-        makespan,
-        [math.fsum(times) for times in busy],
-        _peaks(schedule, costs, tasks, starts, ends),
-        staleness(schedule),
-        path[::-1],
-        tasks,
-        starts,
-        ends,
-    )
+            times[rank].append(ends[task] - starts[task])
+    return [math.fsum(each) for each in times]
 
 
 def staleness(schedule) -> dict[tuple[int, int], int]:

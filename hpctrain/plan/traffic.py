@@ -8,7 +8,8 @@ from hpctrain.choices import DEFAULT_OVERLAP
 from hpctrain.grid import size_of
 from hpctrain.models import TransformerCosts
 from hpctrain.pipeline import Schedule, one_f_one_b
-from hpctrain.pipeline.actions import FORWARD, RECEIVE, WEIGHT_GRADIENT, flat
+from hpctrain.pipeline.actions import FORWARD, WEIGHT_GRADIENT, flat
+from hpctrain.plan.pipelines import messages
 from hpctrain.shard import split_sizes
 
 
@@ -117,8 +118,7 @@ def step_traffic(
     data = (sums + gathers) * part(d) * parameters
 
     # What other ranks hold too is received from each of them; activations and their gradients have one size.
-    received = sum(action.kind == RECEIVE for action in schedule.lower().programs[rank])
-    pipeline = received * rows / x * width / y
+    pipeline = messages(schedule, rank) * rows / x * width / y
     homes = {stage: {home for (_, s), home in schedule.placement.items() if s == stage} for stage in range(stages)}
     if schedule.replicas > 1:
         shared = parameters

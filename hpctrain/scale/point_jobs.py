@@ -27,7 +27,8 @@ def submit(options: argparse.Namespace, points: list[Point], folder: Path) -> No
     chosen = {"ranks": options.ranks, "vary": options.vary, "repeat": options.repeat, "steps": options.steps}
     chosen |= {"threads": options.threads, "output": folder}
     if options.machine:
-        chosen["machine"] = Path(options.machine).resolve()
+        machine = Path(options.machine)
+        chosen["machine"] = machine.resolve() if machine.is_file() else machine
     arguments = [str(Path(options.config).resolve()), *options.overrides, *(f"--{k}={v}" for k, v in chosen.items())]
     for point in points:
         sbatch = [f"--ntasks={point.ranks}", f"--output={folder}/%x-%j.out"]

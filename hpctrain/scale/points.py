@@ -8,7 +8,8 @@ from math import prod, sqrt
 
 from hpctrain.config import Config, load_config, to_toml
 from hpctrain.grid import all_grids, describe_shape, size_of
-from hpctrain.scale.work import predicted_seconds
+from hpctrain.plan import Machine, predict
+from hpctrain.scale.work import received
 
 VARIED = ("data", "pipeline", "tensor", "auto")
 MODES = ("weak", "strong")
@@ -32,7 +33,7 @@ class Point:
 
 
 def points(
-    path, overrides: Sequence[str], ranks: Sequence[int], mode: str, vary: str, machine: dict | None = None
+    path, overrides: Sequence[str], ranks: Sequence[int], mode: str, vary: str, machine: Machine | None = None
 ) -> list[Point]:
     """The points of a study on `ranks`.
 
@@ -44,7 +45,7 @@ def points(
     Args:
         vary: "data", "pipeline", "tensor" (the box that moves the fewest bytes), or "auto": the grid that should be the
             fastest, by the figures of `machine`.
-        machine: what `benchmarks/machine.py` measured.
+        machine: for its figures; see `hpctrain.plan`.
 
     Raises:
         ValueError: for ranks that are no multiples of the first, and for what no run could do.
@@ -63,8 +64,15 @@ def points(
     fastest = []
     for count in ranks:
         candidates = _candidates(base, path, fixed, count // ranks[0], mode, vary, count)
-        fastest.append(min(candidates, key=lambda point: predicted_seconds(point.config, machine)))
+        fastest.append(min(candidates, key=lambda point: _cost(point.config, machine)))
     return fastest
+
+
+def _cost(config: Config, machine: Machine | None) -> float:
+    """Seconds of a step on the machine; without one, the bytes that the busiest rank receives."""
+    if machine is not None:
+        return predict(config, machine).seconds
+    return max(sum(received(config, rank).values()) for rank in range(config.grid_shape["pipeline"]))
 
 
 def _check(ranks, mode, vary, machine):
@@ -74,7 +82,7 @@ def _check(ranks, mode, vary, machine):
         raise ValueError(f"--vary must be one of {', '.join(VARIED)}, got {vary!r}")
     if vary == "auto" and machine is None:
         raise ValueError(
-            "--vary auto chooses by measured figures; give --machine FILE, which benchmarks/machine.py writes"
+            "--vary auto chooses by measured figures; give --machine FILE, which `hpctrain machine` writes, or NAME"
         )
     if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 1:
         raise ValueError(f"--ranks must be rising positive numbers, such as 1,2,4, got {','.join(map(str, ranks))}")

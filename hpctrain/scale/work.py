@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from hpctrain import models
 from hpctrain.config import Config
 from hpctrain.config.checks import check_pipeline, token_slices
@@ -57,14 +55,3 @@ def bound(config: Config, rank: int) -> dict[str, float]:
     copies = len({copy for copy, _ in schedule.placement})  # of the model, on one pipeline: they share the microbatches
     itemsize = ITEMSIZE.get(config.precision.compute, 4)
     return {**received(config, rank), "tensor": itemsize * schedule.microbatches * elements / copies}
-
-
-def predicted_seconds(config: Config, machine: dict | None) -> float:
-    """Seconds of a step of the slowest stage by the machine's figures; without them the bytes that it receives."""
-    stages = config.grid_shape["pipeline"]
-    most = max(sum(received(config, rank).values()) for rank in range(stages))
-    if machine is None:
-        return most
-    computing = flops(config) / prod(config.grid_shape.values()) / (machine["gemm"]["gflops_per_rank"] * 1e9)
-    bubble = (stages - 1) / config.train.microbatches
-    return computing * (1 + bubble) + most / (machine["mpi"]["bandwidth_gib_per_second"] * 2**30)

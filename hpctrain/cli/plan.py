@@ -1,0 +1,59 @@
+"""`hpctrain plan`: what a configuration will cost on a machine, and the best way to lay it out on so many ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from hpctrain.cli.arguments import add_config
+
+if TYPE_CHECKING:
+    from hpctrain.plan import Prediction
+
+SUMMARY = "predict seconds, bytes and memory of a step on a machine"
+EPILOG = "Machines: `hpctrain plan --machines` lists them; `hpctrain machine -o here.toml` measures this one."
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    add_config(command, nargs="?")
+    command.add_argument("--machine", metavar="M", default="here.toml", help="a name, or a file (here.toml)")
+    command.add_argument("--machines", action="store_true", help="list the machines that are known by name")
+    command.add_argument("--predict", action="store_true", help="only predict the configuration as it stands")
+    command.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(options: argparse.Namespace) -> None:
+    from hpctrain import plan
+    from hpctrain.config import load_config
+
+    if options.machines:
+        for name in plan.names():
+            print(f"{name:18} {plan.Machine.load(name).description}")
+        return
+    if not options.config:
+        raise ValueError("a plan needs CONFIG.toml")
+    machine = plan.Machine.load(options.machine)
+    config = load_config(options.config, options.overrides)
+    if not options.predict:
+        raise ValueError("give --predict")
+    prediction = plan.predict(config, machine)
+    print(prediction.to_json() if options.json else text(prediction, machine.device.memory))
+
+
+def text(prediction: Prediction, memory: float) -> str:
+    """A prediction for people; `memory` is a device's, in bytes."""
+    settings = " ".join(f"{name}={json.dumps(value)}" for name, value in prediction.settings.items())
+    seconds = "  ".join(f"{name} {part:.4g}" for name, part in prediction.parts.items() if part)
+    moved = "  ".join(f"{axis} {nbytes / 2**20:,.3f}" for axis, nbytes in prediction.bytes.items())
+    fits = "fits" if prediction.fits else f"{(prediction.memory_bytes - memory) / 2**30:.2f} GiB too much"
+    return "\n".join(
+        [
+            f"{prediction.seconds:.4g} s a step ({prediction.low:.4g} to {prediction.high:.4g}), bound by "
+            f"{prediction.bound_by}",
+            f"  seconds  {seconds}",
+            f"  MiB received by the busiest rank  {moved}",
+            f"  memory   {prediction.memory_bytes / 2**30:.2f} of {memory / 2**30:.2f} GiB: {fits}",
+            f"  settings {settings}",
+        ]
+    )

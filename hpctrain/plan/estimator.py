@@ -1,0 +1,225 @@
+"""Seconds and bytes of a choice: what stages compute and move, run through the simulator of its schedule."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hpctrain.pipeline import Costs
+from hpctrain.plan import pipelines
+from hpctrain.plan.job import Choice, Job
+from hpctrain.plan.machine import Machine
+from hpctrain.plan.memory import state_bytes, updated_bytes
+from hpctrain.plan.network import Group, Network
+from hpctrain.plan.passes import Box, Pass
+from hpctrain.plan.pipelines import stage_layers
+
+PARTS = ("compute", "data", "tensor", "sequence", "expert", "bubble", "optimizer", "reading", "stragglers")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of a step; parts are those of the busiest rank of a pipeline, in seconds."""
+
+    seconds: float
+    memory: float
+    parts: dict[str, float] = field(compare=False)
+
+
+class Stage(NamedTuple):
+    """Seconds of a stage, of a microbatch and of a step's end."""
+
+    forward: Pass
+    input_gradient: Pass
+    weight_gradient: Pass
+    forward_data: float  # ZeRO-2 and -3 communicate with every microbatch
+    backward_data: float
+    sums: float  # the rest of the sums over the data axis that nothing hides
+    sums_tensor: float
+    update: float
+
+    @property
+    def microbatch(self) -> float:
+        passes = self.forward.seconds + self.input_gradient.seconds + self.weight_gradient.seconds
+        return passes + self.forward_data + self.backward_data
+
+    @property
+    def ending(self) -> float:
+        return self.sums + self.sums_tensor + self.update
+
+
+class Estimator:
+    """Everything about one job on one machine; what several choices share is computed once."""
+
+    def __init__(self, job: Job, machine: Machine):
+        self.job, self.machine = job, machine
+        self.network = Network(machine)
+        self._box = functools.cache(functools.partial(Box, job, machine, self.network))
+        self.parts = functools.cache(self._parts)
+        self.stages = functools.lru_cache(1 << 12)(self._stages)
+        self._weight_sum = functools.cache(self._find_weight_sum)
+        costs = job.costs
+        vectors = sum(e.n_out for e in costs.linears if e.bias) + costs.norms * costs.width * (2 - costs.rms_norm)
+        self.block_elements = costs.block_weights + vectors + costs.head_norm_elements
+
+    def _parts(self, algorithm: str, box: tuple[int, int, int], sequences: int, recompute: str):
+        made = self._box(algorithm, *box, sequences)
+        return made.block(recompute), made.embedding(), made.head()
+
+    def _find_weight_sum(self, algorithm, box) -> float:
+        """Seconds of the sums over z of a block's weights' gradients."""
+        made = self._box(algorithm, *box, 1)
+        return sum(made.weight_sum(e.n_in, e.n_out) for e in self.job.costs.linears)
+
+    # Stages
+
+    def elements(self, choice: Choice, layers: int, first: bool, last: bool) -> float:
+        """Parameters that a rank holds of a stage."""
+        costs = self.job.costs
+        tables = costs.positions * costs.width if first else 0
+        if first or last:
+            both = first and last and not costs.tied
+            tables += costs.vocabulary * costs.width * (2 if both else 1)
+        return (layers * self.block_elements + tables) / math.prod(choice.box)
+
+    def _stages(self, choice: Choice, stages: int) -> list[Stage]:
+        """Every stage of a pipeline; those that are alike are computed once."""
+        counts = stage_layers(self.job.costs.layers, stages, self.job.partition)
+        made = functools.cache(functools.partial(self._stage, choice))
+        return [made(count, s == 0, s == stages - 1) for s, count in enumerate(counts)]
+
+    def _stage(self, choice: Choice, layers: int, first: bool, last: bool) -> Stage:
+        job, device, learned = self.job, self.machine.device, self.machine.learned
+        block, embedding, head = self.parts(choice.algorithm, choice.box, job.sequences(choice), choice.recompute)
+        parts = [(block, layers)] + [(embedding, 1)] * first + [(head, 1)] * last
+        forward, inputs, weights = (
+            _total([getattr(part, name) * count for part, count in parts])
+            for name in ("forward", "input_gradient", "weight_gradient")
+        )
+        elements = self.elements(choice, layers, first, last)
+        group, net = Group(choice.data, choice.pipeline * math.prod(choice.box)), self.network
+        scatter = net.reduce_scatter(job.comm * elements, group) * learned.data
+        gather = net.all_gather(job.itemsize * elements, group) * learned.data
+        z_sums = layers * self._weight_sum(choice.algorithm, choice.box) * learned.tensor
+        method, updated, forward_data, backward_data = choice.method, elements, 0.0, 0.0
+        once = "weight_gradient" in job.overlap and method not in ("zero2", "zero3")
+        weights += Pass(0.0, 0.0 if once else z_sums)
+        if method == "zero1":
+            sums = scatter + gather
+        elif method == "zero2":
+            sums, backward_data = gather, scatter
+        elif method == "zero3":
+            sums, forward_data, backward_data = 0.0, gather, gather + scatter
+        else:
+            sums = net.all_reduce(job.comm * elements, group) * learned.data / max(1, job.average_every)
+        if method.startswith("zero"):
+            updated /= choice.data
+        hidden = self.machine.software.hidden_data
+        backward = inputs.seconds + weights.seconds
+        sums -= min(hidden * sums, backward)
+        backward_data -= min(hidden * backward_data, backward)
+        forward_data -= min(hidden * forward_data, forward.seconds)
+        if job.costs.tied and first != last:  # the table's gradient, of both ends of the pipeline
+            table = job.comm * job.costs.vocabulary * job.costs.width / math.prod(choice.box)
+            sums += 2 * net.message(table, math.prod(choice.box) * (choice.pipeline - 1)) * learned.data
+        update = updated * updated_bytes(job) / device.bandwidth * learned.optimizer
+        return Stage(forward, inputs, weights, forward_data, backward_data, sums, z_sums if once else 0.0, update)
+
+    # Pipelines
+
+    def edges(self, choice: Choice, stages: int, home) -> list[float]:
+        """Seconds of the message on each edge of a chain of stages."""
+        job, tensor = self.job, math.prod(choice.box)
+        rows = -(-job.sequences(choice) // choice.z) * job.costs.context / max(1, len(job.slices))
+        nbytes = job.itemsize * rows * job.costs.width / (choice.x * choice.y)
+        distances = [abs(home[s + 1] - home[s]) * tensor for s in range(stages - 1)]
+        known = {distance: self.network.message(nbytes, distance) for distance in set(distances) if distance}
+        return [known.get(distance, 0.0) for distance in distances]
+
+    def estimate(self, choice: Choice) -> Estimate:
+        """What a step takes with this choice."""
+        job, p, m = self.job, choice.pipeline, choice.microbatches
+        args = choice.schedule, p, m, choice.virtual_stages
+        few = pipelines.simulated(*args, len(job.slices))[0]
+        shape = pipelines.shape(choice.schedule, p, few, choice.virtual_stages, len(job.slices))
+        schedule = shape.schedule
+        stages = self.stages(choice, schedule.graph.stages)
+        home = {stage: rank for (replica, stage), rank in schedule.placement.items() if replica == 0}
+        replicas = schedule.replicas
+        if p == 1:
+            busy = m * sum(stage.microbatch for stage in stages)
+            seconds = busy + sum(stage.ending for stage in stages)
+        else:
+            costs = Costs(
+                forward=[s.forward.seconds + s.forward_data for s in stages],
+                input_gradient=[s.input_gradient.seconds + s.backward_data for s in stages],
+                weight_gradient=[s.weight_gradient.seconds for s in stages],
+                reduce=[s.sums + s.sums_tensor for s in stages],
+                update=[s.update for s in stages],
+                slices=[n / job.costs.context for n in job.slices] or None,
+                latency=self.edges(choice, len(stages), home),
+            )
+            seconds = pipelines.makespan(*args, costs, len(job.slices))
+        local: list[list[int]] = [[] for _ in range(p)]
+        for (_, stage), rank in schedule.placement.items():
+            local[rank].append(stage)
+        count = m / replicas
+        busiest = max(local, key=lambda own: sum(count * stages[s].microbatch + stages[s].ending for s in own))
+        return self._told(choice, [stages[s] for s in busiest], count, seconds, self.memory(choice, local))
+
+    def _told(self, choice, own, count, seconds, memory) -> Estimate:
+        parts = dict.fromkeys(PARTS, 0.0)
+        for stage in own:
+            passes = (stage.forward, stage.input_gradient, stage.weight_gradient)
+            parts["compute"] += count * sum(each.compute for each in passes)
+            parts["tensor"] += count * sum(each.tensor for each in passes) + stage.sums_tensor
+            parts["data"] += count * (stage.forward_data + stage.backward_data) + stage.sums
+            parts["optimizer"] += stage.update
+        parts["bubble"] = max(0.0, seconds - sum(parts.values()))
+        parts["reading"] = self.reading(choice)
+        ranks = choice.data * choice.pipeline * math.prod(choice.box)
+        late = self.machine.errors.noise * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
+        parts["stragglers"] = late * (seconds + parts["reading"])
+        return Estimate(seconds + parts["reading"] + parts["stragglers"], memory, parts)
+
+    def reading(self, choice: Choice) -> float:
+        """Seconds of a step's tokens, from memory: int64 ids and targets, copied once."""
+        tokens = self.job.sequences(choice) * choice.microbatches * self.job.costs.context
+        return 4 * 8 * tokens / self.machine.device.bandwidth
+
+    # Memory
+
+    def memory(self, choice: Choice, local: list[list[int]]) -> float:
+        """Bytes of the rank that needs the most; `local` has the stages of each."""
+        args = choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages
+        in_flight = pipelines.held(*args, len(self.job.slices))
+        last = max(max(own) for own in local)
+        counts = stage_layers(self.job.costs.layers, last + 1, self.job.partition)
+        found = [
+            sum(self.stage_bytes(choice, counts[s], s == 0, s == last, held.get(s, 0)) for s in own)
+            + self.working_bytes(choice, last in own)
+            for own, held in zip(local, in_flight)
+        ]
+        device = self.machine.device
+        return device.reserved + max(found) * (1 + device.slack) * self.machine.learned.memory
+
+    def stage_bytes(self, choice: Choice, layers: int, first: bool, last: bool, microbatches: float) -> float:
+        """States of a stage's parameters, and what its microbatches keep."""
+        block, embedding, head = self.parts(choice.algorithm, choice.box, self.job.sequences(choice), choice.recompute)
+        states = self.elements(choice, layers, first, last) * state_bytes(self.job, choice.method, choice.data)
+        kept = layers * block.kept + first * embedding.kept + last * head.kept
+        return states + microbatches * kept
+
+    def working_bytes(self, choice: Choice, last: bool) -> float:
+        """What a rank needs besides while it computes; with ZeRO-3 two blocks' weights are whole."""
+        block, _, head = self.parts(choice.algorithm, choice.box, self.job.sequences(choice), choice.recompute)
+        whole = 0.0
+        if choice.method == "zero3":
+            whole = 2 * self.job.itemsize * self.block_elements / math.prod(choice.box)
+        return whole + max(block.working, head.working if last else 0.0)
+
+
+def _total(passes: list[Pass]) -> Pass:
+    return functools.reduce(Pass.__add__, passes)

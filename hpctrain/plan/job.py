@@ -1,0 +1,142 @@
+"""What a configuration asks for: the part that a search leaves alone, and the part that it chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from hpctrain import models
+from hpctrain.config import Config
+from hpctrain.config.checks import token_slices
+from hpctrain.grid import grid_shape, size_of
+from hpctrain.models import TransformerCosts
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+MOMENTS = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "rmsprop": 2, "sgd": 1}
+
+
+class Choice(NamedTuple):
+    """One point of the search: how a job is laid out on ranks. All are settings of the configuration."""
+
+    data: int
+    pipeline: int
+    x: int
+    y: int
+    z: int
+    microbatches: int
+    schedule: str
+    virtual_stages: int
+    recompute: str
+    method: str
+    algorithm: str
+
+    @property
+    def box(self) -> tuple[int, int, int]:
+        return self.x, self.y, self.z
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """Sizes of the axes, as of `Grid.shape`."""
+        return grid_shape(self.data, self.pipeline, self.box)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """{"section.key": value}"""
+        return {
+            "grid.data": self.data,
+            "grid.pipeline": self.pipeline,
+            "grid.tensor": list(self.box),
+            "train.microbatches": self.microbatches,
+            "pipeline.schedule": self.schedule,
+            "pipeline.virtual_stages": self.virtual_stages,
+            "train.recompute": self.recompute,
+            "data_parallel.method": self.method,
+            "tensor.algorithm": self.algorithm,
+        }
+
+
+@dataclass(frozen=True)
+class Job:
+    """The part of a configuration that no choice changes.
+
+    Attributes:
+        costs: sizes of the layers.
+        heads, groups: attention heads, and those of keys: a group of heads stays on one rank.
+        itemsize: bytes of weights and activations; reduce, comm: of gradients, kept and sent; master: of the weights
+            that the optimizer updates; moments: numbers that it keeps of each besides.
+        overlap: as tensor.overlap.
+        partition: layers of each stage, or None for an even cut.
+        slices: token slices of a sequence.
+    """
+
+    costs: TransformerCosts
+    heads: int
+    groups: int
+    batch: int
+    itemsize: int
+    reduce: int
+    comm: int
+    master: int
+    moments: int
+    compute: str
+    matmul: str
+    overlap: tuple[str, ...]
+    partition: tuple[int, ...] | None
+    slices: tuple[int, ...]
+    average_every: int
+    servers: int
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a step; see `TransformerCosts.flops_per_token`."""
+        return self.batch * self.costs.context * self.costs.flops_per_token
+
+    def sequences(self, choice: Choice) -> int:
+        """Of a microbatch, on the rank that has the most."""
+        return -(-self.batch // ((choice.data - self.servers) * choice.microbatches))
+
+
+def read(config: Config) -> tuple[Job, Choice]:
+    """The job and the choice that a configuration states.
+
+    Raises:
+        ValueError: for a model whose costs no formula tells.
+    """
+    spec = models.get(config.model.kind)
+    precision, pipeline, train = config.precision, config.pipeline, config.train
+    itemsize = BYTES[precision.compute]
+    wide = max(itemsize, 4)
+    reduce = wide if precision.reduce == "fp32" else itemsize
+    job = Job(
+        costs=spec.costs(spec.shape(vars(config.model))),
+        heads=config.model.heads,
+        groups=config.model.kv_heads or config.model.heads,
+        batch=train.batch,
+        itemsize=itemsize,
+        reduce=reduce,
+        comm=2 if precision.comm_dtype == "bf16" else reduce,
+        master=wide if precision.master == "fp32" else itemsize,
+        moments=MOMENTS[train.optimizer],
+        compute=precision.compute,
+        matmul=precision.matmul,
+        overlap=tuple(config.tensor.overlap),
+        partition=None if isinstance(pipeline.partition, str) else tuple(pipeline.partition),
+        slices=tuple(token_slices(config)),
+        average_every=config.data_parallel.average_every if config.data_parallel.method == "local_sgd" else 1,
+        servers=config.data_parallel.idle,
+    )
+    sizes = (size_of(config.grid_shape, axis) for axis in ("data", "pipeline", "x", "y", "z"))
+    choice = Choice(
+        *sizes, train.microbatches, pipeline.schedule, pipeline.virtual_stages, train.recompute,
+        config.data_parallel.method, config.tensor.algorithm,
+    )  # fmt: skip
+    return job, choice
+
+
+def apply(config: Config, choice: Choice) -> Config:
+    """The configuration with this choice."""
+    changed = {}
+    for name, value in choice.settings.items():
+        section, _, key = name.partition(".")
+        changed[section] = replace(changed.get(section, getattr(config, section)), **{key: value})
+    return replace(config, **changed)

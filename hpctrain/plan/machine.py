@@ -1,0 +1,261 @@
+"""A machine: what its processors and links can do, from a TOML file whose lines give units and sources."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from hpctrain import files
+
+LARGEST = 1 << 20  # bytes of a file
+
+
+@dataclass(frozen=True)
+class Link:
+    """A level of the network. Each of its units (a device, a node, a group of nodes) has `bandwidth` to the other
+    units, up to those that make a unit of the next level.
+
+    Attributes:
+        unit: ranks of a unit, which share its bandwidth; 1 on the first level.
+        latency: s of a message.
+        bandwidth: B/s that a unit sends, and receives at the same time.
+    """
+
+    name: str
+    unit: int
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes with.
+
+    Attributes:
+        memory: B.
+        reserved: B that are gone before the model is made: driver, libraries, the interpreter.
+        slack: part of what is allocated that the allocator wastes.
+        bandwidth: B/s that element-wise operations read and write.
+        product: part of the peak that a product reaches whose operands cost nothing to read.
+        attention: part of a product's rate that the products inside attention reach.
+        launch: s that an operation takes besides.
+        power: W, or 0 where it is not known.
+    """
+
+    memory: float
+    bandwidth: float
+    product: float
+    attention: float
+    launch: float
+    reserved: float = 0.0
+    slack: float = 0.05
+    power: float = 0.0
+
+
+@dataclass(frozen=True)
+class Software:
+    """What the measured runs that a file was calibrated on did otherwise than a file of data sheets could say.
+
+    Attributes:
+        score_bytes: B that attention reads and writes a score in forward; 0 for flash attention.
+        attended: part of a head's length² scores that are computed; 0.5 where the causal half is left out.
+        whole_norms: values of train.recompute with which every tensor rank has whole norms and residual sums.
+        hidden_data, hidden_tensor: part of the communication on these axes that the computation beside it hides.
+        asynchronous: operations are queued ahead, so that launching them costs nothing unless nothing else does.
+    """
+
+    score_bytes: float = 0.0
+    attended: float = 1.0
+    whole_norms: tuple[str, ...] = ()
+    hidden_data: float = 0.0
+    hidden_tensor: float = 0.0
+    asynchronous: bool = True
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far predictions are off.
+
+    Attributes:
+        noise: standard deviation of a rank's step, as a part of it: the slowest of N is sqrt(2 ln N) of them late.
+        relative: half width of the interval of a prediction, as a part of it.
+    """
+
+    noise: float = 0.0
+    relative: float = 0.15
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one operation by size on this machine, to interpolate instead of the formula.
+
+    Attributes:
+        operation: "all_gather", "reduce_scatter", "all_reduce" or "message".
+        ranks: that took part.
+        bytes, seconds: of the whole tensor; rising.
+    """
+
+    operation: str
+    ranks: int
+    bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What runs have shown: measured over predicted seconds of each part, by `hpctrain plan --learn`."""
+
+    compute: float = 1.0
+    data: float = 1.0
+    tensor: float = 1.0
+    optimizer: float = 1.0
+    memory: float = 1.0
+    runs: int = 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine.
+
+    Attributes:
+        name, description: for messages.
+        node: ranks of a node.
+        peak: flop/s of a device by type: fp64, fp32, tf32, bf16, fp16.
+        link: levels of the network, the nearest first.
+
+    >>> Machine.load("dgx-h100").node
+    8
+    """
+
+    name: str
+    description: str
+    node: int
+    device: Device
+    peak: dict[str, float]
+    link: tuple[Link, ...]
+    software: Software = field(default_factory=Software)
+    errors: Errors = field(default_factory=Errors)
+    measured: tuple[Measured, ...] = ()
+    learned: Learned = field(default_factory=Learned)
+
+    @classmethod
+    def load(cls, name: str | Path) -> Machine:
+        """A machine that is shipped, by its name, or one from a file.
+
+        Raises:
+            ValueError: for an unknown name, and a file that lacks a figure, has one too many or a wrong one.
+            OSError: where the file cannot be read.
+        """
+        path = Path(name)
+        if str(name) in names():
+            path = resources.files("hpctrain.plan") / "machines" / f"{name}.toml"
+        elif path.suffix != ".toml" and not files.regular(path):
+            near = difflib.get_close_matches(str(name), names(), 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(
+                f"there is no machine {str(name)!r}; {hint}known are {', '.join(names())}, or give a file.toml, which "
+                "`hpctrain machine -o file.toml` writes for this machine"
+            )
+        try:
+            tables = tomllib.loads(files.read_bounded(path, LARGEST).decode())
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, ValueError) and "longer than" in str(error):
+                raise
+            raise ValueError(f"{path} is not valid TOML: {error}") from error
+        try:
+            machine = _read(cls, {"name": path.stem, **tables}, "")
+            _check(machine)
+        except ValueError as error:
+            raise ValueError(f"machine file {path}: {error}") from error
+        return machine
+
+    def peak_of(self, compute: str, matmul: str) -> float:
+        """flop/s of products in this precision, of the configuration's [precision].
+
+        Raises:
+            ValueError: where the file lacks it.
+        """
+        kind = "tf32" if compute == "fp32" and matmul != "highest" and "tf32" in self.peak else compute
+        if kind not in self.peak:
+            raise ValueError(
+                f"machine {self.name} has no peak.{kind} (flop/s), which precision.compute = {compute} needs; it has "
+                f"{', '.join(self.peak)}"
+            )
+        return self.peak[kind]
+
+
+def names() -> list[str]:
+    """The machines that are shipped."""
+    folder = resources.files("hpctrain.plan") / "machines"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def _read(kind: type, table: dict, where: str):
+    """A dataclass from a TOML table."""
+    if not isinstance(table, dict):
+        raise ValueError(f"[{where}] must be a table, got {table!r:.100}")
+    hints = typing.get_type_hints(kind)
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    prefix = f"{where}." if where else ""
+    if unknown := [key for key in table if key not in known]:
+        raise ValueError(f"unknown figure {prefix}{unknown[0]}; known are {', '.join(known)}")
+    required = [
+        name
+        for name, f in known.items()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing := [prefix + name for name in required if name not in table]:
+        raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; see {kind.__name__}")
+    return kind(**{key: _value(hints[key], value, prefix + key) for key, value in table.items()})
+
+
+def _value(hint, value, where):
+    if dataclasses.is_dataclass(hint):
+        return _read(hint, value, where)
+    if typing.get_origin(hint) is tuple:
+        item, *_ = typing.get_args(hint)
+        if not isinstance(value, list):
+            raise ValueError(f"{where} must be a list, got {value!r:.100}")
+        return tuple(_value(item, each, where) for each in value)
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"[{where}] must be a table, got {value!r:.100}")
+        return {key: _value(float, each, f"{where}.{key}") for key, each in value.items()}
+    right = isinstance(value, (int, float)) if hint is float else isinstance(value, hint)
+    if not right or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{where} must be {hint.__name__}, got {value!r:.100}")
+    if hint in (float, int) and not 0 <= value < float("inf"):
+        raise ValueError(f"{where} must be finite and at least 0, got {value}")
+    return float(value) if hint is float else value
+
+
+def _check(machine: Machine) -> None:
+    """Raise ValueError for figures by which nothing can be divided."""
+    positive = {
+        "node": machine.node,
+        "device.memory": machine.device.memory,
+        "device.bandwidth": machine.device.bandwidth,
+        "device.product": machine.device.product,
+        "device.attention": machine.device.attention,
+        **{f"peak.{kind}": rate for kind, rate in machine.peak.items()},
+        **{f"link.{link.name}.{key}": getattr(link, key) for link in machine.link for key in ("unit", "bandwidth")},
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, got {value}")
+    if not machine.peak or not machine.link:
+        raise ValueError(f"{'link' if machine.peak else 'peak'} is empty; see Machine")
+    units = [link.unit for link in machine.link]
+    if units[0] != 1 or units != sorted(set(units)):
+        raise ValueError(f"link.unit must be 1 on the first level and rise from there, got {units}")
+    for table in machine.measured:
+        rising = all(a < b for a, b in zip(table.bytes, table.bytes[1:]))
+        if len(table.bytes) != len(table.seconds) or len(table.bytes) < 2 or not rising or min(table.seconds) <= 0:
+            raise ValueError(
+                f"measured.{table.operation} on {table.ranks} ranks needs two or more rising bytes and as many seconds"
+            )

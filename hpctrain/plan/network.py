@@ -1,0 +1,106 @@
+"""Seconds of messages and collectives on the levels of a machine's network."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from typing import NamedTuple
+
+from hpctrain.plan.machine import Machine, Measured
+
+
+class Group(NamedTuple):
+    """Ranks that communicate: `size` of them, `stride` apart. Every rank of the machine is in such a group at once."""
+
+    size: int
+    stride: int = 1
+
+
+class Network:
+    """What communication costs where all groups of one kind communicate at the same time, as axes of a grid do.
+
+    A level's units share their bandwidth among the rings that pass through: a ring of which k of a unit's n ranks are
+    members has k/n of it. The slowest level that a ring passes sets its pace. Latency is that of each hop.
+
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005);
+    shared cards as in Singh et al., "A 4D hybrid algorithm to scale parallel training" (SC 2024), §4.
+    """
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self._tables = {(table.operation, table.ranks): table for table in machine.measured}
+        self._path = functools.cache(self._find_path)
+
+    def all_gather(self, nbytes: float, group: Group) -> float:
+        """Of which every rank has nbytes in the end."""
+        return self._collective("all_gather", nbytes, group)
+
+    def reduce_scatter(self, nbytes: float, group: Group) -> float:
+        """Of nbytes on every rank."""
+        return self._collective("reduce_scatter", nbytes, group)
+
+    def all_reduce(self, nbytes: float, group: Group) -> float:
+        """Of nbytes on every rank, by a ring or, where that has fewer hops, by two trees."""
+        if group.size == 1 or nbytes <= 0:
+            return 0.0
+        if table := self._tables.get(("all_reduce", group.size)):
+            return interpolate(table, nbytes)
+        _, per_byte, hop, _ = self._path(group)
+        tree = 2 * math.ceil(math.log2(group.size)) * hop + 2 * nbytes * per_byte
+        return min(2 * self._collective("all_gather", nbytes, group), tree)
+
+    def all_to_all(self, nbytes: float, group: Group) -> float:
+        """Of nbytes on every rank, each of which sends all but its own share."""
+        if group.size == 1 or nbytes <= 0:
+            return 0.0
+        if table := self._tables.get(("all_to_all", group.size)):
+            return interpolate(table, nbytes)
+        latency, _, hop, outward = self._path(group)
+        # log p rounds where the latency counts, p - 1 messages where the bytes do
+        return min(latency, hop * math.ceil(math.log2(group.size))) + nbytes * outward
+
+    def message(self, nbytes: float, distance: int) -> float:
+        """From a rank to the one `distance` further, while all others send as well."""
+        if table := self._tables.get(("message", 2)):
+            return interpolate(table, nbytes)
+        _, per_byte, hop, _ = self._path(Group(2, distance))
+        return hop + nbytes * per_byte
+
+    def _collective(self, operation, nbytes, group):
+        if group.size == 1 or nbytes <= 0:
+            return 0.0
+        if table := self._tables.get((operation, group.size)):
+            return interpolate(table, nbytes)
+        latency, per_byte, _, _ = self._path(group)
+        return latency + (group.size - 1) / group.size * nbytes * per_byte
+
+    def _find_path(self, group: Group) -> tuple[float, float, float, float]:
+        """Latency of a ring, seconds a byte of the slowest level in it, latency of its longest hop; and seconds a byte
+        where each rank sends to all others directly."""
+        links = self.machine.link
+        members = [min(group.size, max(1, link.unit // group.stride)) for link in links]
+        units = [-(-group.size // count) for count in members] + [1]
+        crossed = [n for n in range(len(links)) if units[n] > units[n + 1]]
+        latency = sum(links[n].latency * (units[n] - units[n + 1]) for n in crossed)
+        share = {n: links[n].unit / links[n].bandwidth for n in crossed}  # seconds a byte of each rank of a unit
+        outward = max((group.size - members[n]) / group.size * share[n] for n in crossed)
+        per_byte = max(share[n] / members[n] for n in crossed)
+        return latency, per_byte, max(links[n].latency for n in crossed), outward
+
+
+def interpolate(table: Measured, nbytes: float) -> float:
+    """Seconds, linear between logarithms; beyond the table at its last rate, below it its first value.
+
+    >>> table = Measured("message", 2, (10.0, 1000.0), (1.0, 4.0))
+    >>> [interpolate(table, n) for n in (1, 10, 100, 1000, 2000)]
+    [1.0, 1.0, 2.0, 4.0, 8.0]
+    """
+    sizes, seconds = table.bytes, table.seconds
+    if nbytes <= sizes[0]:
+        return seconds[0]
+    if nbytes >= sizes[-1]:
+        return seconds[-1] * nbytes / sizes[-1]
+    right = bisect.bisect_right(sizes, nbytes)
+    part = math.log(nbytes / sizes[right - 1]) / math.log(sizes[right] / sizes[right - 1])
+    return round(seconds[right - 1] * (seconds[right] / seconds[right - 1]) ** part, 15)

@@ -1,0 +1,201 @@
+"""Seconds of one microbatch's forward and backward in the parts of a model, on one rank of a tensor box."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from hpctrain.plan.job import Job
+from hpctrain.plan.machine import Machine
+from hpctrain.plan.network import Group, Network
+
+# How often element-wise operations read or write what a layer keeps: norms, sums and dropout in the residual layout
+# (5.5 for the 2 numbers kept of each), biases and activations in the inner one; backward a quarter more.
+RESIDUAL, INNER, BACKWARD = 2.75, 1.2, 1.25
+# Operations of a block or of an end besides products, forward; backward twice as many.
+OPERATIONS = 16
+PLANE = ("cannon", "summa", "two_half_d")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds: products and element-wise operations, and communication on the tensor axes that nothing hides."""
+
+    compute: float = 0.0
+    tensor: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.tensor
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(self.compute + other.compute, self.tensor + other.tensor)
+
+    def __mul__(self, count: float) -> Pass:
+        return Pass(self.compute * count, self.tensor * count)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block, or what the first or last stage has besides, with a microbatch.
+
+    Attributes:
+        forward, input_gradient, weight_gradient: a backward takes both gradients.
+        kept: bytes from forward to backward; working: bytes at most while it is computed, besides.
+    """
+
+    forward: Pass
+    input_gradient: Pass
+    weight_gradient: Pass
+    kept: float
+    working: float
+
+
+class Box:
+    """A tensor box of x × y × z ranks with `sequences` of a microbatch; sizes are those of its fullest rank."""
+
+    def __init__(self, job: Job, machine: Machine, network: Network, algorithm: str, x: int, y: int, z: int,
+                 sequences: int):  # fmt: skip
+        self.job, self.machine, self.network = job, machine, network
+        self.x, self.y, self.z, self.plane = x, y, z, algorithm in PLANE
+        self.groups = {"x": Group(x, y * z), "y": Group(y, z), "z": Group(z, 1), "xy": Group(x * y, z)}
+        self.rows = -(-sequences // z) * job.costs.context
+        self.sequences = -(-sequences // z)
+        self.rate = machine.peak_of(job.compute, job.matmul) * machine.device.product
+        self.heads = -(-job.groups // (x * y)) * (job.heads // job.groups)  # of this rank
+
+    # What operations take
+
+    def product(self, m: float, k: float, n: float) -> float:
+        """Operands and result pass through the memory besides, so that flat products are slow."""
+        bytes_moved = self.job.itemsize * (m * k + k * n + m * n)
+        return 2 * m * k * n / self.rate + bytes_moved / self.machine.device.bandwidth
+
+    def elements(self, nbytes: float) -> float:
+        return nbytes / self.machine.device.bandwidth
+
+    def finished(self, seconds: float, operations: int, tensor: float) -> Pass:
+        """With the launches of the operations, and the communication that the computation does not hide."""
+        launches = operations * self.machine.device.launch
+        asynchronous = self.machine.software.asynchronous
+        compute = max(seconds, launches) if asynchronous else seconds + launches
+        hidden = min(self.machine.software.hidden_tensor * tensor, compute)
+        learned = self.machine.learned
+        return Pass(compute * learned.compute, (tensor - hidden) * learned.tensor)
+
+    # What a linear layer takes
+
+    def linear(self, n_in: int, n_out: int, to_inner: bool) -> tuple[list[float], list[float]]:
+        """(compute, tensor) seconds, each of forward, input gradient and weight gradient."""
+        x, y = self.x, self.y
+        over_in, over_out = ("y", "x") if to_inner else ("x", "y")
+        sizes = {"x": x, "y": y}
+        k, n, m = -(-n_in // sizes[over_in]), -(-n_out // sizes[over_out]), self.rows
+        computes = [self.product(m, k, n), self.product(m, n, k), self.product(k, m, n)]
+        if x * y * self.z == 1:
+            return computes, [0.0, 0.0, 0.0]
+        size, net, groups = self.job.itemsize, self.network, self.groups
+        if self.plane:
+            return computes, [self._plane(m, n_in, n_out)] * 3
+        gather_in = net.all_gather(size * m * k, groups[over_out])
+        gather_out = net.all_gather(size * m * n, groups[over_in])
+        scatter_in = net.reduce_scatter(size * m * k, groups[over_out])
+        scatter_out = net.reduce_scatter(size * m * n, groups[over_in])
+        weight = net.all_gather(size * k * n, groups["z"])
+        # the weight's gradient over z is added by `weight_sum`
+        return computes, [gather_in + weight + scatter_out, gather_out + weight + scatter_in, gather_in]
+
+    def weight_sum(self, n_in: int, n_out: int) -> float:
+        """Of one gradient over z."""
+        return self.network.reduce_scatter(self.job.itemsize * n_in * n_out / (self.x * self.y), self.groups["z"])
+
+    def _plane(self, m, n_in, n_out):
+        """One of three products of the same volume: panels of input and output go round over x, of weights over y."""
+        size, z = self.job.itemsize, self.z
+        outputs = self.network.all_gather(size * m * n_out / self.x, self.groups["y"])
+        weights = self.network.all_gather(size * n_in * n_out / (self.y * z), self.groups["x"])
+        deep = self.network.all_gather(size * m * z * n_in / (self.x * self.y), self.groups["z"])
+        return outputs + weights + deep
+
+    # The parts of a model
+
+    @functools.cached_property
+    def attention(self) -> float:
+        """Seconds of the scores and their mixture, forward."""
+        costs, software = self.job.costs, self.machine.software
+        head_width = costs.attention_width / self.job.heads
+        scores = self.sequences * self.heads * costs.context**2
+        flops = 4 * scores * head_width * software.attended
+        return flops / (self.rate * self.machine.device.attention) + self.elements(scores * software.score_bytes)
+
+    def norm(self) -> float:
+        """Seconds of the sums over y of a norm, forward or backward."""
+        return self.network.all_gather(2 * 4 * self.rows / self.x * self.y, self.groups["y"])
+
+    def block(self, recompute: str) -> Part:
+        """One block of the model."""
+        costs, size = self.job.costs, self.job.itemsize
+        box = self.x * self.y
+        computes, tensors = [0.0] * 3, [0.0] * 3
+        for each in costs.linears:
+            for sums, values in zip((computes, tensors), self.linear(each.n_in, each.n_out, each.to_inner)):
+                for number, value in enumerate(values):
+                    sums[number] += value
+        residual = size * self.rows * costs.width * 2 * costs.norms / box
+        inner = size * self.rows * sum(e.n_out if e.to_inner else e.n_in for e in costs.linears) / box
+        whole = self.x if recompute in self.machine.software.whole_norms else 1
+        elementwise = self.elements(RESIDUAL * residual * whole + INNER * inner)
+        norms = costs.norms * self.norm()
+        forward = computes[0] + elementwise + self.attention, tensors[0] + norms
+        # flash attention computes the scores once more in backward
+        scores = self.attention * (2.0 if self.machine.software.score_bytes else 2.5)
+        inputs = computes[1] + BACKWARD * elementwise + scores, tensors[1] + norms
+        operations = OPERATIONS + len(costs.linears)
+        again = (0.0, 0.0, 0)
+        kept, working = residual + inner, 2.0 * size * self.rows * max(e.n_out for e in costs.linears) / box
+        if self.machine.software.score_bytes:
+            scores_kept = 2.5 * size * self.sequences * self.heads * costs.context**2
+            kept += 0.0 if recompute == "attention" else scores_kept
+            working += scores_kept if recompute == "attention" else 0.0
+        if recompute == "block":
+            again = (*forward, operations)
+            kept, working = size * self.rows * costs.width / box, working + kept
+        elif recompute == "attention":
+            again = (self.attention, 0.0, 3)
+        if self.z > 1:  # a weight is whole while it is used
+            working += 2 * size * max(e.n_in * e.n_out for e in costs.linears) / box
+        return Part(
+            self.finished(forward[0], operations, forward[1]),
+            self.finished(inputs[0] + again[0], 2 * operations + again[2], inputs[1] + again[1]),
+            self.finished(computes[2], len(costs.linears), tensors[2]),
+            kept, working,
+        )  # fmt: skip
+
+    def embedding(self) -> Part:
+        """What the first stage has besides its blocks."""
+        costs, size = self.job.costs, self.job.itemsize
+        rows = size * self.rows * costs.width
+        tables = size * (costs.vocabulary + costs.positions) * costs.width / (self.x * self.y)
+        moved = self.network.reduce_scatter(rows / self.y, self.groups["x"])
+        gathered = self.network.all_gather(tables, self.groups["z"])
+        seconds = self.elements(3 * rows / (self.x * self.y))
+        return Part(
+            self.finished(seconds, OPERATIONS // 2, moved + gathered),
+            self.finished(2 * seconds, OPERATIONS // 2, moved + gathered),
+            Pass(), rows / (self.x * self.y), 0.0,
+        )  # fmt: skip
+
+    def head(self) -> Part:
+        """What the last stage has besides its blocks: norm, projection onto the vocabulary and loss."""
+        costs, size = self.job.costs, self.job.itemsize
+        computes, tensors = self.linear(costs.width, costs.vocabulary, True)
+        logits = self.rows * -(-costs.vocabulary // (self.x * self.y))
+        wide = max(size, 4)
+        elementwise = self.elements(logits * (3 * wide + 2 * (size if size < 4 else 0)))
+        losses = self.network.all_gather(2 * wide * self.rows * self.x * self.y, self.groups["xy"])
+        return Part(
+            self.finished(computes[0] + elementwise, OPERATIONS, tensors[0] + losses + self.norm()),
+            self.finished(computes[1] + elementwise, OPERATIONS, tensors[1] + self.norm()),
+            self.finished(computes[2], 1, tensors[2]),
+            logits * wide + 2 * size * self.rows * costs.width / (self.x * self.y), logits * (wide + size),
+        )  # fmt: skip

@@ -1,0 +1,97 @@
+"""A pipeline's time by its simulator, for costs that a plan tries by the thousand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.pipeline import Costs, Schedule, schedule
+from hpctrain.pipeline.actions import BACKWARD, FORWARD, GRADIENT, WEIGHT_GRADIENT, flat
+from hpctrain.pipeline.simulate import run
+from hpctrain.pipeline.tasks import Tasks
+from hpctrain.shard import split_sizes
+
+LARGEST = 1 << 12  # stages × microbatches that are simulated one by one
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A schedule, without costs.
+
+    Attributes:
+        in_flight[rank]: {stage: microbatches that it holds at most}, as the order alone decides.
+    """
+
+    schedule: Schedule
+    tasks: Tasks
+    in_flight: list[dict[int, float]]
+
+
+@functools.lru_cache(maxsize=64)
+def shape(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> Shape:
+    """Of a schedule by name; errors as `pipeline.schedule`."""
+    made = schedule(name, ranks, microbatches, virtual_stages or None, slices or None)
+    in_flight = []
+    for order in made.order:
+        held: dict[int, float] = {}
+        most: dict[int, float] = {}
+        for action in flat(order):
+            stage = action.stage
+            if action.kind == FORWARD:
+                held[stage] = held.get(stage, 0) + 1 / made.slices
+                most[stage] = max(most.get(stage, 0), held[stage])
+            elif action.kind in (BACKWARD, WEIGHT_GRADIENT):
+                held[stage] -= 1 / made.slices
+        in_flight.append(most)
+    return Shape(made, Tasks(made), in_flight)
+
+
+def simulated(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> tuple[int, ...]:
+    """The numbers of microbatches that are simulated: two, from which the time of a long pipeline follows, as after the
+    first rounds of `ranks` microbatches all others take the same time; else the one."""
+    rounds = 1 if name in ("gpipe", "1f1b", "zb-h1") else max(3, virtual_stages + 1)
+    if ranks * max(1, virtual_stages) * microbatches <= LARGEST or microbatches < (rounds + 2) * ranks or slices:
+        return (microbatches,)
+    first = rounds * ranks + microbatches % ranks
+    return first, first + ranks
+
+
+def makespan(name: str, ranks: int, microbatches: int, virtual_stages: int, costs: Costs, slices: int = 0) -> float:
+    """Of a step."""
+    counts = simulated(name, ranks, microbatches, virtual_stages, slices)
+    times = []
+    for count in counts:
+        made = shape(name, ranks, count, virtual_stages, slices)
+        _, ends, _ = run(made.schedule, costs, made.tasks)
+        times.append(max(ends))
+    if len(times) == 1:
+        return times[0]
+    return times[0] + (times[1] - times[0]) * (microbatches - counts[0]) / (counts[1] - counts[0])
+
+
+def held(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> list[dict[int, float]]:
+    """`Shape.in_flight` of any number of microbatches; GPipe alone holds more than the first rounds have."""
+    if name == "gpipe":
+        return [{rank: microbatches} for rank in range(ranks)]
+    few = simulated(name, ranks, microbatches, virtual_stages, slices)[0]
+    return shape(name, ranks, few, virtual_stages, slices).in_flight
+
+
+def stage_layers(layers: int, stages: int, partition: Sequence[int] | None) -> Sequence[int]:
+    """Blocks of each stage."""
+    return split_sizes(layers, stages) if partition is None else partition
+
+
+def messages(made: Schedule, rank: int) -> int:
+    """Messages that a rank receives in a step: what its work needs of other ranks."""
+    count = 0
+    for action in flat(made.order[rank]):
+        if action.kind == FORWARD:
+            neighbours = made.graph.into[action.stage]
+        elif action.kind in GRADIENT:
+            neighbours = made.graph.out[action.stage]
+        else:
+            continue
+        count += sum(made.placement[action.replica, stage] != rank for _, stage in neighbours)
+    return count

@@ -1,0 +1,94 @@
+"""What a training step will cost, before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from math import prod
+
+from hpctrain.config import Config
+from hpctrain.plan import job as jobs
+from hpctrain.plan import pipelines
+from hpctrain.plan.estimator import Estimate, Estimator
+from hpctrain.plan.job import Choice, Job
+from hpctrain.plan.machine import Machine
+from hpctrain.plan.traffic import step_traffic
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one training step.
+
+    Attributes:
+        seconds, low, high: and the interval that the machine's errors give.
+        memory_bytes: of the rank that needs the most; fits: whether a device has them.
+        bytes: that the pipeline rank receives which receives the most, {axis: bytes}, as the ledger counts them.
+        parts: seconds of the busiest rank: compute, data, tensor, sequence, expert (communication that nothing hides),
+            bubble, optimizer, reading, stragglers; their sum is `seconds`.
+        bound_by: the largest part.
+        settings: {"section.key": value} that make the configuration this one.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    memory_bytes: float
+    fits: bool
+    bytes: dict[str, float]
+    parts: dict[str, float]
+    bound_by: str
+    settings: dict[str, object]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def predict(config: Config, machine: Machine | str) -> Prediction:
+    """Predict a step of the configuration on its grid's ranks of the machine. Starts neither MPI nor torch.
+
+    Raises:
+        ValueError: for an unknown machine, figures that it lacks, and models whose costs no formula tells.
+    """
+    machine = Machine.load(machine) if isinstance(machine, str) else machine
+    job, choice = jobs.read(config)
+    return predicted(Estimator(job, machine), choice)
+
+
+def predicted(estimator: Estimator, choice: Choice, estimate: Estimate | None = None) -> Prediction:
+    """The whole prediction of a choice."""
+    estimate = estimate or estimator.estimate(choice)
+    job, machine = estimator.job, estimator.machine
+    off = machine.errors.relative
+    ranked = {name: part for name, part in estimate.parts.items() if name != "stragglers"}
+    return Prediction(
+        seconds=estimate.seconds,
+        low=estimate.seconds * (1 - off),
+        high=estimate.seconds * (1 + off),
+        memory_bytes=estimate.memory,
+        fits=estimate.memory <= machine.device.memory,
+        bytes=received(job, choice),
+        parts=estimate.parts,
+        bound_by=max(ranked, key=ranked.get),
+        settings=choice.settings,
+    )
+
+
+def received(job: Job, choice: Choice) -> dict[str, float]:
+    """Bytes of the pipeline rank that receives the most, {axis: bytes}; see `step_traffic`."""
+    made = pipelines.shape(
+        choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages, len(job.slices)
+    )
+    ranks = {0, min(1, choice.pipeline - 1), choice.pipeline - 1}  # the others are as one of these
+    found = [
+        step_traffic(
+            job.costs, choice.grid, job.batch, made.schedule, job.itemsize, rank, choice.algorithm, job.overlap,
+            job.partition, choice.method,
+        )
+        for rank in sorted(ranks)
+    ]  # fmt: skip
+    return max(found, key=lambda axes: sum(axes.values()))
+
+
+def ranks(choice: Choice) -> int:
+    return choice.data * choice.pipeline * prod(choice.box)
