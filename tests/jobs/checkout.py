@@ -11,24 +11,27 @@ from running import ROOT
 COMMAND = """#!/bin/sh
 '''exec' "{python}" "$0" "$@"
 ' '''
-import sys
+import os, sys
+if "HPCTRAIN_WARM" in os.environ and {warm}:
+    os.execv(sys.executable, [sys.executable, "-IS", "{root}/tests/warm.py", "hpctrain", *sys.argv[1:]])
 from hpctrain.cli import main
 sys.exit(main())
 """  # as pip writes it where the path has spaces
 
 
-def copy(folder):
-    """The files that git knows of, below the folder, and an environment for them."""
+def copy(folder, warm=False):
+    """The files that git knows of, below the folder, and an environment for them; with `warm` its `hpctrain` is forked
+    from the server of jobs/test.sbatch, where there is one: the code is then this checkout's, which is the same."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.splitlines():
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    make_environment(folder)
+    make_environment(folder, warm)
     return folder
 
 
-def make_environment(folder):
+def make_environment(folder, warm=False):
     """A .venv in which hpctrain is the folder's, and all else this environment's; env.sh takes it for its own work."""
     venv = folder / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
@@ -40,7 +43,7 @@ def make_environment(folder):
             (venv / "bin" / path.name).symlink_to(path)
     command = venv / "bin/hpctrain"
     command.unlink()
-    command.write_text(COMMAND.format(python=venv / "bin/python"))
+    command.write_text(COMMAND.format(python=venv / "bin/python", root=ROOT, warm=warm))
     command.chmod(0o755)
     for stamp in ours.parent.glob(".hpctrain-*"):
         shutil.copy(stamp, venv)

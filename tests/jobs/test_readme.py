@@ -24,7 +24,7 @@ def section(name, title):
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of the checkout."""
-    return copy(tmp_path / "copy")
+    return copy(tmp_path / "copy", warm=True)
 
 
 def test_the_two_commands_are_those_of_ci():
