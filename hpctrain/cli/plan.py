@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.cli.arguments import add_config
@@ -11,7 +13,7 @@ from hpctrain.cli.arguments import add_config
 if TYPE_CHECKING:
     from hpctrain.plan import Prediction
 
-SUMMARY = "predict seconds, bytes and memory of a step on a machine"
+SUMMARY = "predict seconds, bytes and memory of a step on a machine, and find the best layout on so many ranks"
 EPILOG = "Machines: `hpctrain plan --machines` lists them; `hpctrain machine -o here.toml` measures this one."
 
 
@@ -20,12 +22,15 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--machine", metavar="M", default="here.toml", help="a name, or a file (here.toml)")
     command.add_argument("--machines", action="store_true", help="list the machines that are known by name")
     command.add_argument("--predict", action="store_true", help="only predict the configuration as it stands")
+    command.add_argument("--ranks", type=int, metavar="N", help="search the best layout (those of the grid)")
+    command.add_argument("--top", type=int, default=5, metavar="K", help="how many of the best to print (5)")
+    command.add_argument("-o", "--output", metavar="OUT.toml", help="of the best one's configuration (plan.toml)")
     command.add_argument("--json", action="store_true", help="as JSON")
 
 
 def run(options: argparse.Namespace) -> None:
     from hpctrain import plan
-    from hpctrain.config import load_config
+    from hpctrain.config import load_config, to_toml
 
     if options.machines:
         for name in plan.names():
@@ -35,10 +40,19 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("a plan needs CONFIG.toml")
     machine = plan.Machine.load(options.machine)
     config = load_config(options.config, options.overrides)
-    if not options.predict:
-        raise ValueError("give --predict")
-    prediction = plan.predict(config, machine)
-    print(prediction.to_json() if options.json else text(prediction, machine.device.memory))
+    if options.predict:
+        prediction = plan.predict(config, machine)
+        print(prediction.to_json() if options.json else text(prediction, machine.device.memory))
+        return
+    found = plan.search(config, config.ranks if options.ranks is None else options.ranks, machine, options.top)
+    out = Path(options.output or "plan.toml")
+    out.write_text(to_toml(plan.planned(config, found[0])), encoding="utf-8")
+    if options.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found]))
+        return
+    for number, (prediction, why) in enumerate(zip(found, ["the best", *plan.changes(found)]), 1):
+        print(f"{number}. {why}\n{text(prediction, machine.device.memory)}\n")
+    print(f"{out}: the configuration of the best one, for `hpctrain train`")
 
 
 def text(prediction: Prediction, memory: float) -> str:

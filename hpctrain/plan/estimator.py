@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from hpctrain.plan.machine import Machine
 from hpctrain.plan.memory import state_bytes, updated_bytes
 from hpctrain.plan.network import Group, Network
 from hpctrain.plan.passes import Box, Pass
-from hpctrain.plan.pipelines import stage_layers
+from hpctrain.shard import split_sizes
 
 PARTS = ("compute", "data", "tensor", "sequence", "expert", "bubble", "optimizer", "reading", "stragglers")
 
@@ -41,9 +42,14 @@ class Stage(NamedTuple):
     update: float
 
     @property
+    def passes(self) -> tuple[float, float, float]:
+        """Of the forward, the input gradient and the weight gradient."""
+        forward = self.forward.seconds + self.forward_data
+        return forward, self.input_gradient.seconds + self.backward_data, self.weight_gradient.seconds
+
+    @property
     def microbatch(self) -> float:
-        passes = self.forward.seconds + self.input_gradient.seconds + self.weight_gradient.seconds
-        return passes + self.forward_data + self.backward_data
+        return sum(self.passes)
 
     @property
     def ending(self) -> float:
@@ -84,11 +90,26 @@ class Estimator:
             tables += costs.vocabulary * costs.width * (2 if both else 1)
         return (layers * self.block_elements + tables) / math.prod(choice.box)
 
-    def _stages(self, choice: Choice, stages: int) -> list[Stage]:
+    def placement(self, choice: Choice) -> tuple[list[list[int]], int]:
+        """The stages of each rank of a pipeline, and its copies of the model."""
+        schedule = choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages
+        return pipelines.placement(*schedule, len(self.job.slices))
+
+    def layers(self, choice: Choice) -> Sequence[int]:
+        """Blocks of each stage."""
+        stages = 1 + max(max(own) for own in self.placement(choice)[0])
+        return split_sizes(self.job.costs.layers, stages) if self.job.partition is None else self.job.partition
+
+    def whole_microbatch(self, choice: Choice) -> float:
+        """Seconds of a microbatch in the whole model, but for communication on the data axis."""
+        block, embedding, head = self.parts(choice.algorithm, choice.box, self.job.sequences(choice), choice.recompute)
+        return block.seconds * self.job.costs.layers + embedding.seconds + head.seconds
+
+    def _stages(self, choice: Choice) -> list[Stage]:
         """Every stage of a pipeline; those that are alike are computed once."""
-        counts = stage_layers(self.job.costs.layers, stages, self.job.partition)
+        counts = self.layers(choice)
         made = functools.cache(functools.partial(self._stage, choice))
-        return [made(count, s == 0, s == stages - 1) for s, count in enumerate(counts)]
+        return [made(count, s == 0, s == len(counts) - 1) for s, count in enumerate(counts)]
 
     def _stage(self, choice: Choice, layers: int, first: bool, last: bool) -> Stage:
         job, device, learned = self.job, self.machine.device, self.machine.learned
@@ -129,47 +150,38 @@ class Estimator:
 
     # Pipelines
 
-    def edges(self, choice: Choice, stages: int, home) -> list[float]:
-        """Seconds of the message on each edge of a chain of stages."""
+    def edges(self, choice: Choice) -> list[float]:
+        """Seconds of the message on each edge of the chain of stages."""
         job, tensor = self.job, math.prod(choice.box)
+        local, _ = self.placement(choice)
+        home = {stage: rank for rank, own in reversed(list(enumerate(local))) for stage in own}
         rows = -(-job.sequences(choice) // choice.z) * job.costs.context / max(1, len(job.slices))
         nbytes = job.itemsize * rows * job.costs.width / (choice.x * choice.y)
-        distances = [abs(home[s + 1] - home[s]) * tensor for s in range(stages - 1)]
+        distances = [abs(home[s + 1] - home[s]) * tensor for s in range(len(home) - 1)]
         known = {distance: self.network.message(nbytes, distance) for distance in set(distances) if distance}
         return [known.get(distance, 0.0) for distance in distances]
 
     def estimate(self, choice: Choice) -> Estimate:
         """What a step takes with this choice."""
         job, p, m = self.job, choice.pipeline, choice.microbatches
-        args = choice.schedule, p, m, choice.virtual_stages
-        few = pipelines.simulated(*args, len(job.slices))[0]
-        shape = pipelines.shape(choice.schedule, p, few, choice.virtual_stages, len(job.slices))
-        schedule = shape.schedule
-        stages = self.stages(choice, schedule.graph.stages)
-        home = {stage: rank for (replica, stage), rank in schedule.placement.items() if replica == 0}
-        replicas = schedule.replicas
+        stages = self.stages(choice)
+        local, copies = self.placement(choice)
         if p == 1:
-            busy = m * sum(stage.microbatch for stage in stages)
-            seconds = busy + sum(stage.ending for stage in stages)
+            seconds = sum(m * stage.microbatch + stage.ending for stage in stages)
         else:
             costs = Costs(
-                forward=[s.forward.seconds + s.forward_data for s in stages],
-                input_gradient=[s.input_gradient.seconds + s.backward_data for s in stages],
-                weight_gradient=[s.weight_gradient.seconds for s in stages],
-                reduce=[s.sums + s.sums_tensor for s in stages],
-                update=[s.update for s in stages],
+                *(list(each) for each in zip(*(stage.passes for stage in stages))),
+                reduce=[stage.sums + stage.sums_tensor for stage in stages],
+                update=[stage.update for stage in stages],
                 slices=[n / job.costs.context for n in job.slices] or None,
-                latency=self.edges(choice, len(stages), home),
+                latency=self.edges(choice),
             )
-            seconds = pipelines.makespan(*args, costs, len(job.slices))
-        local: list[list[int]] = [[] for _ in range(p)]
-        for (_, stage), rank in schedule.placement.items():
-            local[rank].append(stage)
-        count = m / replicas
-        busiest = max(local, key=lambda own: sum(count * stages[s].microbatch + stages[s].ending for s in own))
-        return self._told(choice, [stages[s] for s in busiest], count, seconds, self.memory(choice, local))
+            seconds = pipelines.makespan(choice.schedule, p, m, choice.virtual_stages, costs, len(job.slices))
+        work = [sum(m / copies * stages[s].microbatch + stages[s].ending for s in own) for own in local]
+        busiest = local[max(range(p), key=work.__getitem__)]
+        return self._told(choice, [stages[s] for s in busiest], m / copies, seconds)
 
-    def _told(self, choice, own, count, seconds, memory) -> Estimate:
+    def _told(self, choice, own, count, seconds) -> Estimate:
         parts = dict.fromkeys(PARTS, 0.0)
         for stage in own:
             passes = (stage.forward, stage.input_gradient, stage.weight_gradient)
@@ -177,12 +189,13 @@ class Estimator:
             parts["tensor"] += count * sum(each.tensor for each in passes) + stage.sums_tensor
             parts["data"] += count * (stage.forward_data + stage.backward_data) + stage.sums
             parts["optimizer"] += stage.update
-        parts["bubble"] = max(0.0, seconds - sum(parts.values()))
+        idle = seconds - sum(parts.values())
+        parts["bubble"] = idle if idle > 1e-9 * seconds else 0.0  # else rounding
         parts["reading"] = self.reading(choice)
         ranks = choice.data * choice.pipeline * math.prod(choice.box)
         late = self.machine.errors.noise * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
         parts["stragglers"] = late * (seconds + parts["reading"])
-        return Estimate(seconds + parts["reading"] + parts["stragglers"], memory, parts)
+        return Estimate(seconds + parts["reading"] + parts["stragglers"], self.memory(choice), parts)
 
     def reading(self, choice: Choice) -> float:
         """Seconds of a step's tokens, from memory: int64 ids and targets, copied once."""
@@ -191,12 +204,13 @@ class Estimator:
 
     # Memory
 
-    def memory(self, choice: Choice, local: list[list[int]]) -> float:
-        """Bytes of the rank that needs the most; `local` has the stages of each."""
+    def memory(self, choice: Choice) -> float:
+        """Bytes of the rank that needs the most."""
         args = choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages
         in_flight = pipelines.held(*args, len(self.job.slices))
-        last = max(max(own) for own in local)
-        counts = stage_layers(self.job.costs.layers, last + 1, self.job.partition)
+        local, _ = self.placement(choice)
+        counts = self.layers(choice)
+        last = len(counts) - 1
         found = [
             sum(self.stage_bytes(choice, counts[s], s == 0, s == last, held.get(s, 0)) for s in own)
             + self.working_bytes(choice, last in own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain import models
@@ -131,12 +131,3 @@ def read(config: Config) -> tuple[Job, Choice]:
         config.data_parallel.method, config.tensor.algorithm,
     )  # fmt: skip
     return job, choice
-
-
-def apply(config: Config, choice: Choice) -> Config:
-    """The configuration with this choice."""
-    changed = {}
-    for name, value in choice.settings.items():
-        section, _, key = name.partition(".")
-        changed[section] = replace(changed.get(section, getattr(config, section)), **{key: value})
-    return replace(config, **changed)

@@ -50,6 +50,10 @@ class Part:
     kept: float
     working: float
 
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.input_gradient.seconds + self.weight_gradient.seconds
+
 
 class Box:
     """A tensor box of x × y × z ranks with `sequences` of a microbatch; sizes are those of its fullest rank."""

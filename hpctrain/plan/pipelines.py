@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.pipeline import Costs, Schedule, schedule
 from hpctrain.pipeline.actions import BACKWARD, FORWARD, GRADIENT, WEIGHT_GRADIENT, flat
 from hpctrain.pipeline.simulate import run
 from hpctrain.pipeline.tasks import Tasks
-from hpctrain.shard import split_sizes
 
 LARGEST = 1 << 12  # stages × microbatches that are simulated one by one
 
@@ -78,9 +76,19 @@ def held(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: 
     return shape(name, ranks, few, virtual_stages, slices).in_flight
 
 
-def stage_layers(layers: int, stages: int, partition: Sequence[int] | None) -> Sequence[int]:
-    """Blocks of each stage."""
-    return split_sizes(layers, stages) if partition is None else partition
+@functools.lru_cache(maxsize=1 << 12)
+def placement(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> tuple:
+    """The stages of each rank, and how many copies of the model a pipeline has."""
+    if name in ("gpipe", "1f1b", "zb-h1", "terapipe"):
+        return [[rank] for rank in range(ranks)], 1
+    if name == "interleaved":
+        return [list(range(rank, ranks * (virtual_stages or 2), ranks)) for rank in range(ranks)], 1
+    few = simulated(name, ranks, microbatches, virtual_stages, slices)[0]
+    made = shape(name, ranks, few, virtual_stages, slices).schedule
+    local: list[list[int]] = [[] for _ in range(ranks)]
+    for (_, stage), rank in made.placement.items():
+        local[rank].append(stage)
+    return local, made.replicas
 
 
 def messages(made: Schedule, rank: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from math import prod
 
 from hpctrain.config import Config
+from hpctrain.config.checks import check
 from hpctrain.plan import job as jobs
 from hpctrain.plan import pipelines
 from hpctrain.plan.estimator import Estimate, Estimator
@@ -90,5 +90,12 @@ def received(job: Job, choice: Choice) -> dict[str, float]:
     return max(found, key=lambda axes: sum(axes.values()))
 
 
-def ranks(choice: Choice) -> int:
-    return choice.data * choice.pipeline * prod(choice.box)
+def planned(config: Config, prediction: Prediction) -> Config:
+    """The configuration with the prediction's settings, checked."""
+    sections: dict[str, object] = {}
+    for name, value in prediction.settings.items():
+        section, _, key = name.partition(".")
+        sections[section] = dataclasses.replace(sections.get(section, getattr(config, section)), **{key: value})
+    made = dataclasses.replace(config, **sections)
+    check(made)
+    return made
