@@ -15,7 +15,7 @@ _HERE = str(Path(__file__).parent)
 # Dims of the tensors in which ranks may differ: those that `counts` says.
 _FREE = {
     "all_gather": 0, "gather": 0, "scatter": 0, "all_to_all": 0, "rows_to_columns": 0, "gather_columns": 1,
-    "columns_to_rows": 1,
+    "columns_to_rows": 1, "rows_to_slices": 2, "slices_to_rows": 1, "rotate": 0,
 }  # fmt: skip
 _POINT_TO_POINT = ("send", "recv")
 _BETWEEN_NEIGHBOURS = ("exchange", "adjoint", "all_to_all")  # counts and shapes are each rank's own
@@ -64,7 +64,7 @@ def _said(axis, name, arguments, options) -> str:
     if name in _BETWEEN_NEIGHBOURS:
         arguments, options = [a for a in arguments if isinstance(a, torch.Tensor)], {}
     words = []
-    for value in (*arguments, *options.values()):
+    for value in _flat((*arguments, *options.values())):
         if isinstance(value, torch.Tensor):
             shape = [str(size) for size in value.shape]
             free = _FREE.get(name)
@@ -76,6 +76,15 @@ def _said(axis, name, arguments, options) -> str:
         elif value is None or isinstance(value, (int, float, str, tuple, list)):
             words.append(str(list(value) if isinstance(value, tuple) else value))
     return ", ".join(words)
+
+
+def _flat(values):
+    """Lists of tensors as tensors."""
+    for value in values:
+        if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+            yield from value
+        else:
+            yield value
 
 
 def caller() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from hpctrain.comm.buffers import Work
@@ -11,6 +13,8 @@ from hpctrain.comm.collectives import (
     reduce_scatter,
     reduce_scatter_start,
 )
+from hpctrain.comm.rotation import GatherRotation, HopRotation
+from hpctrain.comm.slices import Slices, length, rows_of, sliced_shape, summed
 from hpctrain.comm.timing import timed_method
 from hpctrain.grid import Axis
 
@@ -69,6 +73,37 @@ class MessageWorkspace:
         local, width = counts[self.axis.rank], widths[self.axis.rank]
         sends, receives = [count * width for count in counts], [local * w for w in widths]
         return _unpacked(all_to_all(part.reshape(-1), self.axis, sends, receives), local, widths)
+
+    @timed_method
+    def rows_to_slices(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> list[torch.Tensor]:
+        rank, ranks = self.axis.rank, range(self.axis.size)
+        leaving = [[part[:, of[r]] for part, of in zip(parts, slices)] for r in ranks]
+        shapes = [[sliced_shape(p, length(of[rank]), counts[r]) for p, of in zip(parts, slices)] for r in ranks]
+        arrived = self._swap(leaving, shapes)
+        return [torch.cat([arrived[r][t] for r in ranks], 2) for t in range(len(parts))]
+
+    @timed_method
+    def slices_to_rows(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> list[torch.Tensor]:
+        rank, ranks = self.axis.rank, range(self.axis.size)
+        leaving = [[part[:, :, rows] for part in parts] for rows in rows_of(counts)]
+        shapes = [[sliced_shape(p, length(of[r]), counts[rank]) for p, of in zip(parts, slices)] for r in ranks]
+        arrived = self._swap(leaving, shapes)
+        return [summed([arrived[r][t] for r in ranks], slices[t]) for t in range(len(parts))]
+
+    def _swap(self, leaving, shapes):
+        """Tensors leaving[r] go to rank r, those of shapes[r] come from there."""
+        sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
+        flat = torch.cat([part.reshape(-1) for to_rank in leaving for part in to_rank])
+        sends = [sum(part.numel() for part in to_rank) for to_rank in leaving]
+        arrived = all_to_all(flat, self.axis, sends, list(map(sum, sizes)))
+        pieces = iter(arrived.split([size for of_rank in sizes for size in of_rank]))
+        return [[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes]
+
+    @timed_method
+    def rotate(
+        self, part: torch.Tensor, counts: tuple[int, ...], sum_dtype: torch.dtype | None = None, gather: bool = False
+    ) -> HopRotation | GatherRotation:
+        return (GatherRotation if gather else HopRotation)(part, self.axis, counts, sum_dtype)
 
 
 def _packed(matrix: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:

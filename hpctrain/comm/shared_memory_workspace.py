@@ -8,6 +8,8 @@ import mmap
 import torch
 
 from hpctrain.comm.buffers import REDUCED_HERE, Work
+from hpctrain.comm.rotation import SharedMemoryRotation, shared_nbytes
+from hpctrain.comm.slices import Slices, length, rows_of, sliced_shape, summed
 from hpctrain.comm.timing import timed_method
 from hpctrain.comm.windows import Window, add_up
 from hpctrain.grid import Axis
@@ -148,6 +150,53 @@ class SharedMemoryWorkspace:
         moved = (part.numel() - kept) * part.itemsize, (local * sum(widths) - kept) * part.itemsize
         axis.transport.traffic.add(axis.name, "all_to_all", *moved)
         return whole.narrow(0, sum(counts[: axis.rank]), local)
+
+    @timed_method
+    def rows_to_slices(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> list[torch.Tensor]:
+        axis, rows = self.axis, sum(counts)
+        shapes = [sliced_shape(part, part.shape[1], rows) for part in parts]
+        flat = self._whole(sum(map(math.prod, shapes)), parts[0].dtype)
+        whole = [t.view(shape) for t, shape in zip(flat.split(list(map(math.prod, shapes))), shapes)]
+        for place, part in zip(whole, parts):
+            place[:, :, rows_of(counts)[axis.rank]] = part
+        self._windows[self._turn].barrier()
+        sent, received = self._swapped_bytes(parts, counts, slices)
+        axis.transport.traffic.add(axis.name, "all_to_all", sent, received)
+        return [place[:, of[axis.rank]].clone() for place, of in zip(whole, slices)]
+
+    @timed_method
+    def slices_to_rows(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> list[torch.Tensor]:
+        axis, rows = self.axis, sum(counts)
+        shapes = [[sliced_shape(p, length(of[r]), rows) for p, of in zip(parts, slices)] for r in range(axis.size)]
+        sizes = [list(map(math.prod, of_rank)) for of_rank in shapes]
+        dtype = parts[0].dtype
+        memory = self._next(max(map(sum, sizes)) * dtype.itemsize).parts
+        flat = [m[: sum(n) * dtype.itemsize].view(dtype).split(n) for m, n in zip(memory, sizes)]
+        whole = [[t.view(shape) for t, shape in zip(*of_rank)] for of_rank in zip(flat, shapes)]
+        for place, part in zip(whole[axis.rank], parts):
+            place.copy_(part)
+        self._windows[self._turn].barrier()
+        local = rows_of(counts)[axis.rank]
+        received, sent = self._swapped_bytes(parts, counts, slices)
+        axis.transport.traffic.add(axis.name, "all_to_all", sent, received)
+        return [summed([of_rank[t][:, :, local] for of_rank in whole], slices[t]) for t in range(len(parts))]
+
+    def _swapped_bytes(self, parts, counts, slices):
+        """Bytes that leave this rank's rows for others' slices, and this rank's slices for others' rows."""
+        axis = self.axis
+        rows, local = sum(counts), counts[axis.rank]
+        row = [part.shape[0] * part.shape[3] * part.itemsize for part in parts]
+        mine, all_of = [length(of[axis.rank]) for of in slices], [sum(map(length, of)) for of in slices]
+        leaving_rows = sum(size * local * (n - m) for size, n, m in zip(row, all_of, mine))
+        leaving_slices = sum(size * (rows - local) * m for size, m in zip(row, mine))
+        return leaving_rows, leaving_slices
+
+    @timed_method
+    def rotate(
+        self, part: torch.Tensor, counts: tuple[int, ...], sum_dtype: torch.dtype | None = None, gather: bool = False
+    ) -> SharedMemoryRotation:
+        window = self._next(shared_nbytes(counts, part.dtype, sum_dtype))
+        return SharedMemoryRotation(window, part, self.axis, counts, sum_dtype)
 
     def _matrix(self, rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
         """The next window's memory, one matrix for all ranks."""

@@ -56,6 +56,10 @@ class Window:
         self._window.Unlock_all()
         self._window.Free()
 
+    def sync(self) -> None:
+        """What this rank wrote, others see once they are told; what they have told of, this one sees."""
+        self._window.Sync()
+
     def barrier(self) -> None:
         """What any rank wrote before, every rank sees after."""
         self._window.Sync()

@@ -7,7 +7,9 @@ import torch
 from hpctrain.comm.buffers import Work, done
 from hpctrain.comm.message_workspace import MessageWorkspace
 from hpctrain.comm.path import Path, path_of
+from hpctrain.comm.rotation import LocalRotation, Rotation
 from hpctrain.comm.shared_memory_workspace import SharedMemoryWorkspace
+from hpctrain.comm.slices import Slices
 from hpctrain.grid import Axis
 
 
@@ -59,6 +61,23 @@ class LocalWorkspace:
     def columns_to_rows(self, part: torch.Tensor, counts: tuple[int, ...], widths: tuple[int, ...]) -> torch.Tensor:
         """From widths[r] whole columns on each rank r to counts[r] whole rows. Adjoint and inverse of the above."""
         return part
+
+    def rows_to_slices(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> list[torch.Tensor]:
+        """From counts[r] rows of dim 2 of 4-dimensional tensors on each rank r to slices[t][r] of dim 1 of tensor t,
+        by one all-to-all. What is returned is memory of its own, except here. The slices of a tensor may overlap."""
+        return parts
+
+    def slices_to_rows(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> list[torch.Tensor]:
+        """From slices of dim 1 to rows of dim 2, each the sum over the ranks whose slices have it. Adjoint of the
+        above."""
+        return parts
+
+    def rotate(
+        self, part: torch.Tensor, counts: tuple[int, ...], sum_dtype: torch.dtype | None = None, gather: bool = False
+    ) -> Rotation:
+        """Let every rank's flat block, of counts[r] elements, visit every rank; with `sum_dtype`, sums come back. With
+        `gather` blocks that go by messages come all at once."""
+        return LocalRotation(part, self.axis)
 
     def add_up(self, buffer: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' buffers, in memory that all of them share. Not in the ledger, and not by messages."""
