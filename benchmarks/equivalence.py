@@ -3,6 +3,7 @@
     python benchmarks/equivalence.py                     all 56 grids of both models; about 25 minutes on 2 cores
     python benchmarks/equivalence.py --model llama --ranks 4       the 15 grids of four ranks, of one
     python benchmarks/equivalence.py --algorithms all --ranks 4    with each matrix product, where it works
+    python benchmarks/equivalence.py --sequence --ranks 2,4        sequences shared by ring and Ulysses ranks, 30 runs
     python benchmarks/equivalence.py train.clip=0.1      any setting of the configuration
 
 Runs the command line, `hpctrain train`, in float64 for ten steps of a model of which nothing divides: 9 layers, width
@@ -14,6 +15,7 @@ difference of its metrics.jsonl from the serial one; exits with 1 when any excee
 import argparse
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,7 +23,7 @@ import tempfile
 from pathlib import Path
 
 from hpctrain.choices import PRODUCTS, check_product
-from hpctrain.grid import all_grids
+from hpctrain.grid import all_grids, grid_shape
 
 ROOT = Path(__file__).parents[1]
 GOAL = 1e-10
@@ -42,7 +44,8 @@ def train(folder, name, data, pipeline, tensor, overrides):
     """Losses and gradient norms of a run, in order."""
     config = folder / "config.toml"
     config.write_text(f'[run]\nout = "{folder}"\n[data]\ntext = ["{ROOT / "hpctrain"}"]\n')
-    ranks = data * pipeline * tensor[0] * tensor[1] * tensor[2]
+    ranks = math.prod(grid_shape(data, pipeline, tensor).values())
+    data = list(data) if isinstance(data, tuple) else data
     grid = [f"grid.data={data}", f"grid.pipeline={pipeline}", f"grid.tensor={list(tensor)}", f"run.name={name}"]
     launcher = os.environ.get("MPIRUN", str(ROOT / "jobs/mpirun.sh"))
     command = [launcher, "-n", str(ranks), "hpctrain", "train", str(config), *SETTINGS, *overrides, *grid]
@@ -58,6 +61,7 @@ def main():
     parser.add_argument("--model", choices=MODELS, help="one of the models, instead of both")
     parser.add_argument("--ranks", default="1,2,4,8")
     parser.add_argument("--algorithms", default="agarwal", help="names separated by commas, or all")
+    parser.add_argument("--sequence", action="store_true", help="only grids with (replica, ring, ulysses), and dropout")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args()
     algorithms = PRODUCTS if options.algorithms == "all" else options.algorithms.split(",")
@@ -65,9 +69,9 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for model in [options.model] if options.model else MODELS:
-            common = [*MODELS[model], *options.overrides]
+            common = [*MODELS[model], *(["model.dropout=0.2"] if options.sequence else []), *options.overrides]
             serial = train(folder, f"{model}-serial", 1, 1, (1, 1, 1), common)
-            for name, place, algorithm in cases(options.ranks, algorithms):
+            for name, place, algorithm in cases(options.ranks, algorithms, options.sequence):
                 values = train(folder, f"{model}-{name}", *place, [*common, f"tensor.algorithm={algorithm}"])
                 difference = max(abs(a - b) / abs(b) for a, b in zip(values, serial, strict=True))
                 worst = max(worst, difference)
@@ -83,10 +87,12 @@ def main():
     return int(worst > GOAL)
 
 
-def cases(ranks, algorithms):
+def cases(ranks, algorithms, sequence):
     """(name, (data, pipeline, tensor), algorithm) of every grid on which an algorithm works."""
     for size in map(int, ranks.split(",")):
-        for number, (place, algorithm) in enumerate(itertools.product(all_grids(size), algorithms)):
+        for number, (place, algorithm) in enumerate(itertools.product(all_grids(size, sequence), algorithms)):
+            if sequence and place[0][1:] == (1, 1):
+                continue  # in the table without --sequence
             try:
                 check_product(algorithm, *place[2])
             except ValueError:

@@ -32,8 +32,13 @@ ALL_REDUCE_ALIASES = {"parallel": "direct", "halving": "rabenseifner"}
 
 RECOMPUTE = ("none", "attention", "block")  # what of a model's activations is computed again in backward
 
+# How a sequence is shared; see hpctrain/layers/context.
+SEQUENCE_METHODS = ("auto", "ulysses", "ring")
+SEQUENCE_BALANCES = ("zigzag", "work", "none")
+
 # The parallel matrix products; see hpctrain/matmul.
 PRODUCTS = ("agarwal", "megatron", "cannon", "summa", "two_half_d")
+PLANE_PRODUCTS = ("cannon", "summa", "two_half_d")  # whose inner layout is the residual one; see layers.algorithm
 
 # Those that treat every element by itself, so that ranks may hold any part of a weight.
 OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "adamax", "adagrad", "rmsprop", "sgd")

@@ -172,6 +172,15 @@ class Grid:
         strides = [math.prod(list(self.shape.values())[n + 1 :]) for n in range(len(AXES))]
         return [sum(map(operator.mul, place, strides)) for place in itertools.product(*ranges)]
 
+    def check_whole_sequences(self, what: str) -> None:
+        """Raise ValueError where ranks share sequences, naming `what` cannot have that."""
+        if self.sequence.size > 1:
+            sizes = tuple(self.shape[axis] for axis in JOINED["data"])
+            raise ValueError(
+                f"{what} has whole sequences on each rank, got grid.data = {sizes} of replica, ring and ulysses; use "
+                f"grid.data = {self.data.size}"
+            )
+
     def free(self) -> None:
         """Give back the communicators and the shared memory. Collective; nothing of the grid may be used after it, nor
         any tensor in its memory, such as the gradients in the buckets of `DataParallel`."""
@@ -276,11 +285,11 @@ def describe_shape(shape: dict[str, int]) -> str:
     >>> describe_shape(grid_shape((1, 2, 1), 1, 4))
     'data (1, 2, 1) × pipeline 1 × tensor (4, 1, 1)'
     """
-    data, pipeline, tensor = _arguments(shape)
+    data, pipeline, tensor = grid_arguments(shape)
     return f"data {data} × pipeline {pipeline} × tensor {tensor}"
 
 
-def _arguments(shape):
+def grid_arguments(shape):
     """(data, pipeline, tensor) as `Grid` takes them."""
     data = tuple(shape[axis] for axis in JOINED["data"])
     return data[0] if data[1:] == (1, 1) else data, shape["pipeline"], tuple(shape[axis] for axis in TENSOR)
@@ -293,7 +302,7 @@ def check_ranks(shape: dict[str, int], ranks: int) -> None:
         return
 
     def named(shape):
-        return "data={} pipeline={} tensor={}".format(*_arguments(shape))
+        return "data={} pipeline={} tensor={}".format(*grid_arguments(shape))
 
     raise ValueError(
         f"the grid {named(shape)} has {product} places, but there are {ranks} ranks. "

@@ -58,6 +58,31 @@ class RngKey:
         draws = self.words(first, last - first, step).view(np.uint16)[start - first * _BLOCK :][:count]
         return torch.from_numpy(draws >= drop_threshold(drop))
 
+    def mask_block(self, start: int, rows: int, stride: int, count: int, drop: float, step: int) -> torch.Tensor:
+        """The numbers from `start` of a `mask` whose rows lie `stride` apart: (rows, count), without drawing the rest.
+
+        >>> key = RngKey(0, "dropout")
+        >>> whole = key.mask(0, 1000 * 7, 0.5, 3).view(7, 1000)
+        >>> [bool((key.mask_block(2000 + first, 5, 1000, count, 0.5, 3) == whole[2:, first : first + count]).all())
+        ...  for first, count in ((0, 1000), (301, 52), (7, 900))]
+        [True, True, True]
+        """
+        if not rows or not count:
+            return torch.empty(rows, count, dtype=torch.bool)
+        if 2 * count > stride:
+            whole = self.mask(start, (rows - 1) * stride + count, drop, step)
+            return whole.as_strided((rows, count), (stride, 1))
+        draws = 4 * _BLOCK  # of a counter value
+        counters = np.array([start // draws, step, 0, 0], np.uint64)
+        generator, place = np.random.Philox(key=self._key, counter=counters), start // draws
+        out = np.empty((rows, count), np.uint16)
+        for row in out:
+            first, last = start // draws, -(-(start + count) // draws)
+            generator.advance(first - place)
+            row[:] = generator.random_raw((last - first) * _BLOCK).view(np.uint16)[start - first * draws :][:count]
+            place, start = last, start + stride
+        return torch.from_numpy(out >= drop_threshold(drop))
+
 
 def drop_threshold(drop: float) -> int:
     return round(drop * 2**16)

@@ -69,6 +69,40 @@ def test_targets_are_the_tokens_that_follow(world, tokens):
         assert training.isdisjoint(validation)
 
 
+CUT = {2: [(1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)]}
+
+
+@pytest.mark.ranks(*CUT)
+def test_ranks_that_share_sequences(world, tokens, monkeypatch):
+    """Each token of the batch is on one rank of one replica, with the one after it as its target, wherever that is; a
+    rank reads its own, and one more a run."""
+    whole = np.empty(tokens.tokens, np.int64)
+    tokens.read(0, tokens.tokens, whole)
+    reads, read = [], ShardedTokens.read
+    monkeypatch.setattr(ShardedTokens, "read", lambda self, *given: (reads.append(given[1]), read(self, *given))[1])
+    for data in CUT[world.size]:
+        grid, samples = Grid(data), Samples(tokens, CONTEXT, 0.25, RngKey(1))
+        order = samples.training[0:BATCH]
+        mine, reads[:] = {}, []
+        for batch in samples.training_step(grid, 0, BATCH, one_f_one_b(1, MICROBATCHES), "cpu", 0):
+            assert batch.scale == 1 / (BATCH * CONTEXT)
+            part = batch.tokens
+            places = [(sequence, at) for sequence in part.inner for span in part.spans for at in span]
+            mine |= dict(zip(places, zip(batch.ids.tolist(), batch.targets.tolist()), strict=True))
+        runs = len(part.spans) * len({sequence for sequence, _ in mine})
+        assert sum(reads) == len(mine) + runs
+        everyone = world.allgather(mine)
+        assert sum(map(len, everyone)) == BATCH * CONTEXT
+        found = {place: pair for each in everyone for place, pair in each.items()}
+        assert len(found) == BATCH * CONTEXT
+        for (sequence, at), pair in found.items():
+            start = int(order[sequence]) * CONTEXT + at
+            assert pair == (whole[start], whole[start + 1])
+        # the ranks of a replica have the same sequences
+        sequences = grid.sequence.comm.allgather(sorted({sequence for sequence, _ in mine}))
+        assert all(each == sequences[0] for each in sequences if each)
+
+
 def test_all_tokens_are_in_samples_but_those_that_make_no_whole_one(world, tokens):
     samples = Samples(tokens, CONTEXT, 0.25, RngKey(1))
     total = samples.training.samples + samples.held_out

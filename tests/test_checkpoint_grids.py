@@ -23,9 +23,16 @@ SHAPE = dataclasses.replace(fitting(UNEVEN, 2), dropout=0.2)
 # (ranks, data, pipeline, tensor), by number of ranks: from the first grid to the others, which may leave ranks out.
 GRIDS = {
     1: [(1, 1, 1, 1)],
-    2: [(2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 1, (1, 2, 1)), (1, 1, 1, 1)],
+    2: [(2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 1, (1, 2, 1)), (2, (1, 2, 1), 1, 1), (1, 1, 1, 1)],
     3: [(3, 3, 1, 1), (2, 1, 2, 1), (3, 1, 1, (1, 1, 3))],
-    4: [(4, 2, 1, (2, 1, 1)), (4, 1, 2, (1, 1, 2)), (3, 3, 1, 1), (4, 4, 1, 1)],
+    4: [
+        (4, (2, 1, 2), 1, 1),
+        (4, (1, 2, 2), 1, 1),
+        (4, 2, 1, (2, 1, 1)),
+        (4, 1, 2, (1, 1, 2)),
+        (3, 3, 1, 1),
+        (4, 4, 1, 1),
+    ],
     6: [(6, 3, 2, 1), (6, 1, 1, (3, 2, 1))],
     8: [(8, 2, 2, (2, 1, 1)), (1, 1, 1, 1), (8, 1, 2, (2, 2, 1)), (3, 3, 1, 1)],
 }
@@ -154,6 +161,22 @@ def test_methods(world, tmp_path, method, options):
         assert all(torch.equal(whole, loaded[name]) for name, whole in own.wholes().items())
         own.steps(2, 3)  # the first since an average
         assert len(set(world.allgather(next(own.model.parameters()).detach().numpy().tobytes()))) == 3
+
+
+@pytest.mark.ranks(4)
+def test_replicas_of_ranks_that_share_sequences(world, tmp_path):
+    """Local SGD goes on with as many replicas, whoever shares their sequences."""
+    folder = world.bcast(tmp_path)
+    source = Run(Grid((2, 1, 2)), "local_sgd", average_every=3)
+    source.steps(0, 2)
+    assert Checkpointer(folder, source.grid.comm, background=False).save(2, source.state, {}) is None
+    own = [p.detach().clone() for p in source.model.parameters()]
+    other = Run(Grid((2, 2, 1)), "local_sgd", average_every=3)
+    Checkpointer(folder, other.grid.comm).resume(other.state)
+    assert all(map(torch.equal, own, other.model.parameters()))  # rank for rank of the same replica
+    assert other.steps(2, 3) == pytest.approx(source.steps(2, 3), rel=1e-12)
+    with pytest.raises(ValueError, match="holds 2 replicas"):
+        Checkpointer(folder, world).resume(Run(Grid((1, 2, 2)), "local_sgd", average_every=3).state)
 
 
 @pytest.mark.ranks(2, 4, 8)

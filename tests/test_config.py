@@ -207,7 +207,10 @@ def test_sizes_of_a_llama():
             "train.microbatches must be at most 1048576, as a schedule lists all",
         ),
         ("[train]\nbatch = 0", "config.toml: train.batch must be at least 1"),
-        ("[quantum]\na = 1\n", "unknown section quantum; known are run, model, data, grid, pipeline, tensor, comm, "),
+        (
+            "[quantum]\na = 1\n",
+            "unknown section quantum; known are run, model, data, grid, sequence, pipeline, tensor, ",
+        ),
     ],
 )
 def test_bad_files_are_refused(tmp_path, text, message):
@@ -296,7 +299,9 @@ def test_the_template_is_a_configuration_with_the_defaults(tmp_path, capsys):
 
 def test_one_section_and_one_option(capsys):
     assert main(["config", "grid"]) == 0
-    assert tomllib.loads(capsys.readouterr().out) == {"grid": {"data": 1, "pipeline": 1, "tensor": [1, 1, 1]}}
+    assert tomllib.loads(capsys.readouterr().out) == {
+        "grid": {"data": 1, "pipeline": 1, "tensor": [1, 1, 1], "sequence": 1}
+    }
     assert main(["config", "precision.master"]) == 0
     expected = """[precision]
 # of the weights that the optimizer updates (str, "fp32" or "compute")

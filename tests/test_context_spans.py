@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.choices import SEQUENCE_BALANCES
 from hpctrain.layers.context.mask import Mask
-from hpctrain.layers.context.spans import BALANCES, merged, part_of, sequence_spans, split_spans
+from hpctrain.layers.context.spans import merged, part_of, sequence_spans, split_spans
 
 
 @st.composite
@@ -35,7 +36,7 @@ def dense(mask, length):
     return seen
 
 
-@given(cases(), st.sampled_from(BALANCES))
+@given(cases(), st.sampled_from(SEQUENCE_BALANCES))
 def test_every_position_is_on_one_rank(case, balance):
     length, ring, ulysses, mask = case
     spans = sequence_spans(length, ring, ulysses, balance, [mask])
@@ -45,7 +46,7 @@ def test_every_position_is_on_one_rank(case, balance):
     assert all(merged(part) == part for part in spans)
 
 
-@given(cases(), st.sampled_from(BALANCES))
+@given(cases(), st.sampled_from(SEQUENCE_BALANCES))
 def test_tokens_are_even(case, balance):
     length, ring, ulysses, mask = case
     spans = sequence_spans(length, ring, ulysses, balance, [mask])

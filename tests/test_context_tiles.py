@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_context_spans import cases, dense
 
+from hpctrain.choices import SEQUENCE_BALANCES
 from hpctrain.layers.context import tiles as tiles_module
 from hpctrain.layers.context.mask import Mask
-from hpctrain.layers.context.spans import BALANCES, sequence_spans
+from hpctrain.layers.context.spans import sequence_spans
 from hpctrain.layers.context.tiles import Tile, pairs_of_hops, tiles
 
 
@@ -34,7 +35,7 @@ def painted(found, rows, columns):
     return seen
 
 
-@given(cases(), st.sampled_from(BALANCES), st.sampled_from([0, 1, 3, 16]), st.booleans())
+@given(cases(), st.sampled_from(SEQUENCE_BALANCES), st.sampled_from([0, 1, 3, 16]), st.booleans())
 def test_tiles_are_the_dense_mask(case, balance, block, narrow):
     length, ring, ulysses, mask = case
     spans = sequence_spans(length, ring, ulysses, balance, [mask])

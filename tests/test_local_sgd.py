@@ -96,6 +96,33 @@ def test_sgd_on_every_grid(world, every):
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("every", [1, 3])
+def test_ranks_that_share_sequences(world, every):
+    """Gradients are summed over them in every step, weights averaged over replicas: as where each replica is a rank."""
+    shape, results, weights = fitting(UNEVEN, 1), [], []
+    replicas = world.size // 2
+    for data in (replicas, (replicas, 2, 1), (replicas, 1, 2)):
+        alone = isinstance(data, int)
+        sub = world.Split(world.rank < replicas if alone else 0)
+        grid = Grid(data, comm=sub) if world.rank < replicas or not alone else None
+        if grid is not None:
+            model = GPT2(grid, shape, key=RngKey(3), dtype=torch.float64)
+            optimizer = adam(model.parameters())
+            method = LocalSGD(model.parameters(), grid, optimizer, every=every)
+            trainer = Trainer(model, grid, optimizer, 2, max_norm=0.5, strategy=method)
+            results.append([trainer.step(microbatches(grid, batch, 0, 2)) for batch in batches(shape, 4)])
+            with method.full_weights():
+                weights.append([p.detach().clone() for p in model.parameters()])
+            mine = grid.sequence.comm.allgather([p.detach().numpy().tobytes() for p in model.parameters()])
+            assert mine.count(mine[0]) == len(mine)
+    expected = world.bcast((results[0], weights[0]))
+    for got, found in zip(results, weights):
+        for one, two in zip(got, expected[0]):
+            assert one == pytest.approx(two, rel=1e-11)
+        torch.testing.assert_close(found, expected[1], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(2, 4)
 def test_stages_of_a_pipeline_and_tied_tables(world):
     """Every second step an average, on each stage, of a model whose first and last stages share a table."""
     results, shape = [], fitting(UNEVEN, 2)

@@ -16,6 +16,7 @@ from hpctrain.cli import main
 from hpctrain.comm import together
 from hpctrain.config import load_config
 from hpctrain.data import ShardedTokens
+from hpctrain.grid import grid_shape
 from hpctrain.models.plain.model import seeded
 from hpctrain.pipeline import one_f_one_b
 from hpctrain.plan import step_traffic
@@ -136,7 +137,7 @@ def test_costs_of_a_third_model_by_hand(world, tiny):
     options = {"layers": 4, "width": 12, "ffn": 20, "context": 8, "vocabulary": 258, "tied": True}
     costs = spec.costs(spec.shape(options))
     assert costs.flops_per_token == 6 * (4 * 480 + 258 * 12)
-    sizes = {"data": 2, "pipeline": 1, "x": 1, "y": 1, "z": 1}
+    sizes = grid_shape(2, 1, 1)
     parameters = 4 * (480 + 20 + 12 + 12) + 12 + 258 * 12
     assert step_traffic(costs, sizes, 2, 1)["data"] == 4 * parameters + 8
 

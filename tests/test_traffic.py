@@ -126,7 +126,7 @@ def test_formula_by_hand():
     """A model small enough to count: 1 layer, width 4, vocabulary 6, context 2, batch 2, one microbatch, 4 bytes."""
     shape = GPT2Shape(layers=1, width=4, heads=2, context=2, vocabulary=6)
     sizes = grid_shape(1, 1, 1)
-    assert step_traffic(costs(shape), sizes, 2, 1) == {"data": 0, "pipeline": 0, "tensor": 0}
+    assert step_traffic(costs(shape), sizes, 2, 1) == {"data": 0, "sequence": 0, "pipeline": 0, "tensor": 0}
 
     # data 2: half of twice all parameters, and of the loss: 12·16 weights, 6·4 + 2·4 tables, 9·4 biases, 6·4 norms
     parameters = 192 + 32 + 36 + 24

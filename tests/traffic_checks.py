@@ -27,18 +27,19 @@ def counted(grid, shape, batch, order, algorithm="agarwal", overlap=OVERLAPS, sl
     optimizer = adamw(model.parameters(), 0.1)
     replicas = make(DataParallelConfig(method), model, grid, optimizer)
     trainer = Trainer(model, grid, optimizer, order, slices=slices, strategy=replicas)
-    each = batch // (grid.data.size * count)
-    first = grid.data.rank * each * count
+    each = batch // (grid.replica.size * count)
+    first = grid.replica.rank * each * count
     tokens = [Tokens.of(grid, each, shape.context, first + m * each, 0, algorithm) for m in range(count)]
-    ids = [torch.zeros(t.sequences * shape.context, dtype=torch.int64) for t in tokens]
-    targets = [torch.zeros(len(t.inner) * shape.context, dtype=torch.int64) for t in tokens]
+    ids = [torch.zeros(t.sequences * t.length, dtype=torch.int64) for t in tokens]
+    targets = [torch.zeros(len(t.inner) * t.length, dtype=torch.int64) for t in tokens]
     scale = 1 / (batch * shape.context)
     grid.transport.traffic.clear()
     trainer.step([Microbatch(*parts, scale) for parts in zip(tokens, ids, targets)])
     tables = []
     for what in ("received", "sent"):
-        table = dict.fromkeys(("data", "pipeline", "tensor"), 0)
+        table = dict.fromkeys(("data", "sequence", "pipeline", "tensor"), 0)
         for (axis, _), cell in grid.transport.traffic.table().items():
+            axis = "sequence" if axis in ("ring", "ulysses") else axis
             table[axis if axis in table else "tensor"] += cell[what]
         tables.append(table)
     return tables

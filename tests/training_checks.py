@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from itertools import combinations
 
 import pytest
 import reference
@@ -20,27 +19,28 @@ from hpctrain.train.batches import Microbatch
 from hpctrain.train.optimizer import adamw
 from hpctrain.train.trainer import Trainer
 
-STEPS, BATCH, LENGTH = 3, 5, 7
+STEPS, BATCH, LENGTH = 3, 5, 7  # the length of a sequence is the context less one
 # Nothing divides: 9 layers over 2, 4, 8 stages; 3 heads, width 15, vocabulary 23 and batch 5 over 2, 4, 8 ranks.
 UNEVEN = GPT2Shape(layers=9, width=15, heads=3, context=8, vocabulary=23)
 
 
 def batches(shape, steps=STEPS):
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(shape.vocabulary, (BATCH, LENGTH + 1), generator=generator) for _ in range(steps)]
+    return [torch.randint(shape.vocabulary, (BATCH, shape.context), generator=generator) for _ in range(steps)]
 
 
-def microbatches(grid, batch, step, count, algorithm="agarwal", idle=0):
-    """This rank's part of a global batch, cut by hand; none for the last `idle` ranks of the data axis."""
-    working = grid.data.size - idle
-    mine = split(len(batch), working, grid.data.rank) if grid.data.rank < working else slice(0, 0)
+def microbatches(grid, batch, step, count, algorithm="agarwal", idle=0, balance="zigzag"):
+    """This rank's part of a global batch, cut by hand; none for the last `idle` ranks of the replica axis."""
+    working, rank, length = grid.replica.size - idle, grid.replica.rank, batch.shape[1] - 1
+    mine = split(len(batch), working, rank) if rank < working else slice(0, 0)
     made = []
     for m in range(count):
         part = subsplit(mine, count, m)
-        tokens = Tokens.of(grid, part.stop - part.start, LENGTH, part.start, step, algorithm)
-        rows = batch[tokens.first : tokens.first + tokens.sequences]
-        targets = batch[tokens.inner.start : tokens.inner.stop, 1:].reshape(-1)
-        made.append(Microbatch(tokens, rows[:, :-1].reshape(-1), targets, 1 / (len(batch) * LENGTH)))
+        tokens = Tokens.of(grid, part.stop - part.start, length, part.start, step, algorithm, balance=balance)
+        here = [position for span in tokens.spans for position in span]
+        ids = batch[tokens.first : tokens.first + tokens.sequences, here].reshape(-1)
+        targets = batch[tokens.inner.start : tokens.inner.stop, [at + 1 for at in here]].reshape(-1)
+        made.append(Microbatch(tokens, ids, targets, 1 / (len(batch) * length)))
     return made
 
 
@@ -59,16 +59,16 @@ def logits_of(shape):
 
 def train_on(
     grid, shape, count, clip, steps=STEPS, algorithm="agarwal", overlap=OVERLAPS, pipeline="1f1b", slices=(),
-    layers_per_stage=None,
+    layers_per_stage=None, recompute="none", balance="zigzag",
 ):  # fmt: skip
     products = algorithm_of(grid, algorithm, overlap)
     order = schedule(pipeline, grid.pipeline.size, count, slices=len(slices) or None)
-    model = made(grid, shape, layers_per_stage, order.placement, algorithm=products)
+    model = made(grid, shape, layers_per_stage, order.placement, algorithm=products, recompute=recompute)
     trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order, max_norm=clip, slices=slices)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 1e-2
     results = [
-        trainer.step(microbatches(grid, batch, step, count, algorithm))
+        trainer.step(microbatches(grid, batch, step, count, algorithm, balance=balance))
         for step, batch in enumerate(batches(shape, steps))
     ]
     return model, [loss for loss, _ in results], [norm for _, norm in results]
@@ -130,7 +130,7 @@ def fitting(shape, pipeline):
 
 def by_messages(grid):
     """As if the ranks of every axis shared no memory."""
-    for axis in (grid.data, grid.pipeline, *(grid.plane(*n) for k in (1, 2, 3) for n in combinations("xyz", k))):
+    for axis in grid.axes():
         axis.one_node = False
 
 

@@ -9,7 +9,7 @@ from hpctrain import models
 from hpctrain.choices import check_product
 from hpctrain.config.option import options
 from hpctrain.config.sections import Config
-from hpctrain.grid import check_ranks
+from hpctrain.grid import check_ranks, size_of
 from hpctrain.pipeline import Schedule, balanced_slices, schedule
 from hpctrain.pipeline.partitioners import check_counts
 
@@ -23,6 +23,7 @@ def check(config: Config) -> None:
         for key, option in options(type(section), field.name).items():
             option.validate(getattr(section, key))
     shape = config.grid_shape
+    check_sequence_axes(config)
     check_product(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])
     models.get(config.model.kind).shape(vars(config.model))
     check_pipeline(config)
@@ -49,6 +50,25 @@ def check_data_parallel(config: Config) -> None:
 def check_grid(config: Config, ranks: int) -> None:
     """Raise ValueError unless the grid has exactly `ranks` places."""
     check_ranks(config.grid_shape, ranks)
+
+
+def check_sequence_axes(config: Config) -> None:
+    """Raise ValueError where ranks share sequences that something else wants whole."""
+    shape, model = config.grid_shape, config.model.kind
+    if (shared := size_of(shape, "sequence")) == 1:
+        return
+    whole = {
+        f"model.kind = {model}": not models.get(model).sequence_axes,
+        "pipeline.schedule = terapipe": config.pipeline.schedule == "terapipe",
+        "pipeline.slices": config.pipeline.slices not in (0, 1, []),
+        "data_parallel.method = parameter_server": config.data_parallel.method == "parameter_server",
+    }
+    for option, refused in whole.items():
+        if refused:
+            raise ValueError(
+                f"{option} needs whole sequences on each rank, got {shared} ranks that share each; use "
+                f"grid.data = {size_of(shape, 'data')} and grid.sequence = 1"
+            )
 
 
 def token_slices(config: Config) -> list[int]:

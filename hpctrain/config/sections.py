@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain import choices
+from hpctrain import choices, models
 from hpctrain.config.option import option
+from hpctrain.config.sequence import SequenceChoice
 from hpctrain.grid import grid_shape
 from hpctrain.models.registry import SPECS as KINDS
 from hpctrain.pipeline.partitioners import METHODS as PARTITIONERS
@@ -86,9 +87,32 @@ class DataConfig:
 
 @dataclass
 class GridConfig:
-    data: int = option(1, "replicas of the model, which share the batch", low=1)
+    data: int | list[int] = option(
+        1,
+        "replicas of the model, which share the batch; [replica, ring, ulysses] where ring × ulysses ranks share every "
+        "sequence",
+        low=1,
+    )
     pipeline: int = option(1, "ranks that the model's layers are spread over", low=1)
     tensor: int | list[int] = option([1, 1, 1], "ranks that share each layer: [x, y, z], or t for [t, 1, 1]", low=1)
+    sequence: int = option(
+        1, "ranks that share every sequence of each of grid.data replicas, by sequence.method; ranks are their product",
+        low=1,
+    )  # fmt: skip
+
+
+@dataclass
+class SequenceConfig:
+    method: str = option(
+        "auto",
+        "how grid.sequence ranks share a sequence: Ulysses exchanges tokens for heads, a ring passes keys and values "
+        "around; auto: the Ulysses × ring that moves the fewest bytes",
+        choices=choices.SEQUENCE_METHODS,
+    )
+    balance: str = option(
+        "zigzag", "how ring ranks cut a sequence: two chunks each, by the work of the mask, or one part each",
+        choices=choices.SEQUENCE_BALANCES,
+    )  # fmt: skip
 
 
 @dataclass
@@ -215,6 +239,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     grid: GridConfig = field(default_factory=GridConfig)
+    sequence: SequenceConfig = field(default_factory=SequenceConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     tensor: TensorConfig = field(default_factory=TensorConfig)
     comm: CommConfig = field(default_factory=CommConfig)
@@ -230,8 +255,31 @@ class Config:
 
     @property
     def grid_shape(self) -> dict[str, int]:
-        tensor = self.grid.tensor
-        return grid_shape(self.grid.data, self.grid.pipeline, tensor if isinstance(tensor, int) else tuple(tensor))
+        """Sizes of the axes, as of `Grid.shape`."""
+        grid = self.grid
+        data = tuple(grid.data) if isinstance(grid.data, list) else grid.data
+        shape = grid_shape(data, grid.pipeline, tuple(grid.tensor) if isinstance(grid.tensor, list) else grid.tensor)
+        if choice := self.sequence_choice(shape):
+            shape |= {"ring": choice.size // choice.ulysses, "ulysses": choice.ulysses}
+        return shape
+
+    def sequence_choice(self, shape: dict[str, int]) -> SequenceChoice | None:
+        """Of ring × Ulysses for grid.sequence ranks beside the tensor axes of `shape`; None where that is 1."""
+        size, data = self.grid.sequence, self.grid.data
+        if size == 1:
+            return None
+        if isinstance(data, list):
+            raise ValueError(
+                f"grid.sequence = {size} is for grid.data = N, got {data}, which says it already; leave one of them out"
+            )
+        spec = models.get(self.model.kind)
+        if not spec.sequence_axes:
+            raise ValueError(
+                f"grid.sequence = {size} has ranks share sequences, which model.kind = {spec.kind} needs whole; "
+                "use grid.sequence=1"
+            )
+        columns = shape["y"] if self.tensor.algorithm in choices.PLANE_PRODUCTS else shape["x"] * shape["y"]
+        return SequenceChoice(size, self.sequence.method, spec.costs(spec.shape(vars(self.model))), columns)
 
     @property
     def folder(self) -> Path:

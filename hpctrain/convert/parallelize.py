@@ -92,7 +92,7 @@ def parallelize(
         ValueError: on every rank, before anything is changed: when a module can be neither divided nor left as it is,
             an option of one is not supported, a weight has a hook that would see a part, weights are shared in a way
             that cannot be divided, the ranks' weights differ, an entry of `replicate` matches nothing, or the grid has
-            a pipeline axis.
+            a pipeline axis or ranks that share sequences.
     """
     if not isinstance(check_steps, int) or isinstance(check_steps, bool) or check_steps < 0:
         raise ValueError(f"check_steps must be an integer of at least 0, got {check_steps!r}")
@@ -101,6 +101,7 @@ def parallelize(
             f"parallelize divides over the tensor and data axes, got a grid with pipeline={grid.pipeline.size};"
             " set pipeline=1, or register the model as a ModelSpec (ht.models.register), which is cut into stages"
         )
+    grid.check_whole_sequences("parallelize")
     comm.start_watchdog(grid)
     with comm.together(grid.comm):
         if hasattr(model, "hpctrain_grid"):

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.data_parallel import optimizer_state
-from hpctrain.data_parallel.buckets import BUCKET_BYTES, GradBucket
+from hpctrain.data_parallel.buckets import BUCKET_BYTES, AllReducedGradBucket
 from hpctrain.data_parallel.clipping import local_square
 from hpctrain.data_parallel.data_parallel import DataParallel
 from hpctrain.grid import Grid
@@ -27,8 +27,8 @@ class LocalSGD(DataParallel):
 
     Each replica clips by the norm of its own gradient; reported are the loss over all of them, taken before their
     weights are averaged, and the root of the mean square of their norms. The sum of these two numbers is all that
-    replicas exchange between averages. Gradients of parameters that are repeated inside a replica, over tensor axes or
-    tied stages, are summed in every step as ever.
+    replicas exchange between averages. Gradients of parameters that are repeated inside a replica, over sequence and
+    tensor axes or tied stages, are summed in every step as ever.
 
     Source: Zinkevich et al., "Parallelized Stochastic Gradient Descent" (2010), for every=0; Stich, "Local SGD
     Converges Fast and Communicates Little" (2019).
@@ -55,22 +55,23 @@ class LocalSGD(DataParallel):
         self._buffers: dict[tuple, comm.AllReduceBuffer] = {}
 
     def _bucket(self, parameters, plane):
-        return GradBucket(parameters, plane)
+        return AllReducedGradBucket(parameters, plane, self.grid.sequence)
 
     def finish_grad_sync(self) -> None:
         super().finish_grad_sync()
-        if self.grid.data.size > 1 and self.parameters:
-            torch._foreach_mul_([p.grad for p in self.parameters], float(self.grid.data.size))
+        if self.grid.replica.size > 1 and self.parameters:
+            torch._foreach_mul_([p.grad for p in self.parameters], float(self.grid.replica.size))
 
     def loss_and_grad_norm(self, loss: torch.Tensor) -> tuple[float, float]:
         grid = self.grid
         totals = torch.stack([loss, local_square(self.parameters, grid.coords)])
         comm.all_reduce(totals, grid.tensor)
         comm.all_reduce(totals, grid.pipeline)
+        comm.all_reduce(totals[:1], grid.sequence)
         self._norm = totals[1].sqrt().item()
-        comm.all_reduce(totals, grid.data)
+        comm.all_reduce(totals, grid.replica)
         loss, square = totals.tolist()
-        return loss, (square / grid.data.size) ** 0.5
+        return loss, (square / grid.replica.size) ** 0.5
 
     def step(self, norm: float, max_norm: float) -> None:
         super().step(self._norm, max_norm)
@@ -109,17 +110,17 @@ class LocalSGD(DataParallel):
 
     def _average(self, tensors: list[torch.Tensor]) -> None:
         """Replace every tensor by its average over the replicas; the same bits on all of them."""
-        data = self.grid.data
-        if data.size == 1:
+        replica = self.grid.replica
+        if replica.size == 1:
             return
         with torch.no_grad():
             for dtype in dict.fromkeys(t.dtype for t in tensors):
                 same = [t for t in tensors if t.dtype == dtype]
                 sizes = [t.numel() for t in same]
                 if (dtype, sum(sizes)) not in self._buffers:
-                    self._buffers[dtype, sum(sizes)] = comm.AllReduceBuffer(data, sum(sizes), same[0])
+                    self._buffers[dtype, sum(sizes)] = comm.AllReduceBuffer(replica, sum(sizes), same[0])
                 buffer = self._buffers[dtype, sum(sizes)]
                 places = [part.view_as(t) for t, part in zip(same, buffer.local.split(sizes))]
                 torch._foreach_copy_(places, same)
-                buffer.all_reduce().div_(data.size)
+                buffer.all_reduce().div_(replica.size)
                 torch._foreach_copy_(same, places)

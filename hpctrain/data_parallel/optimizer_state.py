@@ -141,6 +141,8 @@ def pieces_to_load(
 
 def own_to_save(names: Names, optimizer: torch.optim.Optimizer, grid: Grid) -> list[Entry]:
     """With the replicas as a dim before the others, so that only as many of them can go on from it."""
+    if grid.sequence.rank:  # the ranks that share sequences have the same
+        return []
     entries = [*_parameters(names, grid), *_states(names, optimizer, grid)]
     return [_of_replica(entry, grid) for entry in entries]
 
@@ -150,7 +152,7 @@ def own_to_load(names: Names, optimizer: torch.optim.Optimizer, saved: dict[str,
     for another number of replicas."""
     if SINCE_AVERAGE not in saved:
         return to_load(names, optimizer, saved)
-    if counts := {value.shape[0] for value in saved.values() if value.shape} - {grid.data.size}:
+    if counts := {value.shape[0] for value in saved.values() if value.shape} - {grid.replica.size}:
         raise ValueError(
             f"the checkpoint holds {min(counts)} replicas that trained by themselves; use grid.data={min(counts)}"
         )
@@ -159,9 +161,9 @@ def own_to_load(names: Names, optimizer: torch.optim.Optimizer, saved: dict[str,
 
 
 def _of_replica(entry, grid):
-    shard, rank = entry.shard, grid.data.rank
+    shard, rank, size = entry.shard, grid.replica.rank, grid.replica.size
     one = slice(rank, rank + 1)
-    whole = dataclasses.replace(shard, global_shape=(grid.data.size, *shard.global_shape), slices=(one, *shard.slices))
+    whole = dataclasses.replace(shard, global_shape=(size, *shard.global_shape), slices=(one, *shard.slices))
     return Entry(entry.name, whole, entry.tensor.view(whole.shape))
 
 

@@ -34,7 +34,7 @@ class ParameterServer(DataParallel):
         servers: how many ranks serve.
 
     Raises:
-        ValueError: on every rank, for a data axis without a worker or a server.
+        ValueError: on every rank, for a data axis without a worker or a server, or whose ranks share sequences.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class ParameterServer(DataParallel):
         bucket_bytes: int = BUCKET_BYTES,
     ):
         data = grid.data
+        grid.check_whole_sequences("data_parallel.method = parameter_server")
         if not 1 <= servers < data.size:
             raise ValueError(
                 f"data_parallel.servers must leave a worker: at least 1 and below grid.data = {data.size}, "

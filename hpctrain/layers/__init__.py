@@ -8,7 +8,8 @@ them, so that nothing is re-arranged in between:
     inner      rows over z, columns over (x, y)       attention heads, MLP, logits
 
 Rows are cut over z at whole sequences, over x at any row. That is with Agarwal's product; layers take `algorithm=` for
-others, of which some have but one layout: see `layers.algorithm`.
+others, of which some have but one layout: see `layers.algorithm`. Where ring and Ulysses ranks share sequences, the
+rows are those of this rank's tokens.
 
 Images are (batch, channels, height, width) with the batch over z, channels over x and height over y; see
 `layers.spatial`. `Flatten` takes them to the residual layout.

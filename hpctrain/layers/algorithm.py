@@ -88,7 +88,7 @@ class PlaneAlgorithm(Algorithm):
         return split(length, self.y.size, self.y.rank if rank is None else rank, unit)
 
     def rows_over_x(self, sequences: int, length: int):
-        return split_sizes(sequences * length, self.x.size, length)
+        return split_sizes(sequences * length, self.x.size, max(1, length))
 
     def inner_sequences(self, sequences: int):
         return split(sequences, self.x.size, self.x.rank)

@@ -30,12 +30,14 @@ class BatchNorm2d(torch.nn.Module):
     for the p ranks of y × z, and again for those of data.
 
     Raises:
-        ValueError: on all ranks, in training, when there is but one number a channel.
+        ValueError: on all ranks, for a grid whose ranks share sequences; in training, when there is but one number a
+            channel.
     """
 
     def __init__(self, grid: Grid, features: int, eps: float = 1e-5, momentum: float | None = 0.1, *,
                  key: RngKey | None = None, dtype=None, device: torch.device | None = None):  # fmt: skip
         super().__init__()
+        grid.check_whole_sequences("BatchNorm2d")
         self.features, self.eps, self.momentum = features, eps, momentum
         self.axes = [axis for axis in (grid.plane("y", "z"), grid.data) if axis.size > 1]
         x = grid.tensor.x

@@ -44,19 +44,24 @@ class RopeScaling:
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
-def rotate(x: torch.Tensor, base: float, start: int = 0, scaling: RopeScaling | None = None) -> torch.Tensor:
-    """Turn every head of x, (sequences, length, …, width) with positions from `start` on; width is even."""
-    table = _table(start, x.shape[1], x.shape[-1], base, scaling, x.dtype, x.device)
+def rotate(
+    x: torch.Tensor, base: float, spans: tuple[range, ...] | None = None, scaling: RopeScaling | None = None
+) -> torch.Tensor:
+    """Turn every head of x, (sequences, length, …, width), at the positions of `spans`, by default from 0; width is
+    even."""
+    spans = (range(x.shape[1]),) if spans is None else spans
+    table = _table(spans, x.shape[-1], base, scaling, x.dtype, x.device)
     return _Rotate.apply(x, *(part.view(-1, *[1] * (x.dim() - 3), part.shape[-1]) for part in table))
 
 
 @functools.lru_cache(maxsize=8)  # every layer and microbatch asks for the same one
-def _table(start, length, width, base, scaling, dtype, device):
+def _table(spans, width, base, scaling, dtype, device):
     """Cosines, (length, width), and sines, (length, width / 2); angles in float64, whatever the dtype."""
     frequencies = base ** (torch.arange(0, width, 2, dtype=torch.float64) / -width)
     if scaling is not None:
         frequencies = scaling.apply(frequencies)
-    angles = torch.outer(torch.arange(start, start + length, dtype=torch.float64), frequencies)
+    positions = torch.tensor([position for span in spans for position in span], dtype=torch.float64)
+    angles = torch.outer(positions, frequencies)
     cos, sin = angles.cos().repeat(1, 2), angles.sin()
     return cos.to(device, dtype), sin.to(device, dtype)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
+
+import torch
 
 from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import algorithm_of
+from hpctrain.layers.context.spans import Spans, part_of, sequence_spans, span_length
 from hpctrain.layers.kv_cache import KVCache
 from hpctrain.matmul.sharded_dim import Rows
 from hpctrain.shard import split
@@ -16,15 +20,16 @@ class Tokens:
     """The tokens of one microbatch in this rank's z block: `sequences` × `length` rows, sequence by sequence.
 
     Attributes:
-        sequences: whole sequences of the z block (0 is legal).
-        length: tokens of a sequence.
+        sequences: those of the z block (0 is legal).
+        length: tokens of a sequence that are here (0 is legal).
         first: number of the block's first sequence within the global batch of the step.
         step: training step, for the dropout masks.
         rows: how the block's rows are spread over x in the residual layout.
         inner: numbers, within the global batch, of the sequences that this rank holds in the inner layout.
         over_z: residual rows of the ranks of z at this rank's x.
-        whole: tokens of a whole sequence, of which `length` begin at `position`.
-        kv_cache: what attention keeps of the tokens before `position`; None where these are whole sequences.
+        whole: tokens of a whole sequence.
+        over_sequence: positions, within each sequence, of the tokens that the ranks of the sequence axis have.
+        kv_cache: what attention keeps of the tokens before these; None where there are none.
     """
 
     sequences: int
@@ -35,22 +40,33 @@ class Tokens:
     inner: range
     over_z: tuple[int, ...]
     whole: int
-    position: int
+    over_sequence: tuple[Spans, ...]
     kv_cache: KVCache | None
     _given: tuple = field(repr=False, compare=False)  # what these are a part of: grid, sequences, first, algorithm
 
     @classmethod
     def of(
         cls, grid: Grid, sequences: int, length: int, first: int = 0, step: int = 0, algorithm="agarwal",
-        part: slice | None = None, kv_cache: KVCache | None = None,
+        part: slice | None = None, kv_cache: KVCache | None = None, balance: str = "zigzag",
     ) -> Tokens:  # fmt: skip
         """The part of this rank's z block in a microbatch of `sequences` that starts at sequence `first`.
 
         `algorithm` is that of the layers which the tokens pass through. With `part`, these tokens of every sequence;
-        those before them have passed already, with the same `kv_cache`.
+        those before them have passed already, with the same `kv_cache`. `balance` is how the ring cuts sequences; see
+        `context.spans.sequence_spans`.
+
+        Raises:
+            ValueError: for `part` on a grid with sequence axes.
         """
-        part = slice(0, length) if part is None else part
-        whole, length = length, part.stop - part.start
+        whole, over_sequence = length, _cut(length, grid.ring.size, grid.ulysses.size, balance)
+        if part is not None:
+            if grid.sequence.size > 1:
+                raise ValueError(
+                    f"token slices and sequence axes both cut sequences, got grid.data = (…, {grid.ring.size}, "
+                    f"{grid.ulysses.size}) and a part; use another schedule than terapipe, or grid.data = N"
+                )
+            over_sequence = ((range(part.start, part.stop),),)
+        length = span_length(over_sequence[grid.sequence.rank])
         algorithm = algorithm_of(grid, algorithm)
         x, z = grid.tensor.x, grid.tensor.z
         blocks = [split(sequences, z.size, rank) for rank in range(z.size)]
@@ -60,7 +76,8 @@ class Tokens:
         inner = algorithm.inner_sequences(mine)
         return cls(
             mine, length, start, step, Rows(x, over[z.rank]), range(start + inner.start, start + inner.stop),
-            tuple(counts[x.rank] for counts in over), whole, part.start, kv_cache, (grid, sequences, first, algorithm),
+            tuple(counts[x.rank] for counts in over), whole, over_sequence, kv_cache,
+            (grid, sequences, first, algorithm),
         )  # fmt: skip
 
     def part(self, part: slice, kv_cache: KVCache) -> Tokens:
@@ -69,20 +86,39 @@ class Tokens:
         return Tokens.of(grid, sequences, self.whole, first, self.step, algorithm, part, kv_cache)
 
     @property
+    def spans(self) -> Spans:
+        """Positions of the tokens of a sequence that are here, in their order."""
+        return self.over_sequence[self._given[0].sequence.rank]
+
+    def positions(self, device: torch.device | None = None) -> torch.Tensor:
+        """The same as a tensor, (length,) int64."""
+        return torch.cat([torch.arange(0), *(torch.arange(span.start, span.stop) for span in self.spans)]).to(device)
+
+    @property
+    def holder_of_last(self) -> int:
+        """The rank of the sequence axis whose last token is the last of a sequence."""
+        return next(rank for rank, spans in enumerate(self.over_sequence) if spans and spans[-1].stop == self.whole)
+
+    @property
     def local_rows(self) -> int:
         """How many rows this rank has in the residual layout."""
         return self.rows.sizes[self.rows.axis.rank]
 
     def residual_rows(self) -> list[range]:
         """This rank's rows in the residual layout, numbered through the whole batch of the step, in runs."""
-        start = sum(self.rows.sizes[: self.rows.axis.rank])
+        start, length = sum(self.rows.sizes[: self.rows.axis.rank]), self.length
         stop = start + self.local_rows
-        if self.length == self.whole:
-            before = self.first * self.length
+        if length == self.whole:
+            before = self.first * length
             return [range(before + start, before + stop)]
         runs = []
-        for sequence in range(start // self.length, -(-stop // self.length)):
-            before = (self.first + sequence) * self.whole + self.position - sequence * self.length
-            first, last = max(start, sequence * self.length), min(stop, (sequence + 1) * self.length)
-            runs.append(range(before + first, before + last))
+        for sequence in range(start // length, -(-stop // length)) if length else ():
+            before = (self.first + sequence) * self.whole
+            local = part_of(self.spans, max(0, start - sequence * length), min(length, stop - sequence * length))
+            runs += [range(before + span.start, before + span.stop) for span in local]
         return runs
+
+
+@functools.lru_cache(maxsize=64)  # every microbatch asks for the same one
+def _cut(length, ring, ulysses, balance):
+    return tuple(sequence_spans(length, ring, ulysses, balance))

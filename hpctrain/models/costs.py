@@ -25,6 +25,8 @@ class TransformerCosts:
 
     Attributes:
         linears: of a block.
+        heads: query heads.
+        kv_heads: key and value heads, a divisor of them.
         attention_width: features of all query heads together.
         norms: of a block, over the residual stream; the final one comes on top.
         rms_norm: norms are RMSNorm, otherwise LayerNorm with bias.
@@ -38,12 +40,26 @@ class TransformerCosts:
     context: int
     vocabulary: int
     linears: tuple[LinearCosts, ...]
+    heads: int
+    kv_heads: int
     attention_width: int
     norms: int = 2
     rms_norm: bool = False
     head_norm_elements: int = 0
     positions: int = 0
     tied: bool = True
+
+    def sequence_elements(self, rows: float, ring: int, ulysses: int, columns: int = 1) -> tuple[float, float]:
+        """Elements that a rank receives over the ring and the Ulysses axis in the attention of a block, forward and
+        backward, for `rows` tokens of its own; `columns` tensor ranks divide the heads.
+
+        Ulysses: queries, keys, values and the result, and in backward their gradients. Ring: keys and values twice, and
+        the sums of their gradients. Exact where sizes divide, and where each Ulysses rank needs one head of keys.
+        """
+        width, kv_heads = self.attention_width / self.heads, self.kv_heads / columns
+        queries = width * self.heads / columns / ulysses
+        keys = width * max(1, kv_heads / ulysses)  # each rank is given just the heads that its queries need
+        return 6 * (ring - 1) * ulysses * rows * keys, 4 * (ulysses - 1) * rows * (queries + keys)
 
     @property
     def block_weights(self) -> int:

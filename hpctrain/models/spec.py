@@ -29,6 +29,7 @@ class ModelSpec(abc.ABC):
     Attributes:
         kind: the name in messages and in exported folders.
         keys: the keys of [model] that this kind has beside the common ones. 0 or false is the kind's own default.
+        sequence_axes: whether ring and Ulysses ranks may share a sequence.
         token_slices: whether a sequence may pass through the stages in slices, as the schedule "terapipe" has it.
         huggingface: how a model is written and read in Hugging Face's format. Without it, weights are exported under
             their own names, and no model starts from a folder.
@@ -36,6 +37,7 @@ class ModelSpec(abc.ABC):
 
     kind: str
     keys: frozenset[str] = frozenset()
+    sequence_axes: bool = True
     token_slices: bool = True
 
     def shape(self, options: Mapping[str, Any]) -> Any:
@@ -65,12 +67,14 @@ class ModelSpec(abc.ABC):
         """This rank's pipeline stages, with what `models.staged.StagedTransformer` gives the trainer; see there."""
 
     def tokens(
-        self, grid: Grid, sequences: int, length: int, first: int = 0, step: int = 0, algorithm="agarwal"
-    ) -> Tokens:
-        """This rank's part of a microbatch of `sequences` that starts at sequence `first` of the global batch."""
+        self, grid: Grid, sequences: int, length: int, first: int = 0, step: int = 0, algorithm="agarwal",
+        balance: str = "zigzag",
+    ) -> Tokens:  # fmt: skip
+        """This rank's part of a microbatch of `sequences` that starts at sequence `first` of the global batch, which
+        ring ranks cut as `balance` says."""
         from hpctrain.layers import Tokens
 
-        return Tokens.of(grid, sequences, length, first, step, algorithm)
+        return Tokens.of(grid, sequences, length, first, step, algorithm, balance=balance)
 
     @abc.abstractmethod
     def costs(self, shape: Any) -> TransformerCosts:

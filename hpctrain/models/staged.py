@@ -146,14 +146,16 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
         return Tokens.of(self.grid, sequences, length, algorithm=self.algorithm)
 
     def last_logits(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """Those of the last position of one sequence, (vocabulary,), on every rank of the tensor axis; collective."""
+        """Those of the last position of one sequence, (vocabulary,), on every rank of the tensor axis and of those that
+        share the sequence; collective."""
         # The sequence lies on the first rank over which rows are spread; every rank has its part of the vocabulary.
         algorithm, vocabulary = self.algorithm, self.shape.vocabulary
         parts = [algorithm.inner(vocabulary, rank=rank) for rank in range(algorithm.columns.size)]
         counts = tuple(part.stop - part.start for part in parts)
-        here = logits[-1:].flatten() if tokens.inner else logits.new_empty(counts[algorithm.columns.rank])
+        here = logits[-1:].flatten() if len(logits) else logits.new_empty(counts[algorithm.columns.rank])
         comm.broadcast(here.contiguous(), algorithm.rows)
-        return comm.all_gather(here, algorithm.columns, counts).cpu()
+        whole = comm.all_gather(here, algorithm.columns, counts).contiguous()
+        return comm.broadcast(whole, self.grid.sequence, root=tokens.holder_of_last).cpu()
 
     def message_spec(self, tokens: Tokens) -> tuple[tuple[int, int], torch.dtype, torch.device]:
         """Shape, dtype and device of what a stage gives to the next one."""

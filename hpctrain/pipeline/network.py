@@ -62,6 +62,7 @@ class Network(torch.nn.Module):
         shape: Callable | None = None, device: torch.device | None = None,
     ):  # fmt: skip
         super().__init__()
+        grid.check_whole_sequences("pipeline.Network")
         self.graph, self.placement, self.device = schedule.graph, schedule.placement, device
         self._shape = shape
         self._draws = DrawCheck(grid.comm)

@@ -100,8 +100,10 @@ def read(config: Config) -> tuple[Job, Choice]:
     """The job and the choice that a configuration states.
 
     Raises:
-        ValueError: for a model whose costs no formula tells.
+        ValueError: for a model whose costs no formula tells, and for a grid whose ranks share sequences.
     """
+    if (shared := size_of(config.grid_shape, "sequence")) > 1:
+        raise ValueError(f"a step whose sequences {shared} ranks share has no prediction; use grid.data = N alone")
     spec = models.get(config.model.kind)
     precision, pipeline, train = config.precision, config.pipeline, config.train
     itemsize = BYTES[precision.compute]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.choices import DEFAULT_OVERLAP
+from hpctrain.choices import DEFAULT_OVERLAP, PLANE_PRODUCTS
 from hpctrain.grid import size_of
 from hpctrain.models import TransformerCosts
 from hpctrain.pipeline import Schedule, one_f_one_b
@@ -45,7 +45,7 @@ def step_traffic(
         method: of `data_parallel`: "ddp", "zero1", "zero2" or "zero3"; to this one, where weights travel by messages,
             come 8 bytes from each other replica before each layer's forward and backward, and once a step.
     """
-    plane = algorithm in ("cannon", "summa", "two_half_d")
+    plane = algorithm in PLANE_PRODUCTS
     d, p, x, y, z = (size_of(grid, axis) for axis in ("data", "pipeline", "x", "y", "z"))
     if isinstance(schedule, int):
         schedule = one_f_one_b(p, schedule)
@@ -88,6 +88,8 @@ def step_traffic(
     tables = (vocabulary + model.positions) * width / (x * y)
     embedding = 2 * part(x) * rows * width / y + 2 * part(z) * tables
     loss = (y - 1) * 2 * rows / x if plane else (x * y - 1) * 2 * rows
+    attention = rows / x if plane else rows, grid["ring"], grid["ulysses"], y if plane else x * y
+    sequence = passes * sum(blocks[stage] for stage in local_stages) * sum(model.sequence_elements(*attention))
     tensor = 0.0
     for stage in local_stages:
         once = passes if "weight_gradient" in overlap and sums == 1 else 1
@@ -132,6 +134,7 @@ def step_traffic(
     numbers = {"ddp": 1, "zero1": 2, "zero2": 2 + passes + 1, "zero3": 2 + passes + 1}[method]
     return {
         "data": itemsize * data + 2 * part(d) * scalars * numbers,
+        "sequence": itemsize * sequence,
         "pipeline": itemsize * pipeline + 2 * part(p) * 2 * scalars,
         "tensor": itemsize * tensor + 2 * part(x * y * z) * 2 * scalars,
     }

@@ -64,7 +64,7 @@ def rows(study: Study) -> list[list[str]]:
             "oversubscribed" if row.oversubscribed else f"{row.median_efficiency:.3f}",
             f"{row.step_seconds:.4f}",
             f"{row.seconds['compute']:.4f}",
-            " + ".join(f"{row.seconds[axis]:.4f}" for axis in ("data", "pipeline", "tensor")),
+            " + ".join(f"{row.seconds[axis]:.4f}" for axis in ("data", "sequence", "pipeline", "tensor")),
             f"{row.seconds['bubble']:.4f}",
             f"{row.seconds['reading']:.4f}",
             *(f"{sum(moved.values()) / MIB:.3f}" if moved else "–" for moved in (row.received, row.formula, row.bound)),
@@ -84,10 +84,10 @@ def notes(study: Study) -> list[str]:
         f"a rank over those of {first} rank(s).",
         f"{about['mpi']}; {about['threads']} thread(s) a rank; hosts {', '.join(about['hosts'])}; commit "
         f"{about['commit']}; modules {', '.join(about['modules']) or 'none'}.",
-        "Grids are replica×ring×pipeline×ulysses×x×y×z. Communication is that of data + pipeline + tensor, the mean "
-        "over ranks; the bubble is what stages wait for their neighbours. Bytes are the busiest rank's; the lower "
-        "bound takes every matrix product by itself. MFU is of the rate at which the same ranks multiply matrices of "
-        "1024², measured in the job.",
+        "Grids are replica×ring×pipeline×ulysses×x×y×z. Communication is that of data + sequence + pipeline + tensor, "
+        "the mean over ranks; the bubble is what stages wait for their neighbours. Bytes are the busiest rank's; the "
+        "lower bound takes every matrix product by itself. MFU is of the rate at which the same ranks multiply "
+        "matrices of 1024², measured in the job.",
     ]
     if first != study.first:
         lines.append(f"The point of {study.first} rank(s), which efficiency should be over, is not measured yet.")

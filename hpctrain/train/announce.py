@@ -20,7 +20,9 @@ def introduce(session: Session) -> None:
     elif session.resume == "auto":
         print("this job has no checkpoint yet: training begins anew")
     print(session.grid.describe())
-    working = session.grid.data.size - config.data_parallel.idle
+    if choice := config.sequence_choice(config.grid_shape):
+        print(choice.describe())
+    working = session.grid.replica.size - config.data_parallel.idle
     if (without := working - config.train.batch) > 0:
         log.warning(
             "WARNING: train.batch = %d gives no sequence to %d of the %d replicas, which do nothing; use "

@@ -20,8 +20,9 @@ from hpctrain.shard import split, subsplit
 class Microbatch:
     """One microbatch: the ids of this rank's z block, the targets of the rows it holds in the inner layout, both int64.
 
-    `ids` are there where the first pipeline stage is, `targets` where the last is. `scale` is one over the number of
-    targets, over all replicas, of the step, or of those microbatches of it that share an update.
+    Of a sequence that several ranks share, those of this rank's tokens. `ids` are there where the first pipeline stage
+    is, `targets` where the last is. `scale` is one over the number of targets, over all replicas, of the step, or of
+    those microbatches of it that share an update.
     """
 
     tokens: Tokens
@@ -34,7 +35,7 @@ class Samples:
     """A corpus cut into samples of `context` + 1 tokens, the last of each being the first of the next.
 
     The last `validation` part of the samples is held out. `tokens_of` gives a rank's part of a microbatch, as
-    `ModelSpec.tokens`; the last `idle` ranks of the data axis get none of a batch.
+    `ModelSpec.tokens`; the last `idle` ranks of the replica axis get none of a batch.
 
     Raises:
         ValueError: when there are too few tokens for one training and one validation sample.
@@ -56,12 +57,15 @@ class Samples:
         self.validation = SampleOrder(held_out, key / "validation")
         self.held_out = held_out
 
-    def read(self, numbers: np.ndarray) -> torch.Tensor:
-        """(len(numbers), context + 1) tokens."""
-        rows = torch.empty(len(numbers), self.context + 1, dtype=torch.int64)
-        for row, number in zip(rows.numpy(), numbers.tolist()):
-            self.tokens.read(number * self.context, self.context + 1, row)
-        return rows
+    def read(self, numbers: np.ndarray, spans: tuple[range, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens at the positions of `spans` of these samples, and those one after them, both (samples, tokens)."""
+        parts = [torch.empty(len(numbers), len(span) + 1, dtype=torch.int64) for span in spans]
+        for span, part in zip(spans, parts):
+            for row, number in zip(part.numpy(), numbers.tolist()):
+                self.tokens.read(number * self.context + span.start, len(span) + 1, row)
+        nothing = torch.empty(len(numbers), 0, dtype=torch.int64)
+        ids, targets = ([nothing, *(part[:, which] for part in parts)] for which in (slice(None, -1), slice(1, None)))
+        return torch.cat(ids, 1), torch.cat(targets, 1)
 
     def training_step(
         self, grid: Grid, number: int, batch: int, schedule: Schedule, device: torch.device, step: int
@@ -75,10 +79,12 @@ class Samples:
 
     def _prefetch(self, grid, order) -> None:
         """Have the system read what this replica's ranks will ask for next, while they train."""
-        working = grid.data.size - self.idle
-        if grid.data.rank < working:
-            for number in order[split(len(order), working, grid.data.rank)].tolist():
-                self.tokens.will_need(number * self.context, self.context + 1)
+        working = grid.replica.size - self.idle
+        if grid.replica.rank < working:
+            spans = self.tokens_of(grid, 1, self.context).spans
+            for number in order[split(len(order), working, grid.replica.rank)].tolist():
+                for span in spans:
+                    self.tokens.will_need(number * self.context + span.start, len(span) + 1)
 
     def validation_batches(
         self, grid: Grid, batch: int, batches: int, schedule: Schedule, device: torch.device
@@ -91,7 +97,7 @@ class Samples:
     def _microbatches(self, grid, order, schedule, step, device, total=None):
         length, here = self.context, grid.pipeline.rank
         numbers = self.training.samples + order if total is not None else order
-        working = grid.data.size - self.idle
+        working = grid.replica.size - self.idle
         parts = [split(len(order), working, rank) for rank in range(working)]
         parts += [slice(len(order), len(order))] * self.idle
         cuts = [[subsplit(part, schedule.microbatches, m) for m in range(schedule.microbatches)] for part in parts]
@@ -100,7 +106,7 @@ class Samples:
             together = sum(cut[m].stop - cut[m].start for cut in cuts for m in update)
             sequences.update(dict.fromkeys(update, max(1, together)))
         microbatches = []
-        for m, part in enumerate(cuts[grid.data.rank]):
+        for m, part in enumerate(cuts[grid.replica.rank]):
             replica = schedule.replica_of[m]
             first = schedule.placement[replica, 0] == here
             last = schedule.placement[replica, schedule.graph.stages - 1] == here
@@ -108,9 +114,9 @@ class Samples:
             tokens = self.tokens_of(grid, part.stop - part.start, length, part.start, step)
             ids = targets = None
             if first or last:
-                rows = self.read(numbers[tokens.first : tokens.first + tokens.sequences])
-                ids = rows[:, :-1].reshape(-1).to(device) if first else None
+                held, following = self.read(numbers[tokens.first : tokens.first + tokens.sequences], tokens.spans)
+                ids = held.reshape(-1).to(device) if first else None
                 inner = slice(tokens.inner.start - tokens.first, tokens.inner.stop - tokens.first)
-                targets = rows[inner, 1:].reshape(-1).to(device) if last else None
+                targets = following[inner].reshape(-1).to(device) if last else None
             microbatches.append(Microbatch(tokens, ids, targets, scale))
         return microbatches

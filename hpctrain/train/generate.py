@@ -41,7 +41,7 @@ class _LastLogits:
     def __init__(self, model, ids):
         self.model = model
         self.tokens = model.tokens(1, len(ids))
-        self.ids = ids.repeat(self.tokens.sequences).to(model.device)
+        self.ids = ids[self.tokens.positions()].repeat(self.tokens.sequences).to(model.device)
 
     def message_spec(self, action):
         return self.model.message_spec(self.tokens)

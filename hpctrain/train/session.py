@@ -13,7 +13,7 @@ from hpctrain.checkpoint import Checkpointer, TrainingState
 from hpctrain.config import Config
 from hpctrain.config.checks import check_grid, check_pipeline, token_slices
 from hpctrain.data_parallel import Precision, make
-from hpctrain.grid import Grid
+from hpctrain.grid import Grid, grid_arguments
 from hpctrain.layers import algorithm_of
 from hpctrain.models import ModelSpec
 from hpctrain.models.partition import layers_per_stage
@@ -95,8 +95,7 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
             made, or checkpoints of which none can be used.
     """
     check_grid(config, world.size)
-    shape = config.grid_shape
-    grid = Grid(shape["replica"], shape["pipeline"], (shape["x"], shape["y"], shape["z"]), comm=world)
+    grid = Grid(*grid_arguments(config.grid_shape), comm=world)
     watched = grid.comm
     if config.comm.watchdog:
         watched = comm.WatchedComm(comm.Watchdog(grid, config.comm.watchdog))
@@ -167,7 +166,7 @@ def _model(
     shape = spec.shape(vars(config.model))
     torch.set_float32_matmul_precision(config.precision.matmul)
     dtype, precision = dtypes(config.precision)
-    sequences = -(-config.train.batch // (grid.data.size * schedule.microbatches))
+    sequences = -(-config.train.batch // (grid.replica.size * schedule.microbatches))
     blocks = layers_per_stage(
         grid.comm, spec, shape, config.pipeline.partition, sequences, schedule.ranks, schedule.microbatches,
         stages=schedule.graph.stages, schedule=schedule.name, dtype=dtype, device=device,

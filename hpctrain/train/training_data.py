@@ -49,7 +49,9 @@ def open_data(config: Config, world: MPI.Intracomm, key: RngKey) -> TrainingData
 def samples_of(config: Config, tokens: ShardedTokens, key: RngKey) -> Samples:
     """Raises ValueError for too few tokens, or too many different ones."""
     check_vocabulary(config, tokens.vocabulary, tokens.path)
-    tokens_of = functools.partial(models.get(config.model.kind).tokens, algorithm=config.tensor.algorithm)
+    tokens_of = functools.partial(
+        models.get(config.model.kind).tokens, algorithm=config.tensor.algorithm, balance=config.sequence.balance
+    )
     context, idle = config.model.context, config.data_parallel.idle
     return Samples(tokens, context, config.data.validation, key / "order", tokens_of, idle)
 

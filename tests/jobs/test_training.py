@@ -92,7 +92,9 @@ def test_the_run_folder(train, tmp_path):
     assert [r["step"] for r in records if "val_loss" in r] == [2, 4, 5]
     assert set(records[0]) == FIELDS
     assert [r["tokens"] for r in records] == [96, 192, 288, 384, 480]
-    assert set(records[0]["bytes_sent"]) == set(records[0]["bytes_received"]) == {"data", "pipeline", "tensor"}
+    assert (
+        set(records[0]["bytes_sent"]) == set(records[0]["bytes_received"]) == {"data", "sequence", "pipeline", "tensor"}
+    )
     assert records[0]["bytes_sent"]["data"] > 0 == records[0]["bytes_sent"]["tensor"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in (folder / "model").iterdir()} == {"config.json", "model.safetensors"}

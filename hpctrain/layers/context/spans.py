@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+from hpctrain.choices import SEQUENCE_BALANCES
 from hpctrain.layers.context.mask import Mask
 from hpctrain.shard import split
 
-BALANCES = "zigzag", "work", "none"
 EVEN = 1.02  # most work of a rank to the mean: even enough
 MOST_CHUNKS = 16  # a ring rank, beyond which a tile of attention is a small matrix
 
@@ -38,8 +38,8 @@ def sequence_spans(
     >>> sequence_spans(12, 2, 1, "work", [Mask(documents=(8, 4))])
     [(range(0, 6), range(9, 10)), (range(6, 9), range(10, 12))]
     """
-    if balance not in BALANCES:
-        raise ValueError(f"sequence.balance must be one of {', '.join(BALANCES)}, got {balance!r}")
+    if balance not in SEQUENCE_BALANCES:
+        raise ValueError(f"sequence.balance must be one of {', '.join(SEQUENCE_BALANCES)}, got {balance!r}")
     if ring == 1 or balance == "none":
         over_ring = [[index] for index in range(ring)]
     elif balance == "zigzag":

@@ -24,9 +24,8 @@ class GPT2(StagedTransformer):
         return [self.wte, self.wpe]
 
     def embed(self, ids: torch.Tensor, tokens):
-        positions = torch.arange(tokens.position, tokens.position + tokens.length, device=ids.device)
         found = self.wte.lookup(ids).view(tokens.sequences, tokens.length, self.local_width)
-        found = found + self.wpe.lookup(positions)
+        found = found + self.wpe.lookup(tokens.positions(ids.device))
         return self.drop(scatter_rows(found.flatten(0, 1), tokens), tokens)
 
     def make_block(self, index):

@@ -38,8 +38,8 @@ class GPT2Spec(ModelSpec):
             LinearCosts(4 * width, width, to_inner=False, bias=True),
         )
         return TransformerCosts(
-            shape.layers, width, shape.context, shape.vocabulary, linears, attention_width=width,
-            positions=shape.context, tied=shape.tied,
+            shape.layers, width, shape.context, shape.vocabulary, linears, shape.heads, shape.heads,
+            attention_width=width, positions=shape.context, tied=shape.tied,
         )  # fmt: skip
 
     @property

@@ -61,8 +61,9 @@ class LlamaSpec(ModelSpec):
             LinearCosts(shape.ffn, width, to_inner=False, bias=False),
         )
         return TransformerCosts(
-            shape.layers, width, shape.context, shape.vocabulary, linears, attention_width=mixed, rms_norm=True,
-            head_norm_elements=2 * shape.head_width if shape.qk_norm else 0, tied=shape.tied,
+            shape.layers, width, shape.context, shape.vocabulary, linears, shape.heads, shape.kv_heads,
+            attention_width=mixed, rms_norm=True, head_norm_elements=2 * shape.head_width if shape.qk_norm else 0,
+            tied=shape.tied,
         )  # fmt: skip
 
     @property

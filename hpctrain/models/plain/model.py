@@ -34,6 +34,13 @@ class WholeSequences:
     def inner(self) -> range:
         return range(self.first, self.first + self.sequences)
 
+    @property
+    def spans(self) -> tuple[range, ...]:
+        return (range(self.length),)
+
+    def positions(self) -> torch.Tensor:
+        return torch.arange(self.length)
+
 
 class PlainModel(torch.nn.Module):
     """This rank's stages of what a `PlainSpec`'s function returns: one module, or a list of parts.
@@ -48,7 +55,7 @@ class PlainModel(torch.nn.Module):
     Raises:
         ValueError: on every rank, for anything else than a module or a list of model.layers modules; one module on a
             pipeline axis, or a list on both a pipeline and a tensor axis; parts that share a parameter, dropout of
-            torch, and what `parallelize` refuses.
+            torch, and what `parallelize` refuses; a grid whose ranks share sequences.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class PlainModel(torch.nn.Module):
         dtype: torch.dtype | None = None, device: torch.device | None = None,
     ):  # fmt: skip
         super().__init__()
+        grid.check_whole_sequences(f"model.kind = {kind}, of plain torch modules,")
         if placement is None:
             placement = {(0, stage): stage for stage in range(grid.pipeline.size)}
         holders = stage_holders(placement)

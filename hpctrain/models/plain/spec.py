@@ -35,6 +35,7 @@ class PlainSpec(ModelSpec):
         kind: "package.module:function".
     """
 
+    sequence_axes = False
     token_slices = False
 
     def __init__(self, kind: str, factory: Callable[[SimpleNamespace], Any]):
@@ -65,7 +66,7 @@ class PlainSpec(ModelSpec):
             dtype=dtype, device=device,
         )  # fmt: skip
 
-    def tokens(self, grid: Grid, sequences: int, length: int, first=0, step=0, algorithm="agarwal"):
+    def tokens(self, grid: Grid, sequences: int, length: int, first=0, step=0, algorithm="agarwal", balance="zigzag"):
         from hpctrain.models.plain.model import WholeSequences
 
         return WholeSequences(sequences, length, first, step)

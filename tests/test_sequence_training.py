@@ -1,0 +1,137 @@
+"""Training whose sequences are cut over ring and Ulysses ranks equals the serial program, with everything else."""
+
+import dataclasses
+
+import pytest
+import torch
+from training_checks import UNEVEN, batches, by_messages, check, fitting, microbatches, serial, train_on
+
+from hpctrain import Grid, RngKey
+from hpctrain.config import DataParallelConfig, load_config
+from hpctrain.data_parallel import make
+from hpctrain.layers import BatchNorm2d, Tokens
+from hpctrain.layers.whole_parameters import whole_parameters
+from hpctrain.models.gpt2 import GPT2
+from hpctrain.models.llama import LlamaShape
+from hpctrain.pipeline import schedule
+from hpctrain.train.optimizer import adamw
+from hpctrain.train.trainer import Trainer
+
+pytestmark = pytest.mark.mpi
+
+# ((replica, ring, ulysses), pipeline, tensor): every axis of a sequence beside every other axis.
+GRIDS = {
+    2: [((1, 1, 2), 1, 1), ((1, 2, 1), 1, 1)],
+    4: [
+        ((1, 2, 2), 1, 1), ((2, 2, 1), 1, 1), ((1, 1, 2), 2, 1), ((1, 2, 1), 1, (2, 1, 1)), ((1, 1, 2), 1, (1, 2, 1)),
+        ((1, 2, 1), 1, (1, 1, 2)),
+    ],
+    8: [((2, 2, 1), 2, 1), ((1, 2, 2), 1, (1, 1, 2)), ((1, 1, 2), 1, (2, 2, 1)), ((1, 8, 1), 1, 1)],
+}  # fmt: skip
+GPT = dataclasses.replace(UNEVEN, dropout=0.3)
+# One head of keys and values for 6 of queries, rotary positions, norms of heads
+LLAMA = LlamaShape(
+    layers=3, width=15, heads=6, context=8, vocabulary=23, kv_heads=1, ffn=21, head_width=4, rope_base=10.0,
+    qk_norm=True, dropout=0.3,
+)  # fmt: skip
+
+
+@pytest.mark.ranks(*GRIDS)
+@pytest.mark.parametrize("shape", [GPT, LLAMA])
+def test_equals_one_rank(world, shape):
+    """7 tokens, dropout, two microbatches, clipping."""
+    for data, pipeline, tensor in GRIDS[world.size]:
+        check(Grid(data, pipeline, tensor), fitting(shape, pipeline), count=2, clip=1.0)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(("shape", "length"), [(UNEVEN, 103), (LLAMA, 103), (UNEVEN, 3), (LLAMA, 1)])
+def test_long_sequences_and_fewer_tokens_than_ranks(world, shape, length):
+    for data, pipeline, tensor in [*GRIDS[world.size][:2], ((1, world.size, 1), 1, 1), ((1, 1, world.size), 1, 1)]:
+        grid = Grid(data, pipeline, tensor)
+        check(grid, dataclasses.replace(fitting(shape, 1), context=length + 1), count=1, clip=0.3)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("balance", ["work", "none"])
+def test_other_cuts(world, balance):
+    check(Grid((1, world.size, 1)), fitting(GPT, 1), count=2, clip=1.0, balance=balance)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("data", [(1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipe", "dualpipev"])
+def test_schedules(world, name, data):
+    """With messages that wait for their receivers."""
+    grid = Grid(data, 2)
+    grid.transport.synchronous = True
+    layers = schedule(name, 2, 4).graph.stages + 1
+    check(grid, dataclasses.replace(GPT, layers=layers), count=4, clip=1.0, pipeline=name)
+
+
+@pytest.mark.ranks(4, 8)
+@pytest.mark.parametrize("data", [(1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize("name", ["megatron", "summa", "two_half_d", "cannon"])
+def test_tensor_algorithms(world, name, data):
+    boxes = {
+        4: {"megatron": (2, 1, 1), "summa": (1, 2, 1), "two_half_d": (1, 1, 2)},
+        8: {"cannon": (2, 2, 1), "summa": (2, 2, 1), "two_half_d": (2, 2, 1)},
+    }
+    if name in boxes[world.size]:
+        check(Grid(data, 1, boxes[world.size][name]), fitting(GPT, 1), count=2, clip=1.0, algorithm=name)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("way", ["windows", "messages"])
+@pytest.mark.parametrize("method", ["zero1", "zero2", "zero3"])
+def test_zero(world, method, way):
+    shape = fitting(GPT, 1)
+    weights, losses, norms = serial(shape, 1.0)
+    for data in [(1, 2, world.size // 2), (1, 1, world.size), (world.size // 2, 2, 1)]:
+        grid = Grid(data)
+        if way == "messages":
+            by_messages(grid)
+        model = GPT2(grid, shape, key=RngKey(3), dtype=torch.float64)
+        optimizer = adamw(model.parameters(), 0.1)
+        strategy = make(DataParallelConfig(method), model, grid, optimizer)
+        trainer = Trainer(model, grid, optimizer, 3, max_norm=1.0, strategy=strategy)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        got = [trainer.step(microbatches(grid, batch, step, 3)) for step, batch in enumerate(batches(shape))]
+        assert [loss for loss, _ in got] == pytest.approx(losses, rel=1e-12)
+        assert [norm for _, norm in got] == pytest.approx(norms, rel=1e-11)
+        with strategy.full_weights():
+            for name, whole in whole_parameters(model, grid):
+                if grid.rank == 0:
+                    torch.testing.assert_close(whole, weights[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("recompute", ["attention", "block"])
+def test_recompute(world, recompute):
+    """The same bits, with dropout."""
+    for data, pipeline, tensor in GRIDS[world.size][:3]:
+        shape = fitting(LLAMA, pipeline)
+        kept, again = (
+            train_on(Grid(data, pipeline, tensor), shape, 2, 1.0, recompute=how)[1:] for how in ("none", recompute)
+        )
+        assert kept == again
+
+
+@pytest.mark.ranks(2)
+def test_what_needs_whole_sequences_is_refused(world):
+    grid = Grid((1, 2, 1))
+    for what, refused in {
+        "BatchNorm2d": lambda: BatchNorm2d(grid, 4),
+        "data_parallel.method = parameter_server": lambda: make(
+            DataParallelConfig("parameter_server"), torch.nn.ParameterList(), grid, None
+        ),
+        "token slices": lambda: Tokens.of(grid, 2, 8, part=slice(0, 4)),
+    }.items():
+        with pytest.raises(ValueError, match=what):
+            refused()
+    for option in ("pipeline.schedule=terapipe", "data_parallel.method=parameter_server"):
+        with pytest.raises(
+            ValueError, match=option.replace("=", " = ") + ".* needs whole sequences.*use grid.data = 2"
+        ):
+            load_config(overrides=["grid.data=[1, 1, 2]", option])
