@@ -30,7 +30,7 @@ LARGE = [
 ]
 CPU = Machine.load("cpu-cluster")
 SLOW = dataclasses.replace(CPU, link=(Link("a", 1, 2e-5, 2e8), Link("b", 2, 1e-4, 5e7)))
-TIGHT = dataclasses.replace(SLOW, device=dataclasses.replace(CPU.device, memory=1.6e9))
+TIGHT = dataclasses.replace(SLOW, device=dataclasses.replace(CPU.device, memory=1.75e9))
 
 
 def config(overrides):
