@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from hpctrain.pipeline import Costs
 from hpctrain.plan import pipelines
@@ -29,7 +28,8 @@ class Estimate:
     parts: dict[str, float] = field(compare=False)
 
 
-class Stage(NamedTuple):
+@dataclass(frozen=True)
+class Stage:
     """Seconds of a stage, of a microbatch and of a step's end."""
 
     forward: Pass
@@ -41,17 +41,17 @@ class Stage(NamedTuple):
     sums_tensor: float
     update: float
 
-    @property
+    @functools.cached_property
     def passes(self) -> tuple[float, float, float]:
         """Of the forward, the input gradient and the weight gradient."""
         forward = self.forward.seconds + self.forward_data
         return forward, self.input_gradient.seconds + self.backward_data, self.weight_gradient.seconds
 
-    @property
+    @functools.cached_property
     def microbatch(self) -> float:
         return sum(self.passes)
 
-    @property
+    @functools.cached_property
     def ending(self) -> float:
         return self.sums + self.sums_tensor + self.update
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections.abc import Iterable
 
 from hpctrain.config import Config
 from hpctrain.plan import job as jobs
@@ -79,17 +80,27 @@ class Search:
             if len(found) == top and bound > found[-1][0]:
                 break
             if isinstance(one, Layout):
-                for choice in choices(self.job, self.given, one):
-                    further = max(bound, self.choice_bound(choice))
-                    if len(found) < top or further <= found[-1][0]:
-                        heapq.heappush(queue, (further, next(number), choice))
-            elif self.fits(one):
-                estimate = self.estimator.estimate(one)
+                for same in self.alike(one):
+                    further = max(bound, self.choice_bound(same[0]))
+                    heapq.heappush(queue, (further, next(number), same))
+                continue
+            if one[1:]:  # those that recompute more take longer
+                further = max(bound, self.choice_bound(one[1]))
+                heapq.heappush(queue, (further, next(number), one[1:]))
+            if self.fits(one[0]):
+                estimate = self.estimator.estimate(one[0])
                 self.simulated += 1
-                found = sorted([*found, (estimate.seconds, one, estimate)], key=lambda each: each[:2])[:top]
+                found = sorted([*found, (estimate.seconds, one[0], estimate)], key=lambda each: each[:2])[:top]
         if not found:
             raise ValueError(self._shortage())
         return [(estimate, choice) for _, choice, estimate in found]
+
+    def alike(self, layout: Layout) -> Iterable[list[Choice]]:
+        """The choices of a layout, those together that differ in recomputation alone, the less of it the earlier."""
+        same: dict[Choice, list[Choice]] = {}
+        for choice in choices(self.job, self.given, layout):
+            same.setdefault(choice._replace(recompute=""), []).append(choice)
+        return same.values()
 
     def fits(self, choice: Choice) -> bool:
         return self.estimator.memory(choice) <= self.memory

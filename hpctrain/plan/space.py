@@ -40,8 +40,8 @@ def layouts(job: Job, given: Choice, ranks: int) -> Iterator[Layout]:
 
 
 def choices(job: Job, given: Choice, layout: Layout) -> Iterator[Choice]:
-    """Every schedule, recomputation and way to keep replicas, of those that train as one rank does. Whoever asks for
-    another one, as PipeDream or local SGD, keeps it; so does who lists the layers of each stage."""
+    """Every schedule, recomputation (the least first) and way to keep replicas, of those that train as one rank does.
+    Whoever asks for another one, as PipeDream or local SGD, keeps it; so does who lists the layers of each stage."""
     searched = given.schedule in ("gpipe", *SYNCHRONOUS) and job.partition is None
     orders = schedules(job.costs.layers, layout.pipeline) if searched else [(given.schedule, given.virtual_stages)]
     methods = ZERO if given.method in ZERO else (given.method,)
