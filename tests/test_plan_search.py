@@ -132,7 +132,7 @@ def test_what_would_change_the_choice():
 
 def test_large_numbers_of_ranks_take_no_long_search():
     """The bounds leave little to simulate, and no schedule is larger than it must be."""
-    big = ["model.layers=48", "model.width=8192", "model.heads=64", "train.batch=2048", "model.context=2048",
+    big = ["model.layers=24", "model.width=8192", "model.heads=64", "train.batch=512", "model.context=2048",
            "precision.compute=bf16", "model.vocabulary=51200"]  # fmt: skip
     job, given = jobs.read(config(big))
     tried = Search(Estimator(job, Machine.load("frontier")), given, 128)

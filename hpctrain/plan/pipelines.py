@@ -22,11 +22,15 @@ class Shape:
     """
 
     schedule: Schedule
-    tasks: Tasks
     in_flight: list[dict[int, float]]
 
+    @functools.cached_property
+    def tasks(self) -> Tasks:
+        """What waits for what: for times, not for memory."""
+        return Tasks(self.schedule)
 
-@functools.lru_cache(maxsize=64)
+
+@functools.lru_cache(maxsize=256)
 def shape(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> Shape:
     """Of a schedule by name; errors as `pipeline.schedule`."""
     made = schedule(name, ranks, microbatches, virtual_stages or None, slices or None)
@@ -42,7 +46,7 @@ def shape(name: str, ranks: int, microbatches: int, virtual_stages: int, slices:
             elif action.kind in (BACKWARD, WEIGHT_GRADIENT):
                 held[stage] -= 1 / made.slices
         in_flight.append(most)
-    return Shape(made, Tasks(made), in_flight)
+    return Shape(made, in_flight)
 
 
 def simulated(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> tuple[int, ...]:
