@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from hpctrain.comm import functional
 from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import algorithm_of
-from hpctrain.layers.dropout import check_probability, drop
+from hpctrain.layers.context.attention import Context, attend
+from hpctrain.layers.context.dropout import AttentionDropout
+from hpctrain.layers.context.mask import Mask
+from hpctrain.layers.dropout import check_probability
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.norm import HeadNorm
 from hpctrain.layers.parameter import drawn_key
@@ -22,7 +24,8 @@ from hpctrain.randomness import RngKey
 class Attention(torch.nn.Module):
     """Projections to queries, keys and values, attention of every head within its sequence, projection back.
 
-    Takes and returns (rows, width) in the residual layout; no communication beyond that of the two projections.
+    Takes and returns (rows, width) in the residual layout. No communication beyond that of the two projections, but
+    where ranks share sequences: see `context.attention`.
     Heads / kv_heads query heads share one key and one value head; together they are a group, which stays on one rank.
     The fused weight `qkv` has its rows ordered (group, {queries…, key, value}, feature of the head); with
     kv_heads = heads that is (head, {query, key, value}, feature).
@@ -93,7 +96,7 @@ class Attention(torch.nn.Module):
             self.q_norm = HeadNorm(grid, self.head_width, key=key / "q_norm", **of_heads)
             self.k_norm = HeadNorm(grid, self.head_width, key=key / "k_norm", **of_heads)
         self.mine = algorithm.inner(groups)
-        self.sequence = grid.sequence
+        self.grid = grid
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         groups = self.mine.stop - self.mine.start
@@ -108,73 +111,43 @@ class Attention(torch.nn.Module):
             if not self.causal:
                 raise ValueError("token slices need causal attention: without it, the first needs the last")
             k, v = tokens.kv_cache.extend(self, k, v)
-        if self.sequence.size > 1:
-            k, v = (_gathered(part, self.sequence, tokens) for part in (k, v))
         attended = recomputed(self._attend, q, k, v, tokens) if self.recompute else self._attend(q, k, v, tokens)
         local_width = groups * self.queries * self.head_width
         return self.proj(attended.transpose(1, 2).reshape(len(tokens.inner) * tokens.length, local_width), tokens)
 
     def _attend(self, q, k, v, tokens):
-        if self.training and self.p > 0:
-            return self._attend_with_dropout(q, k, v, tokens)
-        seen = None if q.shape[2] == k.shape[2] else _seen(tokens) if self.causal else None
+        dropout = self._dropout(tokens) if self.training and self.p > 0 else None
+        if self.grid.sequence.size > 1:
+            return attend(q, k, v, self._context(tokens, dropout))
+        if dropout is not None:
+            return self._attend_with_dropout(q, k, v, tokens, dropout)
+        seen = None if q.shape[2] == k.shape[2] else _seen(q, k)
         return F.scaled_dot_product_attention(
             q, k, v, seen, is_causal=self.causal and seen is None, enable_gqa=self.queries > 1
         )
 
-    def _attend_with_dropout(self, q, k, v, tokens):
+    def _context(self, tokens: Tokens, dropout: AttentionDropout | None) -> Context:
+        masks = (Mask(self.causal),) * len(tokens.inner)
+        return Context(
+            self.grid.ring, self.grid.ulysses, tokens.over_sequence, masks, self.head_width**-0.5, dropout
+        )  # fmt: skip
+
+    def _dropout(self, tokens: Tokens) -> AttentionDropout:
+        return AttentionDropout(
+            self.key, self.p, tokens.step, tokens.whole, self.heads, tokens.inner, self.mine.start * self.queries
+        )
+
+    def _attend_with_dropout(self, q, k, v, tokens, dropout):
         # torch's fused attention draws its own masks, which would depend on the grid.
+        everything = slice(0, len(q)), slice(0, q.shape[1]), tokens.spans, (range(k.shape[2]),)
         attended, _ = softmax_attention(
-            q, k, v, _seen(tokens) if self.causal else None, scale=self.head_width**-0.5,
-            drop=lambda probabilities: drop(probabilities, self._keep_all(tokens), self.p),
+            q, k, v, _seen(q, k) if self.causal else None, scale=self.head_width**-0.5,
+            drop=lambda probabilities: probabilities * dropout.factors(*everything, like=probabilities),
         )  # fmt: skip
         return attended
 
-    def _keep_all(self, tokens) -> torch.Tensor:
-        """Mask of the (sequence, head, query, key) elements that this rank has."""
-        heads = range((self.mine.stop - self.mine.start) * self.queries)
-        keys = [span for spans in _key_spans(tokens) for span in spans]
-        masks = [
-            torch.cat(
-                [torch.cat([self._keep(tokens, n, heads, span, key) for key in keys], 2) for span in tokens.spans]
-                or [torch.empty(len(heads), 0, tokens.whole, dtype=torch.bool)],
-                1,
-            )
-            for n in range(len(tokens.inner))
-        ]
-        if not masks:
-            return torch.ones(0, len(heads), tokens.length, sum(map(len, keys)), dtype=torch.bool)
-        return torch.stack(masks)
 
-    def _keep(self, tokens: Tokens, sequence: int, heads: range, queries: range, keys: range) -> torch.Tensor:
-        """Which probabilities of this rank's sequence and heads are kept, (heads, queries, keys); they are numbered as
-        (sequence, head, query, key) of the whole batch."""
-        head = tokens.inner[sequence] * self.heads + self.mine.start * self.queries + heads.start
-        masks = [
-            self.key.mask_block(
-                ((head + n) * tokens.whole + queries.start) * tokens.whole + keys.start, len(queries), tokens.whole,
-                len(keys), self.p, tokens.step,
-            )
-            for n in range(len(heads))
-        ]  # fmt: skip
-        return torch.stack(masks) if masks else torch.empty(0, len(queries), len(keys), dtype=torch.bool)
-
-
-def _key_spans(tokens):
-    """Those of all keys that the queries of `tokens` meet, rank by rank of the sequence axis."""
-    if len(tokens.over_sequence) > 1:
-        return tokens.over_sequence
-    return ((range(tokens.spans[-1].stop),),)
-
-
-def _gathered(x, axis, tokens):
-    """Keys or values of the whole sequence, in the order of the ranks."""
-    counts = [sum(map(len, spans)) for spans in tokens.over_sequence]
-    rows = functional.all_gather(x.permute(2, 0, 1, 3).contiguous(), axis, counts)
-    return rows.permute(1, 2, 0, 3)
-
-
-def _seen(tokens) -> torch.Tensor:
-    """Which keys a query may see: those up to its own."""
-    keys = [position for spans in _key_spans(tokens) for span in spans for position in span]
-    return torch.tensor(keys)[None] <= tokens.positions()[:, None]
+def _seen(q, k) -> torch.Tensor:
+    """Which keys a query may see: those up to its own; the last key is the last query's."""
+    length, keys = q.shape[2], k.shape[2]
+    return torch.ones(length, keys, dtype=torch.bool, device=q.device).tril_(keys - length)

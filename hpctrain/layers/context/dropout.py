@@ -10,8 +10,6 @@ import torch
 from hpctrain.layers.context.spans import Spans, span_length
 from hpctrain.randomness import RngKey, drop_threshold
 
-WORTH = 8  # numbers drawn one after another that cost as much as one drawn by itself, roughly, at a thousand of a row
-
 
 @dataclass(frozen=True)
 class AttentionDropout:
@@ -37,22 +35,27 @@ class AttentionDropout:
     def factors(self, sequences: slice, heads: slice, queries: Spans, keys: Spans, like: torch.Tensor) -> torch.Tensor:
         """What to multiply the probabilities by, 0 or 1 / (1 - p): (sequences, heads, queries, keys), where and of the
         dtype that `like` is."""
-        numbers = [
-            (sequence * self.heads + self.first_head + head) * self.length
-            for sequence in self.sequences[sequences]
-            for head in range(heads.start, heads.stop)
-        ]
-        rows = [self._rows(number + span.start, len(span), keys) for number in numbers for span in queries]
-        keep = torch.cat(rows).view(-1, heads.stop - heads.start, span_length(queries), span_length(keys))
+        count = len(self.sequences[sequences]), heads.stop - heads.start, span_length(queries), span_length(keys)
+        rows = [self._rows(first, number, keys) for first, number in self._runs(sequences, heads, queries)]
+        keep = torch.cat([torch.empty(0, count[-1], dtype=torch.bool), *rows]).view(count)
         return keep.to(like.device, like.dtype) / (1 - drop_threshold(self.p) / 2**16)
+
+    def _runs(self, sequences, heads, queries):
+        """First row and number of rows, of (sequence, head, query), that follow each other."""
+        for sequence in self.sequences[sequences]:
+            first = (sequence * self.heads + self.first_head + heads.start) * self.length
+            if queries == (range(self.length),):
+                yield first, (heads.stop - heads.start) * self.length
+                continue
+            for head in range(heads.stop - heads.start):
+                for span in queries:
+                    yield first + head * self.length + span.start, len(span)
 
     def _rows(self, first, count, keys):
         """Of `count` rows from row `first` of all on, the columns of `keys`."""
         length = self.length
-        if WORTH * span_length(keys) > length:
-            whole = self.key.mask(first * length, count * length, self.p, self.step).view(count, length)
-            return torch.cat([whole[:, span.start : span.stop] for span in keys], 1)
-        return torch.stack([self._row(row * length, keys) for row in range(first, first + count)])
-
-    def _row(self, start, keys):
-        return torch.cat([self.key.mask(start + span.start, len(span), self.p, self.step) for span in keys])
+        parts = [
+            self.key.mask_block(first * length + span.start, count, length, len(span), self.p, self.step)
+            for span in keys
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
