@@ -179,7 +179,7 @@ class SharedMemoryRotation:
         else:
             self._turn()
             self._sums[owner].add_(part)
-        self._window.sync()
+        self._window.memory_barrier()
         say = axis.comm.Issend if axis.transport.synchronous else axis.comm.Isend
         self._said.append(Work([say(b"", (axis.rank + 1) % axis.size, SUMS)], None))
 
@@ -196,7 +196,7 @@ class SharedMemoryRotation:
         said = Work([axis.comm.Irecv(bytearray(0), (axis.rank - 1) % axis.size, SUMS)], None)
         said.owner = axis, "rotate", None
         said.wait()
-        self._window.sync()
+        self._window.memory_barrier()
 
 
 Rotation = LocalRotation | HopRotation | GatherRotation | SharedMemoryRotation

@@ -56,7 +56,7 @@ class Window:
         self._window.Unlock_all()
         self._window.Free()
 
-    def sync(self) -> None:
+    def memory_barrier(self) -> None:
         """What this rank wrote, others see once they are told; what they have told of, this one sees."""
         self._window.Sync()
 
