@@ -18,6 +18,9 @@ Images are (batch, channels, height, width) with the batch over z, channels over
 from hpctrain.layers.algorithm import algorithm_of
 from hpctrain.layers.attention import Attention
 from hpctrain.layers.batch_norm import BatchNorm2d
+from hpctrain.layers.context.functional import context_attention
+from hpctrain.layers.context.mask import Mask
+from hpctrain.layers.context.spans import sequence_spans
 from hpctrain.layers.conv import Conv2d
 from hpctrain.layers.dropout import Dropout
 from hpctrain.layers.embedding import Embedding
@@ -42,12 +45,15 @@ __all__ = [
     "Embedding",
     "Flatten",
     "algorithm_of",
+    "context_attention",
     "image_block",
     "LayerNorm",
     "Linear",
+    "Mask",
     "MaxPool2d",
     "MLP",
     "RMSNorm",
     "Tokens",
+    "sequence_spans",
     "SplitBackward",
 ]

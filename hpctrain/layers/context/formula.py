@@ -1,4 +1,4 @@
-"""Bytes that attention of cut sequences moves, and how many ranks to give to Ulysses and to the ring.
+"""Bytes that attention of cut sequences moves.
 
 With b sequences of s tokens on P = ulysses U × ring R ranks, queries of width h (heads × head width) and keys of width
 g, a rank receives, forward and backward together,
@@ -47,50 +47,3 @@ def bytes_received(
     sums = (ring - 1) * tokens[ring_rank] * 2 * keys[place] * wide
     element = sequences * width
     return {"ulysses": (to_heads + back) * element * item, "ring": (blocks + sums) * element}
-
-
-def choose(ranks: int, heads: int, groups: int, method: str = "auto") -> tuple[int, int, str]:
-    """(ring, ulysses, why): how `ranks` share a sequence, with `heads` query heads (of this tensor rank) and `groups`
-    key heads.
-
-    "ulysses" and "ring" give all ranks to one; "auto" takes the division that moves the fewest bytes, of those that
-    give every rank as many heads.
-
-    >>> choose(4, 8, 8)[:2], choose(8, 32, 2)[:2], choose(4, 6, 6)[:2]
-    ((1, 4), (8, 1), (2, 2))
-    >>> print(choose(4, 6, 6)[2])
-    ulysses 2 × ring 2 moves the fewest bytes of those that give every rank as many of the 6 heads: 0.75 of what ring 4
-    does
-    """
-    if method not in ("auto", "ulysses", "ring"):
-        raise ValueError(f"sequence.method must be auto, ulysses or ring, got {method!r}")
-    if method == "ring":
-        return ranks, 1, "sequence.method is ring"
-    if method == "ulysses":
-        if ranks > heads:
-            raise ValueError(
-                f"sequence.method = ulysses divides {heads} heads over {ranks} ranks, of which some would have none;"
-                f" use auto, or at most {heads} ranks"
-            )
-        return 1, ranks, "sequence.method is ulysses"
-    even = [u for u in range(1, ranks + 1) if ranks % u == 0 and heads % u == 0]
-    ulysses = min(even, key=lambda u: (elements(ranks // u, u, heads, groups), -u))
-    if ranks == 1:
-        return 1, 1, "one rank has the whole sequence"
-    share = elements(ranks // ulysses, ulysses, heads, groups) / elements(ranks, 1, heads, groups)
-    compared = "" if ulysses == 1 else f": {share:.2f} of what ring {ranks} does"
-    why = f"ulysses {ulysses} × ring {ranks // ulysses} moves the fewest bytes of those that give every rank as many of"
-    return ranks // ulysses, ulysses, f"{why} the {heads} heads{compared}"
-
-
-def elements(ring: int, ulysses: int, heads: int, groups: int) -> float:
-    """What the busiest rank receives, forward and backward, in units of a token's share of one head.
-
-    >>> elements(2, 2, 8, 8) * 1024 * 32 * 4  # as above, 4096 tokens on 4 ranks
-    10485760.0
-    """
-    keys = max(part.stop - part.start for part in kv_heads(heads, groups, ulysses))
-    queries = -(-heads // ulysses)
-    mine = 2 * (ulysses - 1) * (queries + keys)
-    back = 2 * (heads - queries + sum(p.stop - p.start for p in kv_heads(heads, groups, ulysses)) - keys)
-    return mine + back + 6.0 * (ring - 1) * ulysses * keys
