@@ -25,15 +25,16 @@ def grids_by(world, way, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("length", [103, 16, 7, 2, 1])
+@pytest.mark.parametrize("length", [103, 7, 1])
 def test_lengths_and_masks(world, length, way, monkeypatch):
     for grid in grids_by(world, way, monkeypatch):
-        for mask in all_masks(length):
+        masks = list(all_masks(length))
+        for mask in masks if way == "shared memory" else masks[:: len(masks) - 1]:
             check(grid, tensors(4, 2, length), [mask] * SEQUENCES, 1e-12)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (3, 1), (6, 3), (5, 5), (1, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (6, 3), (5, 5)])
 def test_heads_that_do_not_divide_and_shared_ones(world, heads, kv_heads, way, monkeypatch):
     for grid in grids_by(world, way, monkeypatch):
         check(grid, tensors(heads, kv_heads, 29), [Mask()] * SEQUENCES, 1e-12)
@@ -55,8 +56,7 @@ def test_sequences_with_documents_of_their_own(world):
 def test_windows_in_bands(world):
     """Longer than a tile of a band, so that it has edges, a middle, and triangles that are cut."""
     for grid in grids(world):
-        for mask in (Mask(window=700), Mask(window=40), Mask(False, 300)):
-            check(grid, tensors(2, 1, 1500, sequences=1), [mask], 1e-12)
+        check(grid, tensors(1, 1, 900, sequences=1), [Mask(window=600)], 1e-12)
 
 
 def test_no_sequences(world):
@@ -133,7 +133,7 @@ def test_who_does_not_see_a_token_has_the_same_bits(world, mask, position, untou
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 12), (12, 1), (24, 12)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 12), (12, 1)])
 def test_bytes_are_the_formula(world, heads, kv_heads, dtype, way, monkeypatch):
     length = 96
     for grid in grids_by(world, way, monkeypatch):
