@@ -19,6 +19,7 @@ from hpctrain.comm.collectives import (
 )
 from hpctrain.comm.device import decide_cuda_aware, local_device
 from hpctrain.comm.halo import Halo
+from hpctrain.comm.mailbox import Letter, Mailbox
 from hpctrain.comm.path import Path, path_of
 from hpctrain.comm.point_to_point import probe, recv, recv_start, send, send_start
 from hpctrain.comm.reductions import all_reduce, all_reduce_start
@@ -37,6 +38,8 @@ __all__ = [
     "ShardedBuffer",
     "ReplicatedBuffer",
     "Halo",
+    "Letter",
+    "Mailbox",
     "Path",
     "AllReduceBuffer",
     "Work",

@@ -47,3 +47,11 @@ def probe(axis: Axis, tag: int = 0) -> int:
     status = MPI.Status()
     axis.comm.Probe(MPI.ANY_SOURCE, tag, status)
     return status.source
+
+
+def arrived(axis: Axis, tag: int = 0) -> int | None:
+    """The rank whose message with this tag has come, for `recv`, or None; does not wait."""
+    from mpi4py import MPI
+
+    status = MPI.Status()
+    return status.source if axis.comm.Iprobe(MPI.ANY_SOURCE, tag, status) else None

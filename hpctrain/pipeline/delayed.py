@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hpctrain.pipeline.actions import BACKWARD, FREE, REDUCE, UPDATE, Action
+from hpctrain.pipeline.actions import BACKWARD, FORWARD, FREE, REDUCE, UPDATE, WORK, Action
 from hpctrain.pipeline.graph import StageGraph
+from hpctrain.pipeline.list_scheduler import list_schedule
+from hpctrain.pipeline.message_driven import AMPNet
 from hpctrain.pipeline.schedules import Schedule
 from hpctrain.pipeline.synchronous import chain_placement, check, one_forward_one_backward
 
@@ -36,6 +38,49 @@ def pipedream_2bw(ranks: int, microbatches: int) -> Schedule:
     sizes = [microbatches // count + (batch < microbatches % count) for batch in range(count)]
     batch_of = [batch for batch, size in enumerate(sizes) for _ in range(size)]
     return _chain("pipedream-2bw", ranks, sizes, lambda stage, m: max(0, batch_of[m] - 1))
+
+
+def ampnet(
+    ranks: int, microbatches: int, max_active_keys: int | None = None, min_update_frequency: int = 1,
+    staleness_correction: bool = False,
+) -> Schedule:  # fmt: skip
+    """AMPNet on a chain, as it goes when all stages cost the same: ranks take gradients before forwards, and up to
+    `max_active_keys` microbatches (as many as ranks if not given) are under way. A real run goes by what has arrived.
+
+    Source: Gaunt et al., "AMPNet: Asynchronous Model-Parallel Training for Dynamic Neural Networks" (2017).
+    """
+    keys = ranks if max_active_keys is None else max_active_keys
+    check(ranks=ranks, microbatches=microbatches, max_active_keys=keys, min_update_frequency=min_update_frequency)
+    options = AMPNet(keys, min_update_frequency, staleness_correction)
+    graph, placement = StageGraph.chain(ranks), chain_placement(ranks)
+    order = list_schedule(graph, placement, microbatches, in_flight=min(keys, microbatches)).order
+    updated = [_updated(stage, rank, microbatches, min_update_frequency) for stage, rank in enumerate(order)]
+    return Schedule("ampnet", graph, placement, updated, microbatches, delayed=True, asynchronous=options)
+
+
+def _updated(stage: int, order: list[Action], microbatches: int, every: int) -> list[Action]:
+    """The stage's work, with an update after every so many gradients and after the last; forwards take the newest
+    version, which stays until their gradients are there."""
+    made, newest, done, taken = [], 0, 0, {}
+    for action in order:
+        if action.kind not in WORK:
+            continue
+        if action.kind == FORWARD:
+            taken[action.microbatch] = newest
+            made.append(action._replace(version=newest))
+            continue
+        before = set(taken.values()) | {newest}
+        made.append(action._replace(version=taken.pop(action.microbatch)))
+        done += 1
+        updates = done % every == 0 or done == microbatches
+        unused = before - set(taken.values()) - (set() if updates else {newest})
+        if updates:
+            made.append(Action(REDUCE, 0, stage, version=newest))
+        made += [Action(FREE, 0, stage, version=version) for version in sorted(unused)]
+        if updates:
+            newest += 1
+            made.append(Action(UPDATE, 0, stage, version=newest))
+    return made
 
 
 def _chain(name: str, ranks: int, batches: list[int], version) -> Schedule:

@@ -18,6 +18,7 @@ m microbatches, v stages a rank) and in activations of one microbatch of that sh
 | terapipe | (p-1)(F+B) max t of the slices | m | always; the time is (F+B)(m Σt + (p-1) max t) |
 | pipedream | fill and drain of 1f1b once | p-s versions of weights, delay p-1-s | m at least p |
 | pipedream-2bw | the same | 2 versions of weights, delay 1 | m at least 2p |
+| ampnet | fill and drain of 1f1b once | as pipedream | p active keys, equal stages; a run goes by what arrives |
 
 Where a formula is wrong:
 
@@ -33,7 +34,7 @@ its units do not close up (a unit's last backwards take two slots, the next unit
 from __future__ import annotations
 
 from hpctrain.pipeline.bidirectional import chimera, dualpipe, dualpipev
-from hpctrain.pipeline.delayed import pipedream, pipedream_2bw
+from hpctrain.pipeline.delayed import ampnet, pipedream, pipedream_2bw
 from hpctrain.pipeline.schedules import Schedule
 from hpctrain.pipeline.synchronous import gpipe, interleaved, one_f_one_b
 from hpctrain.pipeline.terapipe import terapipe
@@ -51,14 +52,16 @@ _MAKERS = {
     "terapipe": terapipe,
     "pipedream": pipedream,
     "pipedream-2bw": pipedream_2bw,
+    "ampnet": ampnet,
 }
 NAMES = tuple(_MAKERS)
 _TWO_STAGES = ("zb-v", "dualpipev")
 
 
 def schedule(
-    name: str, ranks: int, microbatches: int, virtual_stages: int | None = None, slices: int | None = None
-) -> Schedule:
+    name: str, ranks: int, microbatches: int, virtual_stages: int | None = None, slices: int | None = None,
+    **asynchronous: int | bool | None,
+) -> Schedule:  # fmt: skip
     """The schedule of that name for a chain of stages.
 
     Args:
@@ -66,6 +69,8 @@ def schedule(
         ranks, microbatches: any number; where a schedule cannot use one, the error says what would do.
         virtual_stages: stages a rank, for interleaved (2 if not given); zb-v and dualpipev have 2, the others one.
         slices: of a microbatch's tokens, for terapipe (as many as ranks if not given).
+        asynchronous: `max_active_keys`, `min_update_frequency` and `staleness_correction`, for ampnet alone; see
+            `pipeline.AMPNet`.
 
     Raises:
         ValueError: naming the option, what it got and what would do.
@@ -87,4 +92,8 @@ def schedule(
         options["slices"] = ranks if slices is None else slices
     elif slices not in (None, 1):
         raise ValueError(f"slices={slices}: {name} does not cut microbatches; use slices=1, or terapipe")
+    if name == "ampnet":
+        options |= asynchronous
+    elif asynchronous:
+        raise ValueError(f"{', '.join(asynchronous)} is for ampnet; leave it out for {name}")
     return _MAKERS[name](ranks, microbatches, **options)

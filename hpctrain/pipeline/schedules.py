@@ -10,6 +10,7 @@ from pathlib import Path
 from hpctrain.pipeline.actions import BACKWARD, FORWARD, UPDATE, WEIGHT_GRADIENT, Action, Fused, flat
 from hpctrain.pipeline.graph import StageGraph
 from hpctrain.pipeline.lowering import Lowered, lower
+from hpctrain.pipeline.message_driven import AMPNet
 from hpctrain.pipeline.simulate import Costs, Simulation, simulate
 from hpctrain.pipeline.tasks import Tasks
 from hpctrain.pipeline.timeline import picture
@@ -31,6 +32,8 @@ class Schedule:
         training: False for forwards alone, which have no gradients and no update.
         delayed: True where weights change while microbatches are under way, so that gradients are of older versions;
             False where one update follows all gradients.
+        asynchronous: where ranks work on whatever has arrived; `order` is then the one that they take when all stages
+            cost the same.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Schedule:
     slices: int = 1
     training: bool = True
     delayed: bool = False
+    asynchronous: AMPNet | None = None
 
     @property
     def ranks(self) -> int:

@@ -45,6 +45,9 @@ class WholeModel:
     def evaluate(self, batches: list) -> list[torch.Tensor]:
         return [self.loss(self.model, batch) for batch in batches]
 
+    def report(self) -> dict:
+        return {}
+
 
 class PipelinedModel:
     """Microbatches through this rank's stages, by the program that the schedule gives the rank.
@@ -107,6 +110,9 @@ class PipelinedModel:
 
     def evaluate(self, microbatches: list) -> list[torch.Tensor]:
         return self._evaluate.run(self._work(microbatches))
+
+    def report(self) -> dict:
+        return {}
 
     def check(self, microbatches: list) -> None:
         """Raise ValueError for another number of microbatches than the schedule's."""

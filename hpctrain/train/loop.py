@@ -114,7 +114,7 @@ def train_step(session: Session) -> dict[str, Any] | None:
         "time": time_split(traffic, seconds, reading),
         "bytes_sent": bytes_by_axis(traffic, "sent"),
         "bytes_received": bytes_by_axis(traffic, "received"),
-        **trainer.strategy.report(),
+        **trainer.report(),
     }
     if stalled := session.checkpointer.take_stall():
         record["checkpoint_seconds"] = stalled

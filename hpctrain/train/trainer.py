@@ -12,9 +12,10 @@ from hpctrain import comm
 from hpctrain.choices import MIXING_OPTIMIZERS
 from hpctrain.data_parallel import DataParallel, DataParallelStrategy
 from hpctrain.grid import Grid
-from hpctrain.pipeline import Schedule
+from hpctrain.pipeline import AMPNet, Schedule
 from hpctrain.shard import check_shards
 from hpctrain.train.forward_backward import PipelinedModel, WholeModel
+from hpctrain.train.message_driven import MessageDriven
 
 log = logging.getLogger("hpctrain")
 
@@ -32,11 +33,16 @@ class Trainer:
         trainer = ht.Trainer(network, grid, torch.optim.AdamW(network.parameters()), schedule)
         loss, norm = trainer.step(microbatches)
 
+    So has a `pipeline.ampnet.MessageNetwork`, whose ranks work on whatever has arrived:
+
+        trainer = ht.Trainer(network, grid, optimizer, AMPNet(max_active_keys=4))
+        loss, norm = trainer.step(instances)
+
     Args:
         grid: the process grid.
         optimizer: any torch optimizer over the model's parameters that treats every element by itself.
         schedule: of a model that is cut into stages, placed as the model is; a number n, by default 1, means 1F1B of n
-            microbatches a step on each replica.
+            microbatches a step on each replica. Or an `AMPNet`, of a `MessageNetwork` or a chain of stages.
         loss: function (model, batch) -> scalar, to be summed over the batches of a step and over the replicas. Nothing
             scales it afterwards, so it is divided by the number of samples or tokens in the batches of all replicas.
         max_norm: largest norm of the gradient; 0 for no clipping.
@@ -46,13 +52,13 @@ class Trainer:
     Raises:
         ValueError: on every rank, for an optimizer that mixes the elements of a weight; a model that is not cut into
             stages and has no `loss`, or meets a pipeline axis or a schedule; a schedule that places stages elsewhere
-            than the model; and one that updates each stage by itself (`pipedream`, `pipedream-2bw`) where gradients are
-            clipped or stages share weights.
+            than the model; one that updates each stage by itself (`pipedream`, `pipedream-2bw`, `ampnet`) where
+            gradients are clipped or stages share weights; and `ampnet` where there are data or tensor axes.
     """
 
     def __init__(
         self, model: torch.nn.Module, grid: Grid, optimizer: torch.optim.Optimizer,
-        schedule: Schedule | int | None = None, *, loss: Callable | None = None, max_norm: float = 0.0,
+        schedule: Schedule | AMPNet | int | None = None, *, loss: Callable | None = None, max_norm: float = 0.0,
         strategy: DataParallelStrategy | None = None, slices: Sequence[int] = (),
     ):  # fmt: skip
         kind = type(optimizer).__name__
@@ -65,8 +71,11 @@ class Trainer:
         _check_kind(model, grid, schedule, loss)
         self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
         self.strategy = strategy or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)
+        asynchronous = schedule if isinstance(schedule, AMPNet) else getattr(schedule, "asynchronous", None)
         if loss is not None:
             self._passes = WholeModel(model, loss, self.strategy)
+        elif asynchronous:
+            self._passes = MessageDriven(model, grid, asynchronous, self.strategy, max_norm)
         else:
             self._passes = PipelinedModel(model, grid, schedule or 1, self.strategy, max_norm, slices)
         self._named_unused = False
@@ -127,6 +136,16 @@ class Trainer:
                 self._passes.check(part)
                 losses += self._passes.evaluate(part)
         return comm.all_reduce(self._share(losses), self.grid.world).item()
+
+    @property
+    def message_driven(self) -> MessageDriven:
+        """How an `AMPNet` goes: its record, replay and metrics."""
+        assert isinstance(self._passes, MessageDriven), "the trainer was made with another schedule"
+        return self._passes
+
+    def report(self) -> dict:
+        """Members for the step's line of metrics; collective."""
+        return self.strategy.report() | self._passes.report()
 
     def _check_frozen(self) -> None:
         if any(p.requires_grad for p in self._frozen):

@@ -1,0 +1,38 @@
+"""A model that is cut into stages, such as GPT-2 and Llama, as a chain of nodes; its microbatches are the instances."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.pipeline.ampnet.message_graph import MessageGraph
+from hpctrain.pipeline.ampnet.source import Source
+from hpctrain.pipeline.ampnet.transform import Loss, Transform
+
+
+def chain_of(model) -> tuple[MessageGraph, dict[str, int]]:
+    """The graph and its placement; the nodes of this rank have their modules.
+
+    Args:
+        model: with `stages`, `placement` and `last`, as `models.staged.StagedTransformer`.
+    """
+    graph, placement, given = MessageGraph(), {"source": model.placement[0, 0]}, lambda state, microbatch: microbatch
+    graph.add("source", Source(lambda microbatch: [(0, microbatch.ids, ())]))
+    for stage in range(model.last + 1):
+        kind, name = Loss if stage == model.last else Transform, f"stage {stage}"
+        node = kind(lambda stage=stage: _Stage(model, stage), given=given)
+        if stage in model.stages:
+            node.module = node.make()
+        graph.add(name, node).connect(f"stage {stage - 1}" if stage else "source", name)
+        placement[name] = model.placement[0, stage]
+    graph.check()
+    return graph, placement
+
+
+class _Stage(torch.nn.Module):
+    def __init__(self, model, stage: int):
+        super().__init__()
+        self.model, self.stage = model, stage
+
+    def forward(self, x, microbatch):
+        y = self.model(x, microbatch.tokens, self.stage)
+        return self.model.loss(y, microbatch.targets, microbatch.scale) if self.stage == self.model.last else y

@@ -1,0 +1,109 @@
+"""Forward, backward and updates of one step by messages; see `pipeline.ampnet`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hpctrain import comm
+from hpctrain.data_parallel import DataParallel, DataParallelStrategy
+from hpctrain.grid import Grid
+from hpctrain.pipeline import AMPNet
+from hpctrain.pipeline.ampnet import Engine, MessageNetwork, Record, Transform, Weights, chain_of
+from hpctrain.pipeline.ampnet.metrics import Metrics
+
+
+class MessageDriven:
+    """A step's instances (of a model cut into stages, its microbatches) through a graph of nodes; at the end of a step
+    none is under way, and all gradients are in the weights: what is saved then is all there is.
+
+    Args: as of `train.trainer.Trainer`.
+
+    Attributes:
+        metrics: of this rank, since the last report.
+        record: None, or the record that every further step is added to.
+        replay: None, or the recorded run that the next step repeats; each step uses one up.
+    """
+
+    updates = True
+
+    def __init__(
+        self, model: torch.nn.Module, grid: Grid, options: AMPNet, strategy: DataParallelStrategy, max_norm: float
+    ):
+        with comm.together(grid.comm):  # not every rank holds weights that are shared
+            _check(model, grid, strategy, max_norm)
+        self.grid, self.options, self.metrics = grid, options, Metrics()
+        own = isinstance(model, MessageNetwork)
+        graph, placement = (model.graph, model.placement) if own else chain_of(model)
+        self._engine = Engine(
+            grid.pipeline, grid.comm, graph, placement, options.max_active_keys, model.device, self.metrics
+        )
+        self._nodes = {name: node for name, node in self._engine.local.items() if isinstance(node, Transform)}
+        for node in self._nodes.values():
+            node.weights = Weights(dict(node.module.named_parameters()), strategy.optimizer, options)
+        self.record: Record | None = None
+        self.replay: Record | None = None
+
+    def check(self, instances: list) -> None:
+        """Any number of instances will do."""
+
+    def train(self, instances: list) -> list[torch.Tensor]:
+        """The losses that were computed here, by instance; of several updates the mean, as `PipelinedModel` has it."""
+        order = self.replay.runs.pop(0) if self.replay else None
+        losses = self._engine.run(instances, True, self.record, order)
+        updates = -(-len(instances) // self.options.min_update_frequency)
+        return [loss / updates for _, loss in sorted(losses, key=lambda each: each[0])]
+
+    def evaluate(self, instances: list) -> list[torch.Tensor]:
+        return [loss for _, loss in sorted(self._engine.run(instances, False), key=lambda each: each[0])]
+
+    def report(self) -> dict[str, Any]:
+        """Since the last call: by node the longest queue, messages, seconds of work, and the staleness of gradients so
+        far (how many were 0, 1, 2, … updates old); by rank the part of the time in which it did not wait. Collective.
+        """
+        metrics, nodes = self.metrics, {}
+        for name in self._engine.local:
+            nodes[name] = {
+                "queue": metrics.longest[name],
+                "messages": metrics.messages[name],
+                "seconds": metrics.work[name],
+            }
+        for name, node in self._nodes.items():
+            stale = node.weights.staleness
+            if node.weights.trained:
+                nodes[name]["staleness"] = [stale[age] for age in range(1 + max(stale, default=0))]
+        everybody = self.grid.pipeline.comm.allgather((nodes, metrics.occupancy, metrics.idle_seconds))
+        metrics.clear()
+        joined = {name: found for nodes, _, _ in everybody for name, found in nodes.items()}
+        return {
+            "nodes": joined,
+            "occupancy": [occupancy for _, occupancy, _ in everybody],
+            "idle": [idle for _, _, idle in everybody],
+        }
+
+
+def _check(model, grid, strategy, max_norm) -> None:
+    """Raise ValueError for what does not go with nodes that update by themselves, in an order of their own."""
+    if grid.data.size * grid.tensor.size > 1:
+        raise ValueError(
+            "AMPNet lets every rank go its own way, which ranks that sum gradients or share a layer cannot: use "
+            f"grid.data = 1 and grid.tensor = 1, got {grid.data.size} and {[grid.shape[axis] for axis in 'xyz']}"
+        )
+    if max_norm:
+        raise ValueError(
+            f"AMPNet updates each node by itself and cannot clip the gradient of all to max_norm={max_norm}; use no "
+            "clipping (train.clip=0)"
+        )
+    if type(strategy) is not DataParallel:
+        raise ValueError(
+            f"AMPNet works with data_parallel.method=ddp in one precision, got {type(strategy).__name__}; use "
+            "precision.compute=fp32 or fp64"
+        )
+    if any(p.shard.holders for p in model.parameters()):
+        raise ValueError(
+            "AMPNet updates each stage by itself, so that stages cannot share weights; use untied embeddings "
+            "(model.tied=false)"
+        )
+    if not isinstance(model, MessageNetwork) and len(set(model.placement)) != model.last + 1:
+        raise ValueError("AMPNet has one replica of each stage; use placement {(0, stage): rank}")
