@@ -105,7 +105,10 @@ def check_pipeline(config: Config) -> Schedule:
             "take; use another schedule"
         )
     slices = len(token_slices(config)) or None
-    made = schedule(pipeline.schedule, ranks, config.train.microbatches, pipeline.virtual_stages or None, slices)
+    made = schedule(
+        pipeline.schedule, ranks, config.train.microbatches, pipeline.virtual_stages or None, slices,
+        **_asynchronous(config),
+    )  # fmt: skip
     stages = made.graph.stages
     if model.layers < stages:
         raise ValueError(
@@ -135,3 +138,31 @@ def check_pipeline(config: Config) -> Schedule:
             '"rollback" for sanity.nonfinite and sanity.spike'
         )
     return made
+
+
+def _asynchronous(config: Config) -> dict[str, int | bool | None]:
+    """Options of a message driven pipeline."""
+    pipeline, shape = config.pipeline, config.grid_shape
+    options = {
+        "max_active_keys": pipeline.max_active_keys or None,
+        "min_update_frequency": pipeline.min_update_frequency,
+        "staleness_correction": pipeline.staleness_correction,
+    }
+    if pipeline.schedule != "ampnet":
+        if options != {"max_active_keys": None, "min_update_frequency": 1, "staleness_correction": False}:
+            raise ValueError(
+                "pipeline.max_active_keys, pipeline.min_update_frequency and pipeline.staleness_correction are for "
+                f"pipeline.schedule = ampnet, got {pipeline.schedule}; leave them out, or use ampnet"
+            )
+        return {}
+    if others := {axis: size for axis, size in shape.items() if axis != "pipeline" and size > 1}:
+        raise ValueError(
+            f"pipeline.schedule = ampnet lets every rank go its own way, which ranks that sum gradients or share a "
+            f"layer cannot: use grid.data = 1 and grid.tensor = 1, got {others}"
+        )
+    if config.data_parallel.method != "ddp":
+        raise ValueError(
+            f"pipeline.schedule = ampnet updates each stage by itself: use data_parallel.method = ddp, got "
+            f"{config.data_parallel.method}"
+        )
+    return options

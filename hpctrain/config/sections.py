@@ -127,6 +127,15 @@ class PipelineConfig:
         "how layers are cut into stages: evenly, by their cost, or a list of each stage's",
         choices=PARTITIONERS,
     )
+    max_active_keys: int = option(
+        0, "microbatches under way at most, for ampnet; 1: serial SGD; 0: as many as ranks of the pipeline", low=0
+    )
+    min_update_frequency: int = option(
+        1, "gradients of microbatches, at least, of each update of a stage, for ampnet", low=1
+    )
+    staleness_correction: bool = option(
+        False, "for ampnet: divide a stage's learning rate by the staleness of its gradients, in updates"
+    )
 
 
 @dataclass

@@ -19,7 +19,7 @@ def place(
 
     Args:
         seconds: forward and backward of one instance in each node, all its turns in a loop together; 0 where a node is
-            left out. `ampnet.measured_seconds` gives them.
+            left out. `trainer.report()["nodes"]`, of a run on one rank, has those of all instances.
         latency: seconds of a message.
 
     >>> from hpctrain.pipeline.ampnet import Loss, MessageGraph, Source, Transform
@@ -34,7 +34,6 @@ def place(
                   latency=latency)  # fmt: skip
 
     def time(placed: list[int]) -> float:
-        """The last rank is always there for the scheduler, whatever it is given."""
         placement = {(0, stage): rank for stage, rank in enumerate(placed)}
         made = list_schedule(stages, placement, 2 * max_active_keys, model, in_flight=max_active_keys)
         return made.simulate(model).makespan
@@ -51,4 +50,5 @@ def place(
                 found = time(tried) if rank != placed[stage] else best
                 if found < best * (1 - 1e-9):
                     placed, best, changed = tried, found, True
-    return dict(zip(names, placed))
+    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(placed))}  # in the order of the nodes
+    return {name: numbers[rank] for name, rank in zip(names, placed)}

@@ -1,0 +1,137 @@
+"""GPT-2, Llama and networks of one's own by AMPNet: equal to the flushed pipeline with one key, saved and refused."""
+
+import dataclasses
+
+import ampnet_checks as checks
+import pytest
+import torch
+from test_ampnet import trainer_of
+from torch import nn
+from training_checks import UNEVEN, batches, fitting, made, microbatches
+
+import hpctrain as ht
+from hpctrain import Grid, RngKey
+from hpctrain.data_parallel import Zero1
+from hpctrain.models.llama import LlamaShape
+from hpctrain.pipeline import AMPNet, schedule
+from hpctrain.pipeline.ampnet import Loss, MessageGraph, MessageNetwork, Source, Transform
+from hpctrain.train.optimizer import adamw
+from hpctrain.train.trainer import Trainer
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+
+LLAMA = LlamaShape(layers=5, width=16, heads=4, kv_heads=2, ffn=24, head_width=4, context=8, vocabulary=23, tied=False)
+
+
+def shapes(ranks):
+    return {"gpt2": dataclasses.replace(fitting(UNEVEN, ranks), tied=False, dropout=0.2), "llama": LLAMA}
+
+
+def trained(grid, shape, order, groups):
+    """Weights and losses after steps of these groups of microbatches."""
+    model = made(grid, shape, None, order.placement)
+    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 1e-2
+    losses = [trainer.step(group)[0] for group in groups]
+    return dict(model.named_parameters()), losses, trainer
+
+
+def serially(shape, steps, every):
+    """Weights, losses and validation of the whole model on one rank, by autograd and the optimizer alone."""
+    from mpi4py import MPI
+
+    alone = Grid(comm=MPI.COMM_SELF)
+    model, means = made(alone, shape), []
+    optimizer = adamw(model.parameters(), 0.1)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    for step, batch in enumerate(steps):
+        losses = []
+        for number, microbatch in enumerate(microbatches(alone, batch, step, 3)):
+            loss = model.loss(model(microbatch.ids, microbatch.tokens), microbatch.targets, microbatch.scale)
+            loss.backward()
+            losses.append(loss.item())
+            if (number + 1) % every == 0 or number == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        means.append(sum(losses) / -(-3 // every))
+    model.eval()
+    parts = microbatches(alone, steps[0], 0, 3)
+    validation = sum(model.loss(model(m.ids, m.tokens), m.targets, m.scale).item() for m in parts)
+    return dict(model.named_parameters()), means, validation
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_one_key_is_serial_sgd_to_the_bit(world, kind):
+    """An update after all 3 microbatches of a step, after 2 and the last, and after each."""
+    shape, size = shapes(world.size)[kind], world.size
+    grid = Grid(pipeline=size)
+    grid.transport.synchronous = kind == "llama"
+    steps = [microbatches(grid, batch, step, 3) for step, batch in enumerate(batches(shape))]
+    for every in (3, 2, 1):
+        expected, losses, validation = serially(shape, batches(shape), every)
+        order = schedule("ampnet", size, 3, max_active_keys=1, min_update_frequency=every)
+        weights, found, trainer = trained(grid, shape, order, steps)
+        assert found == pytest.approx(losses, rel=1e-14)
+        assert all(torch.equal(p, expected[name]) for name, p in weights.items())
+        assert trainer.evaluate([steps[0]]) == pytest.approx(validation, rel=1e-14)
+
+
+def test_many_keys_train_as_well(world):
+    """Not the same weights, but about the same loss; and it is finite for any number of microbatches and keys."""
+    shape, size = shapes(world.size)["gpt2"], world.size
+    grid = Grid(pipeline=size)
+    steps = [microbatches(grid, batch, 0, 5) for batch in [batches(shape, 1)[0]] * 12]
+    _, losses, _ = trained(grid, shape, schedule("1f1b", size, 5), steps)
+    for keys, every in ((8, 5), (3, 2)):
+        order = schedule("ampnet", size, 5, max_active_keys=keys, min_update_frequency=every, staleness_correction=True)
+        _, found, trainer = trained(grid, shape, order, steps)
+        assert found[-1] < losses[0] - 0.5 * (losses[0] - losses[-1]) / (1 if every == 5 else 3)
+        stale = [s for node in trainer.report()["nodes"].values() for s in [node.get("staleness")] if s]
+        assert sum(map(sum, stale)) == size * 12 * 5
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_checkpoint_between_steps(world, tmp_path, elsewhere):
+    """With one key a resumed run goes on to the bit, on another placement too; nothing is under way between steps."""
+    folder = world.bcast(tmp_path)
+    grid = Grid(pipeline=world.size)
+    instances = checks.loop_instances(8)
+
+    def fresh(seed):
+        graph = checks.loop()
+        return trainer_of(grid, graph, checks.random_placement(seed, graph, world.size), AMPNet(1, 3), "adam")
+
+    trainer = fresh(0)
+    trainer.step(instances)
+    ht.checkpoint.save(folder, 1, trainer.model, trainer.strategy)
+    expected = trainer.step(instances)[0], trainer.evaluate([instances])
+    other = fresh(5 if elsewhere else 0)
+    assert ht.checkpoint.load(folder, other.model, other.strategy).step == 1
+    assert (other.step(instances)[0], other.evaluate([instances])) == expected
+
+
+def refused(grid, match, model=None, options=None, **more):
+    model = model or MessageNetwork(grid, checks.chain(), key=RngKey(0))
+    with pytest.raises(ValueError, match=match):
+        Trainer(model, grid, torch.optim.SGD([{"params": list(model.parameters())}], 0.1), options or AMPNet(), **more)
+
+
+def test_what_does_not_go_with_it(world):
+    grid = Grid(pipeline=world.size)
+    refused(grid, "train.clip=0", max_norm=1.0)
+    network = MessageNetwork(grid, checks.chain(), key=RngKey(0))
+    optimizer = torch.optim.SGD([{"params": list(network.parameters())}], 0.1)
+    refused(grid, "got Zero1", network, strategy=Zero1(list(network.parameters()), grid, optimizer))
+    if world.size > 1:
+        shape = fitting(UNEVEN, world.size)  # tied
+        refused(grid, "model.tied=false", made(grid, shape), schedule("ampnet", world.size, 2))
+        for axes in ({"data": world.size}, {"tensor": world.size}):
+            other = Grid(**axes)
+            refused(other, "use grid.data = 1 and grid.tensor = 1")
+    with pytest.raises(ValueError, match="placement must give node 'tanh' one of"):
+        MessageNetwork(grid, checks.chain(), {"source": 0, "a": 0, "b": 0})
+    with pytest.raises(ValueError, match="Dropout"):
+        graph = MessageGraph().add("source", Source()).add("a", Transform(nn.Dropout)).add("b", Loss(checks.Head))
+        MessageNetwork(grid, graph.connect("source", "a").connect("a", "b"))
