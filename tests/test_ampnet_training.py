@@ -112,6 +112,27 @@ def test_a_checkpoint_between_steps(world, tmp_path, elsewhere):
     assert (other.step(instances)[0], other.evaluate([instances])) == expected
 
 
+def test_bytes_are_those_of_the_messages(world):
+    """A header of 31 numbers and the payload, forward and back; at the end the first rank tells each other one."""
+    shape, size, header = shapes(world.size)["llama"], world.size, 31 * 8
+    grid = Grid(pipeline=size)
+    steps = [microbatches(grid, batch, step, 3) for step, batch in enumerate(batches(shape, 1))]
+    order = schedule("ampnet", size, 3)
+    model = made(grid, shape, None, order.placement)
+    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order)
+    grid.transport.traffic.clear()
+    trainer.step(steps[0])
+    table = grid.transport.traffic.table()
+    rows = sum(len(batch) * 7 for batch in batches(shape, 1))
+    neighbours = (grid.pipeline.rank > 0) + (grid.pipeline.rank < size - 1)
+    payloads = neighbours * rows * shape.width * 8
+    told = size - 1 if grid.pipeline.rank == 0 else 0
+    sent = table.get(("pipeline", "send"), {"sent": 0})["sent"]
+    received = table.get(("pipeline", "recv"), {"received": 0})["received"]
+    assert sent == payloads + (neighbours * 3 + told) * header
+    assert received == payloads + (neighbours * 3 + (grid.pipeline.rank > 0)) * header
+
+
 def refused(grid, match, model=None, options=None, **more):
     model = model or MessageNetwork(grid, checks.chain(), key=RngKey(0))
     with pytest.raises(ValueError, match=match):

@@ -45,6 +45,7 @@ COMMANDS = {
     "Stop and go on": "hpctrain/checkpoint/README.md",
     "Pipelines": "hpctrain/pipeline/README.md",
     "Share long sequences": "hpctrain/layers/README.md",
+    "Message driven pipelines": "hpctrain/pipeline/README.md",
     "Data parallelism": "hpctrain/data_parallel/README.md",
     "Memory and precision": "hpctrain/data_parallel/README.md",
     "Models": "hpctrain/models/README.md",

@@ -1,0 +1,90 @@
+"""Weights of one node: each gradient is that of the version of its forward, and its age is known."""
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.pipeline import AMPNet
+from hpctrain.pipeline.ampnet import Weights
+
+
+def weights_of(options, lr=0.5, value=4.0):
+    parameter = nn.Parameter(torch.tensor(value, dtype=torch.float64))
+    optimizer = torch.optim.SGD([parameter], lr)
+    return Weights({"w": parameter}, optimizer, options), parameter, optimizer
+
+
+def forward(weights, instance):
+    weights.begin(instance)
+    version, values = weights.take()
+    return version, values["w"], values["w"] ** 2
+
+
+def backward(weights, instance, taken):
+    version, w, y = taken
+    weights.give((instance,), version, list(torch.autograd.grad(y, [w])))
+
+
+def test_a_gradient_is_that_of_its_forward():
+    """Loss w²; three forwards, then their gradients with an update between: all of weights 4, applied one by one."""
+    weights, parameter, _ = weights_of(AMPNet(4))
+    taken = [forward(weights, i) for i in range(3)]
+    backward(weights, 0, taken[0])
+    late = forward(weights, 3)  # updates: 4 - 0.5·8 = 0
+    assert parameter.item() == 0.0
+    backward(weights, 1, taken[1])
+    backward(weights, 3, late)  # of the version that is the newest, 0
+    assert forward(weights, 4)[0] == 2  # updates: 0 - 0.5·(8 + 0) = -4
+    assert parameter.item() == -4.0
+    assert weights.staleness == {0: 2, 1: 1}
+    backward(weights, 2, taken[2])
+    weights.flush()
+    assert parameter.item() == -8.0
+    assert weights.staleness == {0: 2, 1: 1, 2: 1}
+    assert parameter.grad.item() == 8.0  # the last one
+
+
+def test_weights_under_way_are_left_alone():
+    weights, parameter, _ = weights_of(AMPNet(4))
+    memory = parameter.data_ptr()
+    first = forward(weights, 0)
+    backward(weights, 0, first)
+    weights.begin(1)
+    assert parameter.data_ptr() == memory  # nobody needs the old ones
+    under_way = forward(weights, 1)
+    done = forward(weights, 2)
+    backward(weights, 2, done)
+    weights.begin(3)
+    assert parameter.data_ptr() != memory
+    assert under_way[1].item() == 0.0
+    newest = forward(weights, 3)
+    backward(weights, 1, under_way)  # an old one; the newest is still needed
+    before = newest[1].item()
+    weights.begin(4)
+    assert newest[1].item() == before
+
+
+@pytest.mark.parametrize("correct", [False, True])
+def test_the_rate_is_divided_by_the_age(correct):
+    """Two gradients of age 0 (rate 0.5) and then one of age 2, at half the rate."""
+    weights, parameter, optimizer = weights_of(AMPNet(4, 1, correct), lr=0.5)
+    old = forward(weights, 0)
+    for instance in (1, 2):
+        fresh = forward(weights, instance)
+        backward(weights, instance, fresh)
+    weights.begin(3)
+    before = parameter.item()
+    backward(weights, 0, old)
+    weights.flush()
+    assert weights.staleness == {0: 2, 2: 1}
+    assert parameter.item() == before - 0.5 * 8.0 / (2 if correct else 1)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_weight_without_gradient_is_taken_as_zero():
+    weights, parameter, _ = weights_of(AMPNet(1))
+    version, *_ = forward(weights, 0)
+    weights.give((0,), version, [None])
+    weights.flush()
+    assert parameter.item() == 4.0
+    assert parameter.grad.item() == 0.0
