@@ -38,7 +38,7 @@ def test_a_gradient_is_that_of_its_forward():
     assert parameter.item() == -4.0
     assert weights.staleness == {0: 2, 1: 1}
     backward(weights, 2, taken[2])
-    weights.flush()
+    weights.finish()
     assert parameter.item() == -8.0
     assert weights.staleness == {0: 2, 1: 1, 2: 1}
     assert parameter.grad.item() == 8.0  # the last one
@@ -75,7 +75,7 @@ def test_the_rate_is_divided_by_the_age(correct):
     weights.begin(3)
     before = parameter.item()
     backward(weights, 0, old)
-    weights.flush()
+    weights.finish()
     assert weights.staleness == {0: 2, 2: 1}
     assert parameter.item() == before - 0.5 * 8.0 / (2 if correct else 1)
     assert optimizer.param_groups[0]["lr"] == 0.5
@@ -85,6 +85,6 @@ def test_a_weight_without_gradient_is_taken_as_zero():
     weights, parameter, _ = weights_of(AMPNet(1))
     version, *_ = forward(weights, 0)
     weights.give((0,), version, [None])
-    weights.flush()
+    weights.finish()
     assert parameter.item() == 4.0
     assert parameter.grad.item() == 0.0

@@ -27,7 +27,7 @@ def test_all_write_to_all_before_anybody_reads(world, synchronous):
     expected = 3 * len(PAYLOADS) * (world.size - 1)
     while len(got) < expected:
         got += mailbox.recv_any()
-    mailbox.flush()
+    mailbox.finish()
     assert mailbox.poll() == []
     for source in set(range(world.size)) - {world.rank}:
         mine = sorted((letter for letter in got if letter.numbers[0] == source), key=lambda letter: letter.numbers)
@@ -52,7 +52,7 @@ def test_a_payload_lives_until_it_has_left(world):
             mailbox.post(1, (number,), torch.full((200_000,), float(number)))
             mailbox.poll()
         world.Barrier()
-        mailbox.flush()
+        mailbox.finish()
     else:
         world.Barrier()
         got = []

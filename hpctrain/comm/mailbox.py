@@ -85,7 +85,7 @@ class Mailbox:
                 sleep(min(waited / 16, 0.01))
         return found
 
-    def flush(self) -> None:
+    def finish(self) -> None:
         """Wait until everything posted has been received or, where MPI buffers it, has left."""
         for work in self._leaving:
             work.wait()

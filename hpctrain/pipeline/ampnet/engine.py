@@ -82,7 +82,7 @@ class Engine:
             error = caught
             self._tell_all(_FAILED)
         comm.agree(self.everybody, error)
-        self._mailbox.flush()
+        self._mailbox.finish()
         if record is not None:
             record.runs.append(self._order)
         return losses
@@ -100,7 +100,7 @@ class Engine:
         if self._run.training and not self._failed:
             for node in self.local.values():
                 if getattr(node, "weights", None) is not None:
-                    node.weights.flush()
+                    node.weights.finish()
         return [loss for node in self.local.values() if isinstance(node, Loss) for loss in node.losses]
 
     def _admit(self) -> None:

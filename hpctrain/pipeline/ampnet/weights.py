@@ -19,7 +19,7 @@ class Weights:
     older weights alone where a message still needs them, and is made in place where none does.
 
     An update is made when an instance comes forward that has no gradient in the sum yet, so never in the middle of one
-    instance that is alone; `flush` makes the last.
+    instance that is alone; `finish` makes the last.
 
     Where one instance at a time is under way, its gradients are added in the reverse order of its states, whatever the
     order in which they came: then the sum is that of autograd on one rank, to the bit. Otherwise as they come.
@@ -76,7 +76,7 @@ class Weights:
         else:
             self._sum = _added(self._sum, gradients)
 
-    def flush(self) -> None:
+    def finish(self) -> None:
         """Update by what is left; leaves the last gradient on the parameters, for whoever asks for its norm."""
         self._add_up()
         if self._instances:
