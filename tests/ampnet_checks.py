@@ -1,10 +1,12 @@
 """Message graphs of each shape, and the same networks as plain programs of torch on one rank."""
 
+import functools
 import random
 
 import torch
 from torch import nn
 
+from hpctrain import Grid
 from hpctrain.pipeline.ampnet import (
     Broadcast,
     Condition,
@@ -20,6 +22,12 @@ from hpctrain.pipeline.ampnet import (
     loop_counter,
     split,
 )
+
+
+@functools.cache  # a grid makes a dozen communicators
+def chain_of_ranks(size):
+    return Grid(pipeline=size)
+
 
 WIDTH, TYPE = 5, torch.float64
 

@@ -20,6 +20,12 @@ OPTIMIZERS = {
 }
 
 
+def chain_of(world, synchronous=False):
+    grid = checks.chain_of_ranks(world.size)
+    grid.transport.synchronous = synchronous
+    return grid
+
+
 def trainer_of(grid, graph, placement, options, optimizer="sgd"):
     network = MessageNetwork(grid, graph, placement, key=RngKey(7))
     made = OPTIMIZERS[optimizer]([{"params": list(network.parameters())}])
@@ -73,8 +79,7 @@ def test_one_key_is_serial_sgd_to_the_bit(world, shape, every, optimizer, synchr
     instances = instances_of(7)
     node, losses = serially(shape, instances, every, optimizer, steps=2)
     for seed in range(2):
-        grid = Grid(pipeline=world.size)
-        grid.transport.synchronous = synchronous
+        grid = chain_of(world, synchronous)
         made = graph()
         placement = checks.random_placement(seed, made, world.size)
         trainer = trainer_of(grid, made, placement, AMPNet(1, every), optimizer)
@@ -86,8 +91,7 @@ def test_one_key_is_serial_sgd_to_the_bit(world, shape, every, optimizer, synchr
 @pytest.mark.parametrize("seed", range(20))
 def test_random_graphs_end(world, seed):
     """Loops within branches within loops, by MPI_Issend: every instance comes back, and nothing is left anywhere."""
-    grid = Grid(pipeline=world.size)
-    grid.transport.synchronous = True
+    grid = chain_of(world, synchronous=True)
     graph = checks.random_graph(seed)
     placement = checks.random_placement(seed, graph, world.size)
     keys = 1 + seed % 5
@@ -107,7 +111,7 @@ def test_a_recorded_run_comes_again_to_the_bit(world, shape, tmp_path):
     record, path = Record(), tmp_path / f"{world.rank}.json"
     for replay in (False, True):
         made = graph()
-        grid = Grid(pipeline=world.size)
+        grid = chain_of(world)
         placement = checks.random_placement(1, made, world.size)
         trainer = trainer_of(grid, made, placement, AMPNet(5, 2), "adam")
         passes = trainer.message_driven
@@ -127,7 +131,7 @@ def test_a_recorded_run_comes_again_to_the_bit(world, shape, tmp_path):
 
 def test_stale_gradients_are_counted_and_slow_the_update(world):
     """4 keys in a chain of one node a rank: the first node's gradients are older than the last one's."""
-    grid = Grid(pipeline=world.size)
+    grid = chain_of(world)
     graph = checks.chain()
     names = list(graph.nodes)
     placement = {name: i * world.size // len(names) for i, name in enumerate(names)}
@@ -149,7 +153,7 @@ def test_stale_gradients_are_counted_and_slow_the_update(world):
 
 def test_an_error_in_a_node_is_everybodys(world):
     """In the middle of a run, on the rank of the head alone."""
-    grid = Grid(pipeline=world.size)
+    grid = Grid(pipeline=world.size)  # whose messages are not all received
     graph = checks.loop()
     trainer = trainer_of(grid, graph, checks.random_placement(3, graph, world.size), AMPNet(3))
     instances = checks.loop_instances(9)

@@ -228,7 +228,7 @@ def test_options(tmp_path):
     load = lambda *overrides: load_config(config, overrides)  # noqa: E731
     load("pipeline.schedule=ampnet", "grid.pipeline=2", "pipeline.max_active_keys=3")
     for overrides, message in (
-        (["grid.data=2"], r"use grid.data = 1 and grid.tensor = 1, got \{'data': 2\}"),
+        (["grid.data=2"], r"use grid.data = 1 and grid.tensor = 1, got \{'replica': 2\}"),
         (["grid.tensor=2"], "use grid.data = 1 and grid.tensor = 1"),
         (["data_parallel.method=zero1"], "use data_parallel.method = ddp, got zero1"),
         (["train.clip=1"], "use train.clip=0 and model.tied=false"),

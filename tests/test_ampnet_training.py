@@ -5,7 +5,7 @@ import dataclasses
 import ampnet_checks as checks
 import pytest
 import torch
-from test_ampnet import trainer_of
+from test_ampnet import chain_of, trainer_of
 from torch import nn
 from training_checks import UNEVEN, batches, fitting, made, microbatches
 
@@ -66,8 +66,7 @@ def serially(shape, steps, every):
 def test_one_key_is_serial_sgd_to_the_bit(world, kind):
     """An update after all 3 microbatches of a step, after 2 and the last, and after each."""
     shape, size = shapes(world.size)[kind], world.size
-    grid = Grid(pipeline=size)
-    grid.transport.synchronous = kind == "llama"
+    grid = chain_of(world, kind == "llama")
     steps = [microbatches(grid, batch, step, 3) for step, batch in enumerate(batches(shape))]
     for every in (3, 2, 1):
         expected, losses, validation = serially(shape, batches(shape), every)
@@ -81,7 +80,7 @@ def test_one_key_is_serial_sgd_to_the_bit(world, kind):
 def test_many_keys_train_as_well(world):
     """Not the same weights, but about the same loss; and it is finite for any number of microbatches and keys."""
     shape, size = shapes(world.size)["gpt2"], world.size
-    grid = Grid(pipeline=size)
+    grid = chain_of(world)
     steps = [microbatches(grid, batch, 0, 5) for batch in [batches(shape, 1)[0]] * 12]
     _, losses, _ = trained(grid, shape, schedule("1f1b", size, 5), steps)
     for keys, every in ((8, 5), (3, 2)):
@@ -96,7 +95,7 @@ def test_many_keys_train_as_well(world):
 def test_a_checkpoint_between_steps(world, tmp_path, elsewhere):
     """With one key a resumed run goes on to the bit, on another placement too; nothing is under way between steps."""
     folder = world.bcast(tmp_path)
-    grid = Grid(pipeline=world.size)
+    grid = chain_of(world)
     instances = checks.loop_instances(8)
 
     def fresh(seed):
@@ -115,7 +114,7 @@ def test_a_checkpoint_between_steps(world, tmp_path, elsewhere):
 def test_bytes_are_those_of_the_messages(world):
     """A header of 31 numbers and the payload, forward and back; at the end the first rank tells each other one."""
     shape, size, header = shapes(world.size)["llama"], world.size, 31 * 8
-    grid = Grid(pipeline=size)
+    grid = chain_of(world)
     steps = [microbatches(grid, batch, step, 3) for step, batch in enumerate(batches(shape, 1))]
     order = schedule("ampnet", size, 3)
     model = made(grid, shape, None, order.placement)
@@ -140,7 +139,7 @@ def refused(grid, match, model=None, options=None, **more):
 
 
 def test_what_does_not_go_with_it(world):
-    grid = Grid(pipeline=world.size)
+    grid = chain_of(world)
     refused(grid, "train.clip=0", max_norm=1.0)
     network = MessageNetwork(grid, checks.chain(), key=RngKey(0))
     optimizer = torch.optim.SGD([{"params": list(network.parameters())}], 0.1)
