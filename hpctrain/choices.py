@@ -25,6 +25,9 @@ OVERLAPS = ("input_gradient", "weight_gradient")
 # Where the ranks' processors also carry the messages, the other one gains nothing: see benchmarks/overlap.py.
 DEFAULT_OVERLAP = ("weight_gradient",)
 
+# Of the learning rate, after its warm-up; see train/learning_rate.py.
+LR_SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
+
 # How sums over the data axis are taken; see comm/algorithms. "shared": gradients in shared memory where all ranks are
 # on one node, everything else by MPI. "auto" takes the fastest for each size, as measured at the start.
 ALL_REDUCE = ("shared", "mpi", "naive", "ring", "direct", "rabenseifner", "hierarchical", "auto")
@@ -63,6 +66,12 @@ def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
     """
     if value not in choices:
         raise ValueError(f"{option} must be {' or '.join(map(json.dumps, choices))}, got {value!r}")
+
+
+def check_betas(values: Sequence[float]) -> None:
+    """Raise ValueError for anything else than the two decays of Adam's moments."""
+    if len(values) != 2 or not all(0 <= value < 1 for value in values):
+        raise ValueError(f"train.betas must be two numbers at least 0 and below 1, such as [0.9, 0.95], got {values}")
 
 
 def check_optimizer(name: str) -> None:

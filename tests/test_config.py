@@ -104,6 +104,14 @@ def test_values(override, attribute, value):
             'train.optimizer must be "adamw" or "adam" or "nadam" or "radam" or "adamax" or "adagrad" or "rmsprop" '
             "or \"sgd\", got 'adan'",
         ),
+        ("train.betas=[0.9]", "train.betas must be two numbers at least 0 and below 1, such as [0.9, 0.95], got [0.9]"),
+        (
+            "train.betas=[0.9, 1]",
+            "train.betas must be two numbers at least 0 and below 1, such as [0.9, 0.95], got [0.9, 1.0]",
+        ),
+        ("train.min_lr=1", "train.min_lr must be at most train.lr = 0.001, got 1.0"),
+        ("train.min_lr=low", "train.min_lr must be \"auto\", got 'low'"),
+        ("train.ema_use=export", "train.ema_use = ['export'] needs a train.ema_decay above 0, such as 0.999"),
         ("train.momentum=1.0", "train.momentum must be at least 0 and below 1, got 1.0"),
         (
             "comm.all_reduce=tree",

@@ -42,6 +42,26 @@ def test_cross_entropy(world, vocabulary, ignore_index, smoothing):
         torch.testing.assert_close(gradient, layout.inner(logits.grad), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("vocabulary", [13, 2])
+def test_z_loss(world, vocabulary, smoothing):
+    """The square of the normaliser's logarithm is added for each row that counts; not in evaluation."""
+    targets = torch.arange(ROWS) * 5 % vocabulary
+    targets[3:7] = -100
+    logits = whole((ROWS, vocabulary), "logits", False).mul(5).requires_grad_()
+    plain = F.cross_entropy(logits, targets, reduction="sum") * 0.07
+    added = 0.3 * logits.logsumexp(1)[targets >= 0].square().sum() * 0.07
+    expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing) * 0.07 + added
+    expected.backward()
+    for grid in tensor_grids(world):
+        layout = Layout(grid, SEQUENCES, LENGTH)
+        layer = CrossEntropy(grid, vocabulary, smoothing, z_loss=0.3)
+        loss, gradient = shares(layout, layer, logits, targets, 0.07)
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        torch.testing.assert_close(gradient, layout.inner(logits.grad), rtol=1e-12, atol=1e-14)
+        assert shares(layout, layer.eval(), logits, targets, 0.07)[0] == pytest.approx(plain.item(), rel=1e-12)
+
+
 def test_all_rows_ignored(world):
     """No loss and no gradient, where torch's mean would be NaN."""
     for grid in tensor_grids(world):

@@ -1,7 +1,5 @@
 """A model is added from outside: by a spec of its own, or as plain torch modules, in `hpctrain train`."""
 
-import gc
-import json
 import types
 
 import pytest
@@ -10,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from running import write_text
 from safetensors.torch import load_file
+from trained_here import losses, trainer_in
 
 from hpctrain import Grid, RngKey, models
-from hpctrain.cli import main
 from hpctrain.comm import together
 from hpctrain.config import load_config
 from hpctrain.data import ShardedTokens
@@ -21,8 +19,8 @@ from hpctrain.models.plain.model import seeded
 from hpctrain.pipeline import one_f_one_b
 from hpctrain.plan import step_traffic
 from hpctrain.train.batches import Samples
+from hpctrain.train.learning_rate import learning_rate
 from hpctrain.train.loop import train as train_session
-from hpctrain.train.optimizer import learning_rate
 from hpctrain.train.session import build
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
@@ -34,32 +32,6 @@ OPTIONS = [
     "run.eval_batches=1", "run.checkpoint_minutes=0", "run.checkpoint_every=2", "checkpoint.background=false",
     "checkpoint.keep=9", "comm.watchdog=60",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def train(world, tmp_path):
-    """Function (*options) -> status of `hpctrain train` on all ranks; `train.folder` has the runs."""
-    folder = world.bcast(tmp_path)
-    text, empty = folder / "text.txt", folder / "empty.toml"
-    if world.rank == 0:
-        write_text(folder)
-        empty.touch()
-    world.Barrier()
-
-    def run(*options):
-        given = [*OPTIONS, f"run.out={folder}/runs", f"data.text={text}", f"run.steps={STEPS}", *options]
-        status = main(["train", str(empty), *given])
-        gc.collect()  # with the job goes its lease on the run folder
-        world.Barrier()
-        return status
-
-    run.folder = folder / "runs"
-    return run
-
-
-def losses(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
 
 
 def serial(folder, weights, logits, mean=F.cross_entropy):
@@ -84,6 +56,11 @@ def serial(folder, weights, logits, mean=F.cross_entropy):
         optimizer.step()
         found[step + 1] = value.item()
     return found
+
+
+@pytest.fixture
+def train(world, tmp_path):
+    return trainer_in(world, tmp_path, [*OPTIONS, f"run.steps={STEPS}"])
 
 
 @pytest.fixture

@@ -28,6 +28,21 @@ def check(config: Config) -> None:
     models.get(config.model.kind).shape(vars(config.model))
     check_pipeline(config)
     check_data_parallel(config)
+    check_train(config)
+
+
+def check_train(config: Config) -> None:
+    """Raise ValueError for options of the training that contradict each other, or the model."""
+    train, kind = config.train, config.model.kind
+    if train.min_lr != "auto" and train.min_lr > train.lr:
+        raise ValueError(f"train.min_lr must be at most train.lr = {train.lr}, got {train.min_lr}")
+    if train.ema_use and not train.ema_decay:
+        raise ValueError(f"train.ema_use = {train.ema_use} needs a train.ema_decay above 0, such as 0.999")
+    if models.get(kind).own_loss and (train.label_smoothing or train.z_loss):
+        raise ValueError(
+            f"train.label_smoothing and train.z_loss are of hpctrain's cross entropy, but model.kind = {kind} has a "
+            "loss of its own; return one that has them beside the model"
+        )
 
 
 def check_data_parallel(config: Config) -> None:

@@ -87,9 +87,12 @@ class AsyncParameterServer(ParameterServer):
     @contextlib.contextmanager
     def full_weights(self):
         """All workers have taken the same number of steps; everybody takes the latest weights, and keeps them."""
-        self._pull()
-        self._pulled = [self._updates] * self.workers
+        self.weights_changed()
         yield
+
+    def weights_changed(self):
+        super().weights_changed()
+        self._pulled = [self._updates] * self.workers
 
     def report(self) -> dict:
         """`staleness`: how many pushes so far were gradients of weights that lacked 0, 1, 2, … updates by others."""

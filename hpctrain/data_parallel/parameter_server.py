@@ -76,7 +76,7 @@ class ParameterServer(DataParallel):
             if max_norm:
                 clip(self.slices, norm, max_norm)
             self.optimizer.step()
-        self._pull()
+        self.weights_changed()
 
     def to_save(self, names):
         # The servers' weights are the latest: nothing is communicated, as another rank may fail at the same time.
@@ -88,7 +88,7 @@ class ParameterServer(DataParallel):
         pieces = optimizer_state.pieces_to_load(names, self.pieces, self.optimizer, saved, weights=False)
         return optimizer_state.parameters_to_load(names, saved) + pieces
 
-    def _pull(self) -> None:
+    def weights_changed(self) -> None:
         """Make everybody's weights those of the servers."""
         works = [comm.all_gather_start(bucket.own, self.grid.data, bucket.counts) for bucket in self.buckets]
         for bucket, work in zip(self.buckets, works):

@@ -93,6 +93,27 @@ class DataParallelStrategy:
         """Within it, every rank's weights are those of the trained model. Collective."""
         return contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def averaged_weights(self):
+        """Within it, what the optimizer updates is the moving average of the weights that it keeps, if it does, and so
+        is what every rank computes with. Collective."""
+        averages = {p: state["ema"] for p, state in self.optimizer.state.items() if "ema" in state}
+        own = [p.detach().clone() for p in averages]
+        self._replace(averages, averages.values())
+        yield
+        self._replace(averages, own)
+
+    @torch.no_grad()
+    def _replace(self, parameters: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+        """Of the optimizer."""
+        self.grid.comm.barrier()  # others may compute with them, in shared memory
+        for parameter, value in zip(parameters, values):
+            parameter.copy_(value)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """The optimizer's parameters have changed: bring them to wherever else weights are held. Collective."""
+
     def report(self) -> dict:
         """Members for the step's line of metrics."""
         return {}

@@ -59,6 +59,12 @@ class ZeroStrategy(DataParallelStrategy):
         for work in begun:
             work.wait()
 
+    def weights_changed(self):
+        for bucket in self.buckets:
+            bucket.masters.after_step()
+        for work in [bucket.spread_start() for bucket in self.buckets]:
+            work.wait()
+
     def to_save(self, names):
         pieces = self._pieces() if self.shards_state or self.grid.data.rank == 0 else []
         scale = self.scaling.entries() if self.scaling and self.grid.rank == 0 else []

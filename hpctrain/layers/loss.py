@@ -14,10 +14,12 @@ from hpctrain.layers.algorithm import algorithm_of
 class CrossEntropy(torch.nn.Module):
     """Sum of -log softmax(logits)[target] over the rows that are not ignored, times `scale`; any vocabulary size.
 
-    Equals torch.nn.functional.cross_entropy(reduction="sum", label_smoothing=…, ignore_index=…) times `scale`.
+    Equals torch.nn.functional.cross_entropy(reduction="sum", label_smoothing=…, ignore_index=…) times `scale`, with
+    `z_loss` times the square of log(sum(exp(logits))) for each of these rows; in evaluation without these two.
 
     Args:
         label_smoothing: the part of the target, from 0 to 1, that is spread evenly over the whole vocabulary.
+        z_loss: of Chowdhery et al., "PaLM" (2022), §5.
         ignore_index: rows of this target count nothing and get no gradient, whatever their logits; any integer.
         algorithm: of the layer that makes the logits; see `Linear`.
 
@@ -31,17 +33,23 @@ class CrossEntropy(torch.nn.Module):
     """
 
     def __init__(self, grid: Grid, vocabulary: int, label_smoothing: float = 0.0, ignore_index: int = -100,
-                 algorithm="agarwal"):  # fmt: skip
+                 algorithm="agarwal", z_loss: float = 0.0):  # fmt: skip
         super().__init__()
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
         self.vocabulary, self.label_smoothing, self.ignore_index = vocabulary, label_smoothing, ignore_index
+        self.z_loss = z_loss
         algorithm = algorithm_of(grid, algorithm)
         self.plane, self.first = algorithm.columns, algorithm.inner(vocabulary).start
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
         wide = logits.to(comm.accumulation_dtype(logits.dtype))
         return _CrossEntropy.apply(wide, targets, scale, self)
+
+    @property
+    def regularisation(self) -> tuple[float, float]:
+        """Label smoothing and z-loss."""
+        return (self.label_smoothing, self.z_loss) if self.training else (0.0, 0.0)
 
     def row_weights(self, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """1 for the rows that count, 0 for the ignored ones, NaN for targets outside the vocabulary."""
@@ -57,7 +65,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, scale, layer):
         rows, columns = logits.shape
-        plane, sharp, smooth = layer.plane, 1 - layer.label_smoothing, layer.label_smoothing / layer.vocabulary
+        plane, smoothing, z_loss = layer.plane, *layer.regularisation
+        sharp, smooth = 1 - smoothing, smoothing / layer.vocabulary
         local, ignored = targets - layer.first, targets == layer.ignore_index
         found = ((local >= 0) & (local < columns)).nonzero().squeeze(1)
         place = found, local[found]
@@ -81,8 +90,13 @@ class _CrossEntropy(torch.autograd.Function):
         weights = layer.row_weights(targets, logits.dtype)
         ctx.softmax, ctx.place, ctx.sharp, ctx.smooth = softmax, place, sharp, smooth
         ctx.weights = weights * scale
-        ctx.share = (partial[0] - normaliser).exp_().masked_fill_(ignored, 0)  # of the row's softmax that lies here
-        loss = (normaliser - parts[:, 1].sum(0)).masked_fill_(ignored, 0) @ ctx.weights
+        ctx.share = (partial[0] - normaliser).exp_()  # of the row's softmax that lies here
+        loss = normaliser - parts[:, 1].sum(0)
+        if z_loss:
+            loss += z_loss * normaliser.square()
+            ctx.share *= 1 + 2 * z_loss * normaliser
+        ctx.share.masked_fill_(ignored, 0)
+        loss = loss.masked_fill_(ignored, 0) @ ctx.weights
         return loss if plane.rank == 0 else torch.zeros_like(loss)
 
     @staticmethod

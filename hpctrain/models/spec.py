@@ -30,6 +30,7 @@ class ModelSpec(abc.ABC):
         kind: the name in messages and in exported folders.
         keys: the keys of [model] that this kind has beside the common ones. 0 or false is the kind's own default.
         sequence_axes: whether ring and Ulysses ranks may share a sequence.
+        own_loss: whether the model computes its loss otherwise than by `layers.CrossEntropy`.
         token_slices: whether a sequence may pass through the stages in slices, as the schedule "terapipe" has it.
         huggingface: how a model is written and read in Hugging Face's format. Without it, weights are exported under
             their own names, and no model starts from a folder.
@@ -38,6 +39,7 @@ class ModelSpec(abc.ABC):
     kind: str
     keys: frozenset[str] = frozenset()
     sequence_axes: bool = True
+    own_loss: bool = False
     token_slices: bool = True
 
     def shape(self, options: Mapping[str, Any]) -> Any:

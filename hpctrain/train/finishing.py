@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from hpctrain.models.export import export
 from hpctrain.train.generate import generate
 from hpctrain.train.run_folder import last_losses
@@ -12,7 +14,9 @@ def finish(session: Session) -> None:
     """Export the trained weights and generate. Collective."""
     config, grid, tokens = session.config, session.grid, session.data.tokens
     end, sample = tokens.end_of_document, None
-    with session.trainer.strategy.full_weights():
+    strategy = session.trainer.strategy
+    average = strategy.averaged_weights() if "export" in config.train.ema_use else contextlib.nullcontext()
+    with average, strategy.full_weights():
         export(session.spec, session.model, grid, config.folder / "model", end)
         if count := config.run.sample:
             ids = generate(session.model, grid, [end], count, tokens.vocabulary, session.key / "sample")

@@ -10,7 +10,7 @@ from typing import Any
 from hpctrain.train.alike import differing
 from hpctrain.train.announce import introduce, warn
 from hpctrain.train.finishing import finish
-from hpctrain.train.optimizer import learning_rate
+from hpctrain.train.learning_rate import learning_rate
 from hpctrain.train.progress import Progress
 from hpctrain.train.sanity import BadStep, Stopped
 from hpctrain.train.saving import check_save, save_when_due
@@ -78,7 +78,11 @@ def train_step(session: Session) -> dict[str, Any] | None:
     traffic = session.grid.transport.traffic
     began = time.perf_counter()
     traffic.clear()
-    rate = learning_rate(position.step, config.run.steps, config.train.lr, config.train.warmup)
+    options = config.train
+    rate = learning_rate(
+        position.step, config.run.steps, options.lr, options.warmup, options.schedule,
+        None if options.min_lr == "auto" else options.min_lr, options.decay_steps,
+    )  # fmt: skip
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate
     batch = session.data.samples.training_step(
@@ -150,7 +154,8 @@ def leave_out(session: Session, bad: BadStep, rate: float) -> bool:
 
 def evaluate(session: Session, record: dict[str, Any], validation: list) -> bool:
     """Add the validation loss to a step's record; False where the job is told to stop before that is known."""
-    loss = session.trainer.evaluate(validation, session.agreement.stop_in_validation())
+    averaged = "validation" in session.config.train.ema_use
+    loss = session.trainer.evaluate(validation, session.agreement.stop_in_validation(), averaged)
     if loss is not None:
         record["val_loss"] = loss
     return loss is not None

@@ -1,26 +1,31 @@
-"""Optimizers by name, and the learning rate."""
+"""Optimizers by name, and the average of the weights that they may keep."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from hpctrain import comm
 from hpctrain.choices import check_optimizer
 
 
 def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter], weight_decay: float, name: str = "adamw", momentum: float = 0.9
-) -> torch.optim.Optimizer:
+    parameters: Iterable[torch.nn.Parameter], weight_decay: float, name: str = "adamw", momentum: float = 0.9,
+    betas: Sequence[float] = (0.9, 0.95), eps: float = 1e-8, ema_decay: float = 0.0,
+) -> torch.optim.Optimizer:  # fmt: skip
     """The optimizer of this name, one of `hpctrain.choices.OPTIMIZERS`, in torch's fused or foreach implementation.
 
     Weights decay, vectors (biases and norms) do not: with adamw, nadam and radam beside the update (decoupled), with
-    the others as part of the gradient. Adam and its kin have betas (0.9, 0.95).
+    the others as part of the gradient.
 
     Args:
         momentum: of sgd (Nesterov's) and rmsprop.
+        betas, eps: of Adam and its kin.
+        ema_decay: the part of an average of the weights that a step keeps; 0 for no average. It is the optimizer's
+            state "ema" of each parameter, starts as the weights before the first step, and is divided over ranks, saved
+            and loaded as the rest of the state is.
 
     Raises:
         ValueError: for another name, with the reason where the optimizer is known.
@@ -30,7 +35,7 @@ def make_optimizer(
     matrices = [p for p in parameters if len(p.shard.global_shape) > 1]
     vectors = [p for p in parameters if len(p.shard.global_shape) < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    adam = {"betas": (0.9, 0.95)}
+    adam = {"betas": tuple(betas), "eps": eps}
     kind, settings = {
         "adamw": (torch.optim.AdamW, {**adam, "fused": True}),
         "adam": (torch.optim.Adam, {**adam, "fused": True}),
@@ -41,7 +46,10 @@ def make_optimizer(
         "rmsprop": (torch.optim.RMSprop, {"momentum": momentum, "foreach": True}),
         "sgd": (torch.optim.SGD, {"momentum": momentum, "nesterov": momentum > 0, "fused": True}),
     }[name]
-    return _eager(kind)([g for g in groups if g["params"]], **settings)
+    kind = _eager(kind)
+    if ema_decay:
+        kind = _averaging(kind, ema_decay)
+    return kind([g for g in groups if g["params"]], **settings)
 
 
 def _eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -51,17 +59,24 @@ def _eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return type(kind.__name__, (kind,), {**bare, "step": torch.no_grad()(bare["step"])})
 
 
+def _averaging(kind: type[torch.optim.Optimizer], decay: float) -> type[torch.optim.Optimizer]:
+    """The same optimizer, which keeps a moving average of the weights, in float32 where they have 16 bits."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        changed = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        wide = {p: comm.accumulation_dtype(p.dtype) for p in changed}
+        before = {p: p.detach().to(wide[p], copy=True) for p in changed if "ema" not in self.state[p]}
+        result = kind.step(self, closure)  # which makes the rest of a state where it is empty
+        for p, weights in before.items():
+            self.state[p]["ema"] = weights
+        if changed:
+            averages = [self.state[p]["ema"] for p in changed]
+            torch._foreach_lerp_(averages, [p.detach().to(wide[p]) for p in changed], 1 - decay)
+        return result
+
+    return type(kind.__name__, (kind,), {"step": step})
+
+
 def adamw(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> torch.optim.Optimizer:
     return make_optimizer(parameters, weight_decay)
-
-
-def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
-    """Linear warm-up to `peak` over `warmup` steps, then a cosine down to a tenth of it at the last of `steps`.
-
-    >>> [round(learning_rate(step, 5, 1.0, 2), 3) for step in range(5)]
-    [0.5, 1.0, 1.0, 0.55, 0.1]
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - 1 - warmup)
-    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -20,7 +20,7 @@ from hpctrain.grid import Grid
 SAME = {
     "model": tuple(f.name for f in dataclasses.fields(ModelConfig) if f.name != "init"),
     "run": ("seed",),
-    "train": ("batch", "optimizer"),
+    "train": ("batch", "optimizer", "ema_decay"),
     "data": ("validation",),
     "precision": None,
 }

@@ -176,6 +176,9 @@ def _model(
         algorithm=algorithm_of(grid, config.tensor.algorithm, config.tensor.overlap),
         recompute=config.train.recompute, key=key, dtype=dtype, device=device,
     )  # fmt: skip
+    if hasattr(model, "cross_entropy"):  # where the last stage is
+        model.cross_entropy.label_smoothing = config.train.label_smoothing
+        model.cross_entropy.z_loss = config.train.z_loss
     if config.model.init:
         with comm.together(grid.comm):
             load(spec, model, Path(config.model.init))
@@ -184,7 +187,9 @@ def _model(
 
 def _trainer(config: Config, grid: Grid, model: torch.nn.Module, schedule: Schedule, precision: Precision) -> Trainer:
     train = config.train
-    optimizer = make_optimizer(model.parameters(), train.weight_decay, train.optimizer, train.momentum)
+    optimizer = make_optimizer(
+        model.parameters(), train.weight_decay, train.optimizer, train.momentum, train.betas, train.eps, train.ema_decay
+    )
     strategy = make(config.data_parallel, model, grid, optimizer, precision)
     slices = token_slices(config)
     return Trainer(model, grid, optimizer, schedule, max_norm=train.clip, strategy=strategy, slices=slices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -122,14 +123,18 @@ class Trainer:
         if not self._passes.updates:
             self.strategy.step(norm, self.max_norm)
 
-    def evaluate(self, batches: list[list], stops: Callable[[], bool] = lambda: False) -> float | None:
-        """The loss over all of `batches`, each a list as `step` takes.
+    def evaluate(
+        self, batches: list[list], stops: Callable[[], bool] = lambda: False, averaged: bool = False
+    ) -> float | None:
+        """The loss over all of `batches`, each a list as `step` takes; of the weights, or of their moving average where
+        the optimizer keeps one.
 
         None where `stops`, asked on all ranks before each list, says on all of them that there is no time for it.
         """
         self.model.eval()
         losses = []
-        with torch.no_grad(), self.strategy.full_weights():
+        average = self.strategy.averaged_weights() if averaged else contextlib.nullcontext()
+        with torch.no_grad(), average, self.strategy.full_weights():
             for part in batches:
                 if stops():
                     return None

@@ -36,6 +36,7 @@ class PlainSpec(ModelSpec):
     """
 
     sequence_axes = False
+    own_loss = True
     token_slices = False
 
     def __init__(self, kind: str, factory: Callable[[SimpleNamespace], Any]):
