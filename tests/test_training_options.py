@@ -32,8 +32,8 @@ OPTIONS = [
 # (data, pipeline, tensor) and method; a job takes half of the steps on the first, and is resumed on the second
 JOBS = {
     1: [((1, 1, "1"), "ddp"), ((1, 1, "1"), "zero1")],
-    2: [((2, 1, "1"), "zero3"), ((1, 2, "1"), "ddp"), ((2, 1, "1"), "parameter_server"), ((2, 1, "1"), "zero2")],
-    4: [((2, 2, "1"), "zero1"), ((2, 1, "[1, 2, 1]"), "ddp"), ((1, 2, "[1, 1, 2]"), "zero2"), ((4, 1, "1"), "zero3")],
+    2: [((2, 1, "1"), "zero3"), ((1, 2, "1"), "ddp"), ((2, 1, "1"), "parameter_server")],
+    4: [((2, 2, "1"), "zero1"), ((2, 1, "[1, 2, 1]"), "zero2"), ((4, 1, "1"), "zero3")],
 }
 
 
@@ -90,20 +90,19 @@ def serial(folder):
 def test_equals_plain_torch(world, train):
     jobs = [given(*job) for job in JOBS[world.size]]
     for number, options in enumerate(jobs):
-        assert train(*options, f"run.name=whole-{number}") == 0
         assert train(*options, "run.max_seconds=0.001", f"run.name=cut-{number}", "run.checkpoint_every=0") == 85
         assert train(*jobs[(number + 1) % len(jobs)], "--resume", f"run.name=cut-{number}") == 0
     if world.rank:
         return
     training, validation, average, spec, shape = serial(train.folder)
     for number, options in enumerate(jobs):
-        for name in (f"whole-{number}", f"cut-{number}"):
-            assert losses(train.folder / name) == pytest.approx(training, rel=1e-12), (name, options)
-            assert losses(train.folder / name, "val_loss") == pytest.approx(validation, rel=1e-12), (name, options)
-            stored = load_file(train.folder / name / "model/model.safetensors")
-            for ours, weight in average.items():
-                for theirs, tensor in to_hugging_face(ours, weight, spec.huggingface, shape).items():
-                    torch.testing.assert_close(stored[theirs], tensor, rtol=1e-10, atol=1e-12)
+        folder = train.folder / f"cut-{number}"
+        assert losses(folder) == pytest.approx(training, rel=1e-12), options
+        assert losses(folder, "val_loss") == pytest.approx(validation, rel=1e-12), options
+        stored = load_file(folder / "model/model.safetensors")
+        for ours, weight in average.items():
+            for theirs, tensor in to_hugging_face(ours, weight, spec.huggingface, shape).items():
+                torch.testing.assert_close(stored[theirs], tensor, rtol=1e-10, atol=1e-12)
 
 
 def test_what_uses_no_average_has_the_weights(world, train):
