@@ -273,7 +273,8 @@ def test_text_is_read_in_pieces_at_line_ends(tmp_path):
     path = tmp_path / "text.txt"
     text = "".join(f"line {n} ä\n" for n in range(1000)) + "no end"
     path.write_text(text, encoding="utf-8")
-    pieces = list(read_text(path, piece=100))
+    with path.open("rb") as file:
+        pieces = list(read_text(file, path, piece=100))
     assert "".join(pieces) == text
     assert len(pieces) > 50
     assert all(piece.endswith("\n") for piece in pieces[:-1])

@@ -1,18 +1,41 @@
-"""`hpctrain pack`: text files into HDF5 token shards."""
+"""`hpctrain pack`: text, JSON Lines and Parquet into HDF5 token shards."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 SUMMARY = "pack text into checksummed HDF5 token shards"
+EPILOG = (
+    "Files may be text in UTF-8, JSON Lines (.jsonl) and Parquet, plain or compressed (.gz, .zst). Each file, line or "
+    "row is a document, which the tokenizer's end-of-document token ends."
+)
+
+SHOWN = 5  # places that were skipped for the same reason
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("text", nargs="+", metavar="TEXT", help="UTF-8 file, directory, or python-stdlib")
+    command.add_argument("text", nargs="+", metavar="TEXT", help="file, directory, or python-stdlib")
     command.add_argument("-o", "--output", required=True, metavar="DATA.h5")
+    command.add_argument("--force", action="store_true", help="take the place of what is packed there")
     command.add_argument(
         "--tokenizer", default="bytes", help='"bytes" (default) or a Hugging Face tokenizers JSON file'
+    )
+    command.add_argument(
+        "--field", default="", metavar="NAME", help="of JSON Lines and Parquet: the text; without it, lines are text"
+    )
+    command.add_argument(
+        "--prompt-field", default="", metavar="NAME", help="what stands before it and counts in no loss"
+    )
+    command.add_argument(
+        "--validation-split", type=float, default=0.0, metavar="P", help="part of the documents for DATA-validation.h5"
+    )
+    command.add_argument(
+        "--validation", action="append", default=[], metavar="TEXT", help="or a file or directory for it; repeatable"
+    )
+    command.add_argument(
+        "--processes", type=int, default=0, metavar="N", help="that tokenize (one a core for large inputs)"
     )
     command.add_argument("--shard-tokens", type=int, default=2**28, metavar="N", help="tokens a shard at most (2^28)")
 
@@ -20,17 +43,35 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from rich.progress import Progress
 
+    from hpctrain import files
     from hpctrain.data import pack
+    from hpctrain.data.documents import Fields
+    from hpctrain.data.pack import validation_output
     from hpctrain.data.tokenizers import tokenizer_from_option
 
+    output, fields = Path(options.output), Fields(options.field, options.prompt_field)
+    apart = bool(options.validation_split or options.validation)
+    for path in [output, validation_output(output)][: 1 + apart]:
+        if files.status(path) and not options.force:
+            raise ValueError(f"{path} exists; --force takes its place, or choose another output")
+    skipped: dict[str, list[str]] = {}
     tokenizer = tokenizer_from_option(options.tokenizer)
     with Progress(disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task("packing")
         counts = pack(
             options.text,
-            options.output,
+            output,
             tokenizer,
             options.shard_tokens,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
+            replace=options.force,
+            fields=fields,
+            processes=options.processes,
+            validation=options.validation_split,
+            validation_sources=options.validation,
+            skip=lambda place, why: skipped.setdefault(why, []).append(place),
         )
-    print(", ".join(f"{count:,} {what}" for what, count in counts.items()) + f" in {options.output}")
+    for why, places in skipped.items():
+        more = f", and {len(places) - SHOWN:,} more" if len(places) > SHOWN else ""
+        print(f"skipped, {why}: {', '.join(places[:SHOWN])}{more}", file=sys.stderr)
+    print(", ".join(f"{count:,} {what}" for what, count in counts.items()) + f" in {output}")

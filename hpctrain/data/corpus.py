@@ -6,8 +6,9 @@ import codecs
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from hpctrain import files
 
@@ -15,12 +16,13 @@ PYTHON_SOURCE = "python-stdlib"  # the running interpreter's standard library: r
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 TEXT_SUFFIXES = frozenset(
     ".txt .md .rst .tex .html .xml .csv .json .jsonl .toml .yaml .yml .cfg .ini .py .c .h .cc .cpp .hpp .cu .f .f90 .jl"
-    " .rs .go .java .js .ts .sh .lua .tcl .pl .rb .r .m .sql".split()
+    " .rs .go .java .js .ts .sh .lua .tcl .pl .rb .r .m .sql .ndjson .parquet".split()
 )
 
 
-def text_files(sources: list[str]) -> list[Path]:
+def text_files(sources: list[str], skip: Callable[[str, str], None] = lambda place, why: None) -> list[Path]:
     """The files of a list of files, directories (searched for text suffixes, in sorted order) and `python-stdlib`.
+    `skip` is told of the other files in directories.
 
     Raises:
         ValueError: for a path that does not exist, or a directory without text files.
@@ -32,7 +34,12 @@ def text_files(sources: list[str]) -> list[Path]:
     for source in sources:
         path = Path(source)
         if files.is_folder(path):
-            texts = [p for p in _below(path) if p.suffix.lower() in TEXT_SUFFIXES and files.regular(p)]
+            texts = []
+            for p in _below(path):
+                if suffix(p) in TEXT_SUFFIXES and files.regular(p):
+                    texts.append(p)
+                else:
+                    skip(str(p), "no known suffix of text")
             if not texts:
                 raise ValueError(f"{source} holds no text files (known suffixes: {' '.join(sorted(TEXT_SUFFIXES))})")
             found += texts
@@ -45,10 +52,20 @@ def text_files(sources: list[str]) -> list[Path]:
     return found
 
 
-def fingerprint(texts: list[Path], tokenizer) -> str:
-    """Changes with the names, sizes and times of the files, and with the tokenizer."""
-    facts = [tokenizer.description, *(f"{path.name}:{(s := path.stat()).st_size}:{s.st_mtime_ns}" for path in texts)]
-    return hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+def suffix(path: Path) -> str:
+    """Of what a file holds once it is uncompressed.
+
+    >>> suffix(Path("a.jsonl.gz")), suffix(Path("A.TXT"))
+    ('.jsonl', '.txt')
+    """
+    outer = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if outer in (".gz", ".zst") else outer
+
+
+def fingerprint(texts: list[Path], tokenizer, how: str = "") -> str:
+    """Changes with the names, sizes and times of the files, with the tokenizer, and with how else they are packed."""
+    facts = (f"{path.name}:{(s := path.stat()).st_size}:{s.st_mtime_ns}" for path in texts)
+    return hashlib.blake2b("\n".join([tokenizer.description, how, *facts]).encode(), digest_size=8).hexdigest()
 
 
 def _below(folder: Path) -> list[Path]:
@@ -65,32 +82,31 @@ def _standard_library() -> list[Path]:
     return [path for path in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(path.relative_to(root).parts)]
 
 
-def read_text(path: Path, piece: int = 1 << 20) -> Iterator[str]:
-    """The text of a UTF-8 file in pieces of about `piece` bytes, cut after a line end where there is one.
+def read_text(file: IO[bytes], path: Path, piece: int = 1 << 20) -> Iterator[str]:
+    """The text of UTF-8 bytes in pieces of about `piece` of them, cut after a line end where there is one.
 
     Raises:
         ValueError: where the file is not UTF-8, naming it and the position of the first bad byte.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     kept, offset = "", 0
-    with path.open("rb") as file:
-        while True:
-            block = file.read(piece)
-            pending = len(decoder.getstate()[0])
-            try:
-                text = kept + decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                where = offset - pending + error.start
-                raise ValueError(
-                    f"{path} is not UTF-8 text: byte {where} cannot be decoded ({error.reason}). "
-                    f"Convert it (iconv -t UTF-8) or leave it out"
-                ) from error
-            offset += len(block)
-            if not block:
-                if text:
-                    yield text
-                return
-            cut = text.rfind("\n") + 1 or len(text)
-            kept = text[cut:]
-            if cut:
-                yield text[:cut]
+    while True:
+        block = file.read(piece)
+        pending = len(decoder.getstate()[0])
+        try:
+            text = kept + decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            where = offset - pending + error.start
+            raise ValueError(
+                f"{path} is not UTF-8 text: byte {where} cannot be decoded ({error.reason}). "
+                f"Convert it (iconv -t UTF-8) or leave it out"
+            ) from error
+        offset += len(block)
+        if not block:
+            if text:
+                yield text
+            return
+        cut = text.rfind("\n") + 1 or len(text)
+        kept = text[cut:]
+        if cut:
+            yield text[:cut]

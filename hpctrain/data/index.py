@@ -26,6 +26,7 @@ class Index:
     vocabulary: int
     end_of_document: int
     documents: int
+    masked: bool
     tokenizer: str
     tokens: np.ndarray
     bytes: np.ndarray
@@ -37,7 +38,12 @@ class Index:
     @property
     def dtype(self) -> np.dtype:
         """Of the tokens in the shards."""
-        return token_dtype(self.vocabulary)
+        return token_dtype(self.stored)
+
+    @property
+    def stored(self) -> int:
+        """What all numbers in the shards are below."""
+        return self.vocabulary * (1 + self.masked)
 
 
 def shard_name(stem: str, packing: str, number: int) -> str:
@@ -45,7 +51,7 @@ def shard_name(stem: str, packing: str, number: int) -> str:
 
 
 def token_dtype(vocabulary: int) -> np.dtype:
-    """The smallest type that holds all ids below `vocabulary`."""
+    """The smallest type that holds all numbers below `vocabulary`."""
     return np.dtype("<u2") if vocabulary <= 2**16 else np.dtype("<u4")
 
 
@@ -71,6 +77,7 @@ def write_index(file: h5py.File, index: Index) -> None:
         sources=np.bytes_(index.sources),
         vocabulary=index.vocabulary,
         end_of_document=index.end_of_document,
+        masked=int(index.masked),
         tokens=int(index.tokens.sum()),
         documents=index.documents,
     )
@@ -103,11 +110,12 @@ def _checked(file: h5py.File, size: int) -> Index:
     if size > LARGEST:
         raise OSError(f"it has {size} bytes, more than the {LARGEST} of any index")
     packing, sources = hdf5.attribute(file, "packing", str), hdf5.attribute(file, "sources", str)
-    vocabulary, end, documents, total = (
-        hdf5.attribute(file, name, int) for name in ("vocabulary", "end_of_document", "documents", "tokens")
-    )
-    if not (0 <= end < vocabulary <= 2**32 and 0 <= documents <= total):
-        raise OSError(f"vocabulary {vocabulary}, end_of_document {end}, {documents} documents, {total} tokens")
+    names = ("vocabulary", "end_of_document", "masked", "documents", "tokens")
+    vocabulary, end, masked, documents, total = (hdf5.attribute(file, name, int) for name in names)
+    if not (0 <= end < vocabulary <= 2**32 >> (masked == 1) and masked in (0, 1) and 0 <= documents <= total):
+        raise OSError(
+            f"vocabulary {vocabulary}, end_of_document {end}, masked {masked}, {documents} documents, {total} tokens"
+        )
     rows = hdf5.dataset(file, "shards", format.INDEX_ROW, size)[:]
     text = hdf5.dataset(file, "tokenizer", np.dtype("u1"), size)[:].tobytes().decode()
     stems = set()
@@ -119,7 +127,8 @@ def _checked(file: h5py.File, size: int) -> Index:
     tokens, sizes = rows["tokens"].tolist(), rows["bytes"].tolist()
     if len(stems) != 1 or min(tokens) < 1 or sum(tokens) != total or sum(sizes) > _LARGEST_SUM:
         raise OSError("its shards do not make up its tokens")
-    if any(stored < count * token_dtype(vocabulary).itemsize for stored, count in zip(sizes, tokens)):
-        raise OSError("a shard declares more tokens than its file can hold")
     numbers = np.array(tokens, np.int64), np.array(sizes, np.int64)
-    return Index(stems.pop(), packing, sources, vocabulary, end, documents, text, *numbers)
+    index = Index(stems.pop(), packing, sources, vocabulary, end, documents, bool(masked), text, *numbers)
+    if any(stored < count * index.dtype.itemsize for stored, count in zip(sizes, tokens)):
+        raise OSError("a shard declares more tokens than its file can hold")
+    return index

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import h5py
@@ -13,11 +14,14 @@ import numpy as np
 
 from hpctrain import files
 from hpctrain.data import format
-from hpctrain.data.corpus import fingerprint, read_text, text_files
+from hpctrain.data.corpus import fingerprint, text_files
+from hpctrain.data.documents import Fields, Piece, Skip, documents
+from hpctrain.data.encoding import encoded
 from hpctrain.data.index import Index, read_index, shard_name, token_dtype, write_index
 from hpctrain.data.tokenizers import ByteTokenizer
 
 SHARD_TOKENS = 2**28
+LARGE = 16 << 20  # bytes, below which other processes would take longer to start than to encode
 
 
 def pack(
@@ -27,63 +31,116 @@ def pack(
     shard_tokens: int = SHARD_TOKENS,
     progress: Callable[[int, int], None] = lambda done, total: None,
     replace: bool = True,
+    *,
+    fields: Fields | None = None,
+    processes: int = 1,
+    validation: float = 0.0,
+    validation_sources: Sequence[str] = (),
+    skip: Skip = lambda place, why: None,
 ) -> dict[str, int]:
     """Write the text of `sources` as token shards, with their index at `output`.
 
     Args:
-        sources: text files (UTF-8), directories, or "python-stdlib".
+        sources: files (text in UTF-8, JSON Lines, Parquet; plain, or compressed as .gz or .zst), directories, or
+            "python-stdlib".
         output: the index, DATA.h5; shards are written beside it. An older packing there stays valid until this one
             is complete, and is then removed.
         tokenizer: of `data.tokenizers`; bytes by default.
         shard_tokens: tokens of a shard at most.
         progress: called with the bytes read so far and in all.
         replace: whether to take the place of a packing that is there when this one is complete.
+        fields: of JSON Lines and Parquet. Without them a JSON Lines file is one text.
+        processes: that encode; 0: one a core for more than LARGE bytes. What is written does not depend on it.
+        validation: part of the documents, evenly spread, that is packed apart, as `validation_output(output)`.
+        validation_sources: files and directories that are packed there instead.
+        skip: told of each file and record that is not packed, and why.
 
     Returns:
-        {"files", "documents", "tokens", "shards"}.
+        {"files", "documents", "tokens", "shards"}, and where documents are packed apart "validation documents" and
+        "validation tokens".
 
     Raises:
-        ValueError: for a missing source, one without text, or one that is not UTF-8.
+        ValueError: for a missing source, one without text, or one that cannot be read as its name says.
         FileExistsError: where another packing was complete first and is not to be replaced. This one is removed.
     """
-    tokenizer = tokenizer or ByteTokenizer()
+    tokenizer, fields = tokenizer or ByteTokenizer(), fields or Fields()
     output = Path(output)
     if output.suffix != ".h5":
         raise ValueError(f"the output must end in .h5, got {output}")
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
-    texts = text_files(sources)
+    if not 0 <= validation < 1 or validation and validation_sources:
+        raise ValueError(f"a part of the documents for validation must be below 1, without others, got {validation}")
+    texts, apart = text_files(sources, skip), text_files(validation_sources, skip) if validation_sources else []
     _make_folder(output.parent)
-    older = _shards_of(output)
-    total, done = sum(text.stat().st_size for text in texts), 0
-    with _Writer(output, tokenizer, shard_tokens, fingerprint(texts, tokenizer)) as writer:
-        for text in texts:
-            writer.start_document()
-            for piece in read_text(text):
-                writer.append(tokenizer.encode(piece))
-            writer.append(np.array([tokenizer.end_of_document]))
-            done += text.stat().st_size
-            progress(done, total)
-        if not replace and files.status(output):
+    outputs = [output, validation_output(output)] if validation or apart else [output]
+    older = [shard for each in outputs for shard in _shards_of(each)]
+    total = _size(texts + apart)
+    processes = processes or (len(os.sched_getaffinity(0)) if total > LARGE else 1)
+    how = f"{fields}{validation}{len(apart)}" if fields != Fields() or validation or apart else ""
+    sources_are = fingerprint(texts + apart, tokenizer, how)
+    with contextlib.ExitStack() as stack:
+        made = [_Writer(each, tokenizer, shard_tokens, sources_are, bool(fields.prompt)) for each in outputs]
+        writers = [stack.enter_context(writer) for writer in made]
+        done = 0
+        for paths, chosen in ((texts, _spread(writers, validation)), (apart, itertools.repeat(writers[-1]))):
+            _write(encoded(_pieces(paths, fields, skip, progress, done, total), tokenizer, processes), chosen)
+            done += _size(paths)
+        if not replace and any(files.status(each) for each in outputs):
             raise FileExistsError(f"{output} exists")
-        counts = writer.commit()
+        *held, counts = [writer.commit() for writer in reversed(writers)]  # the training data last
     for shard in older:  # the new index is on disk by now
         shard.unlink(missing_ok=True)
-    return {"files": len(texts), **counts}
+    others = {f"validation {what}": held[0][what] for what in ("documents", "tokens")} if held else {}
+    return {"files": len(texts), **counts, **others}
+
+
+def validation_output(output: Path) -> Path:
+    """Where the documents for validation are packed."""
+    return output.with_name(f"{output.stem}-validation.h5")
+
+
+def _size(paths: list[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
+
+
+def _pieces(paths, fields, skip, progress, done, total) -> Iterator[Piece]:
+    for path in paths:
+        yield from documents(path, fields, skip)
+        done += _size([path])
+        progress(done, total)
+
+
+def _spread(writers: list[_Writer], part: float) -> Iterator[_Writer]:
+    """The writer of each document: of any n documents that follow each other n × part, rounded, are for validation."""
+    for number in itertools.count():
+        yield writers[-1 if int((number + 1) * part) > int(number * part) else 0]
+
+
+def _write(encoded: Iterator[tuple[Piece, np.ndarray]], chosen: Iterator[_Writer]) -> None:
+    """Each document by the writer that is chosen for it."""
+    for piece, ids in encoded:
+        if piece.begins:
+            writer = next(chosen)
+            writer.start_document()
+        writer.append(ids, piece.counts)
+        if piece.ends:
+            writer.append(np.array([writer.tokenizer.end_of_document]))
 
 
 class _Writer:
     """Appends tokens to a row of shards; files are called *.part until they are whole."""
 
-    def __init__(self, output: Path, tokenizer, shard_tokens: int, sources: str):
-        if not 0 <= tokenizer.end_of_document < tokenizer.vocabulary <= 2**32:
+    def __init__(self, output: Path, tokenizer, shard_tokens: int, sources: str, masked: bool = False):
+        if not 0 <= tokenizer.end_of_document < tokenizer.vocabulary <= 2**32 >> masked:
             raise ValueError(
                 f"the tokenizer's vocabulary must be above its end_of_document = {tokenizer.end_of_document}, and at "
-                f"most 2^32, got {tokenizer.vocabulary}"
+                f"most 2^{32 - masked}, got {tokenizer.vocabulary}"
             )
+        self.masked = masked
         self.output, self.tokenizer, self.limit, self.sources = output, tokenizer, shard_tokens, sources
         self.packing = secrets.token_hex(4)
-        self.dtype = token_dtype(tokenizer.vocabulary)
+        self.dtype = token_dtype(tokenizer.vocabulary * (1 + masked))
         self.shards = []  # tokens and bytes of each
         self.documents = 0
         self.made = []  # files, by all their names
@@ -107,12 +164,14 @@ class _Writer:
         self.starts.append(self.length + self.filled)
         self.documents += 1
 
-    def append(self, ids: np.ndarray):
+    def append(self, ids: np.ndarray, counts: bool = True):
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocabulary:
             raise ValueError(
                 f"the tokenizer made the ids {ids.min()} to {ids.max()}, which must lie below its vocabulary = "
                 f"{self.tokenizer.vocabulary}"
             )
+        if not counts:
+            ids = ids.astype(np.int64) + self.tokenizer.vocabulary
         while len(ids):
             self._shard()
             space = min(len(self.buffer) - self.filled, self.limit - self.length - self.filled)
@@ -125,12 +184,14 @@ class _Writer:
                     self._close()
 
     def commit(self) -> dict[str, int]:
+        if not self.documents:
+            raise ValueError(f"there are no documents for {self.output}: all were skipped, or the part is too small")
         if self.file:
             self._close()
         tokenizer, (tokens, sizes) = self.tokenizer, np.array(self.shards, np.int64).T
         index = Index(
             self.output.stem, self.packing, self.sources, tokenizer.vocabulary, tokenizer.end_of_document,
-            self.documents, tokenizer.description, tokens, sizes,
+            self.documents, self.masked, tokenizer.description, tokens, sizes,
         )  # fmt: skip
         part = self.output.with_name(f"{self.output.stem}-{self.packing}-index.h5.part")  # another may be packing too
         with self._new(part) as file:

@@ -35,7 +35,8 @@ class ShardedTokens:
             index for all, and each rank looks after a part of the shards. Shards are opened by each rank alone, when it
             first reads from them; with the `mpio` driver where h5py is built with MPI.
 
-    Attributes: `tokens` (how many), `vocabulary`, `end_of_document`, and `driver`: "chunks" (each chunk's checksum is
+    Attributes: `tokens` (how many), `vocabulary`, `end_of_document`, `masked` (whether some tokens count in no loss;
+    these are read with the vocabulary added), and `driver`: "chunks" (each chunk's checksum is
     checked when it is first read), or "mpio" or, with an older HDF5, "sec2" (at every read).
 
     Raises:
@@ -54,7 +55,7 @@ class ShardedTokens:
             for number in range(rank, len(index.tokens), ranks):
                 self._check_size(index, number)
         self._index = index
-        self.vocabulary, self.end_of_document = index.vocabulary, index.end_of_document
+        self.vocabulary, self.end_of_document, self.masked = index.vocabulary, index.end_of_document, index.masked
         self._ends = np.cumsum(index.tokens).tolist()
         self.tokens = self._ends[-1]
         alone = "chunks" if CHUNKS_AVAILABLE else "sec2"
@@ -84,8 +85,8 @@ class ShardedTokens:
                     self._chunked(number).read(self._files[number], at, into)
                 else:
                     into[:] = self._files[number]["tokens"][at : at + part]
-                    if (largest := int(into.max())) >= self.vocabulary:
-                        raise OSError(f"it holds {largest}, and all must be below {self.vocabulary}")
+                    if (largest := int(into.max())) >= self._index.stored:
+                        raise OSError(f"it holds {largest}, and all must be below {self._index.stored}")
             filled += part
         return out
 
@@ -144,7 +145,7 @@ class ShardedTokens:
         chunks = self._chunks.get(number)
         if chunks is None:
             with self._shard(number) as file:
-                chunks = self._chunks[number] = Chunks(file["tokens"], self._scratch, self.vocabulary)
+                chunks = self._chunks[number] = Chunks(file["tokens"], self._scratch, self._index.stored)
         return chunks
 
     def _shard(self, number: int) -> h5py.File:

@@ -34,7 +34,7 @@ def test_a_full_disk(tmp_path, data, capfd, room):
 
     def work():
         limited(room)
-        assert main(["pack", str(text), "-o", str(data)]) == 2
+        assert main(["pack", str(text), "-o", str(data), "--force"]) == 2
         os._exit(7)
 
     assert in_child(work) == 7

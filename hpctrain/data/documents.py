@@ -1,0 +1,155 @@
+"""The documents of inputs: plain text, JSON Lines and Parquet, compressed or not, as pieces of text in their order."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from hpctrain.data.corpus import read_text, suffix
+
+Skip = Callable[[str, str], None]  # told of what is not packed: where it is, and why
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which fields of a JSON line or columns of a Parquet table are a document.
+
+    Attributes:
+        text: the whole of it; or, with a `prompt` before it, what is to be learnt.
+        prompt: tokens of it count in no loss; "" for none.
+    """
+
+    text: str = ""
+    prompt: str = ""
+
+    def __post_init__(self):
+        if self.prompt and not self.text:
+            raise ValueError(f"a prompt field ({self.prompt}) needs the field of the completion beside it")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of a document: its first piece `begins` it, its last `ends` it; `counts` says whether it is to be learnt."""
+
+    text: str
+    begins: bool
+    ends: bool
+    counts: bool = True
+
+
+def documents(path: Path, fields: Fields, skip: Skip) -> Iterator[Piece]:
+    """The documents of one file: one, or where `fields` are given those of JSON Lines and Parquet.
+
+    Raises:
+        ValueError: for a file that is not what its name says, or that nothing here can read, naming it.
+        OSError: for one that cannot be read.
+    """
+    kind = suffix(path)
+    if kind == ".parquet":
+        if not fields.text:
+            raise ValueError(f"{path} is a table; say by --field which column has the text")
+        yield from _records(_parquet(path, fields), fields, f"of {path}", skip)
+    elif kind in (".jsonl", ".ndjson") and fields.text:
+        with opened(path) as file:
+            yield from _records(_json_lines(file, path), fields, f"of {path}", skip)
+    else:
+        before = None
+        with opened(path) as file:
+            for text in read_text(file, path):
+                if before is not None:
+                    yield Piece(before[0], before[1], False)
+                before = text, before is None
+        text, begins = before or ("", True)
+        yield Piece(text, begins, True)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, uncompressed; raises ValueError for damaged ones."""
+    outer = path.suffix.lower()
+    with path.open("rb") as raw:
+        if outer == ".gz":
+            try:
+                with gzip.open(raw) as file:
+                    yield file
+            except (EOFError, gzip.BadGzipFile) as error:
+                raise ValueError(f"{path} is not whole gzip: {error}") from error
+        elif outer == ".zst":
+            try:
+                import zstandard
+            except ImportError as error:
+                raise ValueError(f"{path} needs the zstandard package: pip install zstandard") from error
+            try:
+                with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as file:
+                    yield file
+            except zstandard.ZstdError as error:
+                raise ValueError(f"{path} is not whole Zstandard: {error}") from error
+        else:
+            yield raw
+
+
+def _records(records: Iterator[tuple[str, dict]], fields: Fields, where: str, skip: Skip) -> Iterator[Piece]:
+    wanted = [fields.prompt, fields.text] if fields.prompt else [fields.text]
+    for place, record in records:
+        problem = next((said for said in (_problem(record, name) for name in wanted) if said), None)
+        if problem:
+            skip(f"{place} {where}", problem)
+        elif fields.prompt:
+            yield Piece(record[fields.prompt], True, False, counts=False)
+            yield Piece(record[fields.text], False, True)
+        else:
+            yield Piece(record[fields.text], True, True)
+
+
+def _problem(record, name: str) -> str:
+    if not isinstance(record, dict):
+        return "no object"
+    if name not in record:
+        return f"no field {name}"
+    if not isinstance(record[name], str):
+        return f"field {name} is no text"
+    return "" if record[name] else f"field {name} is empty"
+
+
+def _json_lines(file: IO[bytes], path: Path) -> Iterator[tuple[str, dict]]:
+    for number, line in enumerate(_lines(file), 1):
+        if not line.strip():
+            continue
+        try:
+            yield f"line {number}", json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} of {path} is not JSON: {error}") from error
+
+
+def _lines(file: IO[bytes], block: int = 1 << 20) -> Iterator[bytes]:
+    """Not all that decompress can be asked for lines."""
+    rest = b""
+    while part := file.read(block):
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
+
+
+def _parquet(path: Path, fields: Fields) -> Iterator[tuple[str, dict]]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"{path} needs the pyarrow package: pip install pyarrow") from error
+    columns = [fields.prompt, fields.text] if fields.prompt else [fields.text]
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        if missing := [name for name in columns if name not in table.schema_arrow.names]:
+            raise ValueError(f"{path} has no column {missing[0]}, but {', '.join(table.schema_arrow.names)}")
+        number = 0
+        for batch in table.iter_batches(columns=columns):
+            for record in batch.to_pylist():
+                number += 1
+                yield f"row {number}", record
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is not a whole Parquet file: {error}") from error

@@ -1,0 +1,79 @@
+"""Text into tokens, by several processes where that is wanted, in the order of the text."""
+
+from __future__ import annotations
+
+import collections
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+
+from hpctrain.data.documents import Piece
+from hpctrain.data.tokenizers import tokenizer_from_description
+
+TOGETHER = 1 << 20  # characters that a process is given at once
+
+
+def encoded(pieces: Iterable[Piece], tokenizer, processes: int = 1) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Each piece with its tokens. With several processes a few batches of pieces are under way at a time, from as many
+    inputs as they reach into; what comes out is the same, in the same order.
+
+    Raises:
+        ValueError: for a text that the tokenizer cannot encode.
+    """
+    if processes < 2:
+        for piece in pieces:
+            yield piece, tokenizer.encode(piece.text)
+        return
+    # not forked: h5py and others have threads and locks
+    pool = ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), _begin, (tokenizer.description,)
+    )  # fmt: skip
+    waiting: collections.deque = collections.deque()
+    try:
+        for batch in _batches(pieces):
+            waiting.append((batch, pool.submit(_encode, [piece.text for piece in batch])))
+            if len(waiting) >= 2 * processes:
+                yield from _next(waiting)
+        while waiting:
+            yield from _next(waiting)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _next(waiting) -> Iterator[tuple[Piece, np.ndarray]]:
+    batch, future = waiting.popleft()
+    yield from zip(batch, future.result(), strict=True)
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= TOGETHER:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _begin(description: str) -> None:
+    """In a process of its own, of which there is one a core."""
+    global _tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _tokenizer = tokenizer_from_description(description)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot end its processes, and they would wait for work for good."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _encode(texts: list[str]) -> list[np.ndarray]:
+    return [_tokenizer.encode(text) for text in texts]
