@@ -4,7 +4,8 @@ Every function is collective over the axis. Sizes are rows of dim 0: where ranks
 `counts` lists them in rank order, and all ranks must pass the same `counts`. Inputs need not be contiguous; tensors
 that are written in place must be. On an axis of size 1 nothing is copied: the result may be the input itself.
 
-The functions ending in `_start` return a `Work` at once; the result is valid after its `wait()`.
+The functions ending in `_start` return a `Work` at once; the result is valid after its `wait()`. They send a message to
+every other rank, but where there are many and the blocks small: then they are done when they return (`circulant`).
 
 The same holds of `point_to_point`, `rooted` (broadcast, reduce, gather, scatter) and `reductions` (all_reduce).
 """
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain.comm import buffers
+from hpctrain.comm import buffers, circulant
 from hpctrain.comm.buffers import Work, check_reducible, deliver, done, message, reachable
 from hpctrain.comm.exchange import TAG, exchange
 from hpctrain.comm.timing import timed
@@ -58,6 +59,11 @@ def all_gather_start(
     out = _rows_of_all(tensor, axis, counts) if out is None else out
     row = math.prod(tensor.shape[1:])
     sizes = tuple(row * count for count in counts or (len(tensor),) * axis.size)
+    if circulant.pays(axis, counts or (len(tensor),), row * tensor.itemsize):
+        host = reachable(out, axis.transport.cuda_aware, copy=False)
+        host.view(-1).narrow(0, sum(sizes[: axis.rank]), tensor.numel()).copy_(tensor.reshape(-1))
+        _count(axis, "all_gather", host, *circulant.all_gather(host, sizes, axis))
+        return done(deliver(host, out))
     return exchange(axis, "all_gather", tensor.contiguous(), (tensor.numel(),) * axis.size, out, sizes, same=True)
 
 
@@ -78,14 +84,16 @@ def reduce_scatter(
     counts = counts or even_rows(len(tensor), size)
     tensor = tensor.contiguous()
     row = math.prod(tensor.shape[1:])
+    by_mpi = tensor.nbytes < _SMALL and tensor.dtype in buffers.REDUCED_BY_MPI
+    if not by_mpi and circulant.pays(axis, counts, row * buffers.accumulation_dtype(tensor.dtype).itemsize):
+        return _sum_small_blocks(tensor, axis, counts, dtype)
     first = sum(counts[:rank])
-    moved = (len(tensor) - counts[rank]) * row * tensor.itemsize, (size - 1) * counts[rank] * row * tensor.itemsize
-    axis.transport.traffic.add(axis.name, "reduce_scatter", *moved)
+    _count(axis, "reduce_scatter", tensor, (len(tensor) - counts[rank]) * row, (size - 1) * counts[rank] * row)
     host = reachable(tensor, axis.transport.cuda_aware)
-    if tensor.nbytes < _SMALL and tensor.dtype in buffers.REDUCED_BY_MPI:
+    if by_mpi:
         out = host.new_empty((counts[rank], *tensor.shape[1:]))
         axis.comm.Reduce_scatter(message(host), message(out), [row * count for count in counts])
-        return out.to(tensor.device)
+        return out.to(tensor.device, dtype or tensor.dtype)
     mine = host.narrow(0, first, counts[rank])
     total = mine.float() if tensor.dtype in buffers.REDUCED_HERE else mine.clone()
     arriving = torch.empty_like(mine)
@@ -108,13 +116,23 @@ def reduce_scatter_start(
     tensor = tensor.contiguous()
     row = math.prod(tensor.shape[1:])
     local = counts[axis.rank]
-    parts = tensor.new_empty((axis.size, local, *tensor.shape[1:]))
     wide = buffers.accumulation_dtype(tensor.dtype)
+    if circulant.pays(axis, counts, row * wide.itemsize):
+        return done(_sum_small_blocks(tensor, axis, counts, dtype))
     sizes = tuple(row * count for count in counts)
+    parts = tensor.new_empty((axis.size, local, *tensor.shape[1:]))
     return exchange(
         axis, "reduce_scatter", tensor, sizes, parts, (row * local,) * axis.size,
         then=lambda parts: parts.sum(0, dtype=wide).to(dtype or tensor.dtype),
     )  # fmt: skip
+
+
+def _sum_small_blocks(tensor, axis, counts, dtype):
+    total = reachable(tensor, axis.transport.cuda_aware).to(buffers.accumulation_dtype(tensor.dtype), copy=True)
+    row = math.prod(tensor.shape[1:])
+    _count(axis, "reduce_scatter", total, *circulant.reduce_scatter(total, [row * count for count in counts], axis))
+    own = total.narrow(0, sum(counts[: axis.rank]), counts[axis.rank])
+    return own.to(tensor.device, dtype or tensor.dtype, copy=True)
 
 
 @timed
@@ -127,10 +145,15 @@ def all_to_all(
     """
     if axis.size == 1:
         return tensor
+    row, even = math.prod(tensor.shape[1:]), send_counts is None and recv_counts is None
     send_counts = send_counts or even_rows(len(tensor), axis.size)
+    if even and circulant.pays(axis, send_counts, row * tensor.itemsize, circulant.SWAPPED_BYTES):
+        host = reachable(tensor.contiguous(), axis.transport.cuda_aware)
+        came, moved = circulant.all_to_all(host.view(axis.size, row * send_counts[0]), axis)
+        _count(axis, "all_to_all", came, moved, moved)
+        return came.view(tensor.shape).to(tensor.device)
     recv_counts = recv_counts or send_counts
     out = tensor.new_empty((sum(recv_counts), *tensor.shape[1:]))
-    row = math.prod(tensor.shape[1:])
     sends, receives = (tuple(row * count for count in counts) for counts in (send_counts, recv_counts))
     return exchange(axis, "all_to_all", tensor.contiguous(), sends, out, receives).wait()
 
@@ -139,6 +162,10 @@ def even_rows(rows: int, parts: int) -> tuple[int, ...]:
     if rows % parts:
         raise ValueError(f"{rows} rows do not divide evenly over {parts} ranks; pass counts")
     return (rows // parts,) * parts
+
+
+def _count(axis, name, like, sent, received):
+    axis.transport.traffic.add(axis.name, name, sent * like.itemsize, received * like.itemsize)
 
 
 def _rows_of_all(tensor, axis, counts):

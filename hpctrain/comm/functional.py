@@ -77,7 +77,6 @@ def all_to_all(
     x: torch.Tensor, axis: Axis, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None
 ) -> torch.Tensor:
     """Rows `send_counts[r]` go to rank r. Adjoint: the rows go back, counts exchanged."""
-    send_counts = send_counts or collectives.even_rows(len(x), axis.size)
     return _Op.apply(x, _new(collectives.all_to_all), _send_back, axis, send_counts, recv_counts or send_counts)
 
 

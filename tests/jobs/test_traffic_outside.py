@@ -13,6 +13,7 @@ import torch
 from traffic_checks import EVEN, counted
 
 from hpctrain import Grid, comm
+from hpctrain.comm import circulant
 
 grid = Grid(tensor=4)
 line, sent = grid.tensor.x, 0
@@ -29,6 +30,12 @@ comm.all_to_all(torch.ones(8, 3), line)
 comm.scatter(comm.gather(mine, line, counts), line, counts)
 comm.send_start(torch.ones(9), line, (line.rank + 1) % 4)
 comm.recv(torch.ones(9), line, (line.rank - 1) % 4)
+circulant.RANKS = 2  # small blocks as on many ranks
+counts = (2, 2, 1, 1)
+comm.all_gather_start(torch.ones(counts[line.rank], 5), line, counts).wait()
+comm.reduce_scatter_start(torch.ones(6, 5, dtype=torch.bfloat16), line, counts).wait()
+comm.all_to_all(torch.ones(8, 3), line)
+circulant.RANKS = 16
 sent += grid.transport.traffic.total("sent")
 for shape in ((4, 1, 1), (2, 2, 1)):
     grid = Grid(*shape)
