@@ -1,4 +1,4 @@
-"""Part of ten_thousand.py: the grid and its table, the messages of collectives of small blocks, the watchdog's reports."""
+"""Part of ten_thousand.py: the grid and its table, messages of collectives of small blocks, the watchdog's reports."""
 
 import math
 import time

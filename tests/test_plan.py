@@ -150,14 +150,14 @@ def test_parts_make_up_the_seconds():
 )
 def test_bytes_are_those_of_the_formula(settings):
     """Of the busiest rank; `step_traffic` itself equals the ledger (tests/test_traffic.py)."""
-    from hpctrain.config.checks import check_pipeline
+    from hpctrain.config.checks import pipeline_schedule
     from hpctrain.scale.work import costs
 
     made = config(*settings)
     itemsize = 8 if made.precision.compute == "fp64" else 4
     each = [
         step_traffic(
-            costs(made), made.grid_shape, 32, check_pipeline(made), itemsize, rank, made.tensor.algorithm,
+            costs(made), made.grid_shape, 32, pipeline_schedule(made), itemsize, rank, made.tensor.algorithm,
             made.tensor.overlap, None, made.data_parallel.method,
         )
         for rank in range(made.grid_shape["pipeline"])

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from hpctrain import RngKey
+from hpctrain.config import load_config
 from hpctrain.data import SampleOrder
 from hpctrain.train.sanity import WINDOW, Sanity
 
@@ -70,3 +71,13 @@ def test_no_sample_is_repeated_or_left_out(stop):
     after = [n for batch in range(stop, 10) for n in again[batch * 3 : batch * 3 + 3].tolist()]
     for epoch in range(3):
         assert sorted((before + after)[epoch * 10 : epoch * 10 + 10]) == list(range(10))
+
+
+@pytest.mark.parametrize("option", ["sanity.spike_factor=2", "sanity.nonfinite=skip", "sanity.nonfinite=rollback"])
+def test_no_step_is_left_out_whose_gradient_is_applied_at_once(option):
+    server = ["data_parallel.method=parameter_server", "data_parallel.staleness=1", "grid.data=2"]
+    assert load_config(overrides=[*server, "sanity.spike_factor=2", "sanity.spike=rollback"])
+    with pytest.raises(
+        ValueError, match="staleness = 1 updates weights by each worker's gradient at once: a step cannot"
+    ):
+        load_config(overrides=[*server, option])

@@ -43,21 +43,23 @@ def all_reduce_by_mpi(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> torc
 
 
 @timed
-def all_reduce_start(tensor: torch.Tensor, axis: Axis) -> Work:
-    """Begin to replace `tensor` by the sum over all ranks. float16 and bfloat16 travel as float32."""
-    check_reducible(tensor.dtype, "sum")
+def all_reduce_start(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> Work:
+    """Begin to replace `tensor` by the sum, "max" or "min" over all ranks. float16 and bfloat16 travel as float32."""
+    check_reducible(tensor.dtype, op)
     if axis.size == 1 or tensor.numel() == 0:
         return done(tensor)
     reducer = axis.transport.reducers.get(axis)
-    return all_reduce_by_mpi_start(tensor, axis) if reducer is None else reducer.all_reduce_start(tensor)
+    if reducer is not None and op == "sum":
+        return reducer.all_reduce_start(tensor)
+    return all_reduce_by_mpi_start(tensor, axis, op)
 
 
-def all_reduce_by_mpi_start(tensor: torch.Tensor, axis: Axis) -> Work:
+def all_reduce_by_mpi_start(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> Work:
     if tensor.numel() > buffers.MAX_COUNT:
-        return done(all_reduce_by_mpi(tensor, axis))
+        return done(all_reduce_by_mpi(tensor, axis, op))
     wide = tensor.float() if tensor.dtype in buffers.REDUCED_HERE else tensor
     host = reachable(wide, direct=False)  # Open MPI's non-blocking collectives are not CUDA-aware (ompi#9845)
-    request = axis.comm.Iallreduce(buffers.in_place(), message(host), operation("sum"))
+    request = axis.comm.Iallreduce(buffers.in_place(), message(host), operation(op))
     _count_all_reduce(wide, axis)
     return Work([request], tensor, finish=lambda: deliver(host, tensor))
 

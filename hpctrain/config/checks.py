@@ -26,7 +26,7 @@ def check(config: Config) -> None:
     check_sequence_axes(config)
     check_product(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])
     models.get(config.model.kind).shape(vars(config.model))
-    check_pipeline(config)
+    pipeline_schedule(config)
     check_data_parallel(config)
     check_train(config)
 
@@ -46,7 +46,7 @@ def check_train(config: Config) -> None:
 
 
 def check_data_parallel(config: Config) -> None:
-    """Raise ValueError for a grid that the method cannot work on."""
+    """Raise ValueError for a grid, or for a way with bad steps, that the method cannot work with."""
     options, shape = config.data_parallel, config.grid_shape
     if options.method != "parameter_server":
         return
@@ -59,6 +59,13 @@ def check_data_parallel(config: Config) -> None:
         raise ValueError(
             f"data_parallel.staleness = {options.staleness} lets every rank go its own way: it needs grid.pipeline = 1 "
             f"and grid.tensor = 1, got {shape['pipeline']} and {[shape[axis] for axis in 'xyz']}; use 0"
+        )
+    sanity = config.sanity
+    if options.staleness and (sanity.nonfinite != "stop" or (sanity.spike_factor and sanity.spike == "skip")):
+        raise ValueError(
+            f"data_parallel.staleness = {options.staleness} updates weights by each worker's gradient at once: a step "
+            f'cannot be skipped, and one that is not finite ends the job; use sanity.nonfinite = "stop" and '
+            f'sanity.spike = "stop" or "rollback", got "{sanity.nonfinite}" and "{sanity.spike}"'
         )
 
 
@@ -102,7 +109,7 @@ def token_slices(config: Config) -> list[int]:
     return balanced_slices(context, slices or ranks, costs.block_weights, 2 * costs.attention_width)
 
 
-def check_pipeline(config: Config) -> Schedule:
+def pipeline_schedule(config: Config) -> Schedule:
     """The schedule of the pipeline.
 
     Raises:

@@ -39,7 +39,7 @@ class AsyncParameterServer(ParameterServer):
         ValueError: on every rank, for a grid with other axes than data, or without a worker or a server.
     """
 
-    alike = lockstep = False
+    alike = False
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class AsyncParameterServer(ParameterServer):
                 f"grid.tensor = 1, got {grid.pipeline.size} and {[grid.shape[axis] for axis in 'xyz']}; use 0"
             )
         super().__init__(parameters, grid, optimizer, servers, bucket_bytes)
-        self.staleness = staleness
+        self.staleness, self.lag = staleness, staleness + 1
         # By servers: updates so far, how many of them each worker's weights have, its steps, who waits for an answer.
         self._updates, self._pulled, self._clock = 0, [0] * self.workers, [0] * self.workers
         self._waiting: list[int] = []

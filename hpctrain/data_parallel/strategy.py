@@ -33,7 +33,9 @@ class DataParallelStrategy:
     """
 
     alike = True  # after an update all replicas have the same weights, to the bit
-    lockstep = True  # all ranks take the same step at about the same time
+    # When a rank has the gradient of a step, all have had that of the step so many before, and nobody waits for it; 0
+    # where all take the same step at about the same time.
+    lag = 0
 
     def __init__(
         self, parameters: Iterable[torch.nn.Parameter], grid: Grid, optimizer: torch.optim.Optimizer | None = None

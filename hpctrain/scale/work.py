@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpctrain import models
 from hpctrain.config import Config
-from hpctrain.config.checks import check_pipeline, token_slices
+from hpctrain.config.checks import pipeline_schedule, token_slices
 from hpctrain.grid import size_of
 from hpctrain.matmul import lower_bound
 from hpctrain.plan import step_traffic
@@ -34,15 +34,15 @@ def received(config: Config, rank: int) -> dict[str, float]:
     tensor = config.tensor
     itemsize = ITEMSIZE.get(config.precision.compute, 4)
     return step_traffic(
-        costs(config), config.grid_shape, config.train.batch, check_pipeline(config), itemsize, rank, tensor.algorithm,
-        tensor.overlap,
+        costs(config), config.grid_shape, config.train.batch, pipeline_schedule(config), itemsize, rank,
+        tensor.algorithm, tensor.overlap,
     )  # fmt: skip
 
 
 def bound(config: Config, rank: int) -> dict[str, float]:
     """The same, of which less cannot be had: the matrix products at their lower bounds; the sums over data and the
     messages between stages are at theirs by themselves."""
-    model, grid, schedule = costs(config), config.grid_shape, check_pipeline(config)
+    model, grid, schedule = costs(config), config.grid_shape, pipeline_schedule(config)
     box = grid["x"] * grid["y"] * grid["z"]
     rows = max(1, config.train.batch * model.context // (size_of(grid, "data") * schedule.microbatches))
     stages = schedule.graph.stages

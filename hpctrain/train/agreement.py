@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import time
 from collections.abc import Callable
@@ -15,16 +16,19 @@ from hpctrain.grid import Grid
 from hpctrain.train.sanity import BadStep, Sanity
 from hpctrain.train.signals import Interrupts
 
-AGREE_EVERY = 20  # steps at most, where ranks are to go at their own pace
-AGREE_WITHIN = 5.0  # seconds that pass, about, until a stop is seen by all
+AGREE_EVERY = 20  # batches of a validation at most, until a stop is seen by all
+AGREE_WITHIN = 5.0  # seconds, about, likewise
 
 
 class Agreement:
-    """One small all-reduce a step. Where ranks go at their own pace, they meet once in AGREE_WITHIN seconds, about, and
-    before each step that is saved.
+    """One small all-reduce a step, of what each rank has to say.
+
+    Where ranks go at their own pace it is begun in a step and read `lag` steps later, when all have begun it: nobody
+    waits for it. All ranks read the same in the same step, so that they stop, save and go back after the same one; a
+    bad step is then among those taken.
 
     Args:
-        lockstep: all ranks take the same step at about the same time.
+        lag: of the `DataParallelStrategy`.
         sanity: judges the steps.
         interrupts: why this rank would stop, or None.
 
@@ -35,34 +39,46 @@ class Agreement:
     """
 
     def __init__(
-        self, config: Config, grid: Grid, lockstep: bool, checkpointer: Checkpointer, sanity: Sanity,
+        self, config: Config, grid: Grid, lag: int, checkpointer: Checkpointer, sanity: Sanity,
         interrupts: Interrupts | None,
     ):  # fmt: skip
-        self.run, self.grid, self.lockstep = config.run, grid, lockstep
+        self.run, self.grid, self.lag = config.run, grid, lag
         self.checkpointer, self.sanity, self.interrupts = checkpointer, sanity, interrupts
         self.stop, self.save_by_clock, self.phase_done = 0, False, False
-        self._steps_within, self._next = 1, 0
+        self._under_way: collections.deque[comm.Work] = collections.deque()
+        self._outdated = 0  # of those under way, which were begun before a decision and say nothing of what is now
+        self._batches = 1
         self._saved_at = time.monotonic()
 
-    def judge(self, step: int, loss: float, norm: float, began: float) -> BadStep | None:
-        """Before the update of the step after `step` steps: why it must not be made, if so. Collective.
+    def judge(self, loss: float, norm: float, began: float) -> BadStep | None:
+        """Before the update of a step: why it must not be made, if so. Collective.
 
         Args:
             began: `time.perf_counter()` when the step began.
         """
         self.phase_done = self.save_by_clock = False
-        if not (self.lockstep or step >= self._next or self.save_by_number(step + 1)):
-            return None
         saving = self.checkpointer.busy and not self.checkpointer.phase_done
         stop = self.interrupts.code if self.interrupts else 0
         milliseconds = int(1000 * (time.perf_counter() - began))
-        bad, self.stop, saving, late, milliseconds = self._largest(
-            self.sanity.judge(loss, norm), stop, int(saving), self._is_late(), milliseconds
-        )
+        codes = self.sanity.judge(loss, norm), stop, int(saving), self._is_late(), milliseconds
+        reduce = comm.all_reduce_start if self.lag else lambda *given: comm.done(comm.all_reduce(*given))
+        self._under_way.append(reduce(torch.tensor(codes), self.grid.world, "max"))
+        if len(self._under_way) <= self.lag:
+            return None
+        bad, self.stop, saving, late, milliseconds = self._under_way.popleft().wait().tolist()
+        self._batches = max(1, min(AGREE_EVERY, int(1000 * AGREE_WITHIN / max(1, milliseconds))))
+        if self._outdated:
+            self._outdated -= 1
+            return None
         self.phase_done, self.save_by_clock = self.checkpointer.busy and not saving, bool(late)
-        self._steps_within = max(1, min(AGREE_EVERY, int(1000 * AGREE_WITHIN / max(1, milliseconds))))
-        self._next = step + self._steps_within
+        if bad or self.phase_done:
+            self._outdated = len(self._under_way)
         return self.sanity.bad(bad, loss, norm) if bad else None
+
+    def finish(self) -> None:
+        """After the last step: wait for what is under way. Collective."""
+        while self._under_way:
+            self._under_way.popleft().wait()
 
     def stop_in_validation(self) -> Callable[[], bool]:
         """For one validation: a function that says, before each batch, whether all are to stop. Collective; it asks the
@@ -70,8 +86,9 @@ class Agreement:
         calls = itertools.count(1)
 
         def stop() -> bool:
-            if self.interrupts and next(calls) % self._steps_within == 0:
-                (self.stop,) = self._largest(max(self.stop, self.interrupts.code))
+            if self.interrupts and next(calls) % self._batches == 0:
+                code = torch.tensor(max(self.stop, self.interrupts.code))
+                self.stop = int(comm.all_reduce(code, self.grid.world, "max"))
             return bool(self.stop)
 
         return stop
@@ -84,11 +101,8 @@ class Agreement:
     def save_begins(self) -> None:
         """The minutes until the next save count from now."""
         self._saved_at, self.save_by_clock = time.monotonic(), False
+        self._outdated = len(self._under_way)
 
     def _is_late(self) -> int:
         minutes = self.run.checkpoint_minutes
         return int(self.grid.rank == 0 and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
-
-    def _largest(self, *codes: int) -> list[int]:
-        """The largest that any rank has, of each code."""
-        return comm.all_reduce(torch.tensor(codes), self.grid.world, "max").tolist()

@@ -64,6 +64,7 @@ def take_steps(session: Session) -> str:
             if compare_every and (position.step % compare_every == 0 or saves):
                 compare_ranks(session)
             save_when_due(session)
+        agreement.finish()
     finally:
         if progress:
             progress.close()
@@ -91,7 +92,7 @@ def train_step(session: Session) -> dict[str, Any] | None:
     reading = time.perf_counter() - began
 
     loss, norm, overflow = trainer.forward_backward(batch)
-    bad = None if overflow else agreement.judge(position.step, loss, norm, began)
+    bad = None if overflow else agreement.judge(loss, norm, began)
     if bad is None:
         if not overflow:  # of a scaled loss: the step is left out, and the scale lowered
             trainer.update(norm)

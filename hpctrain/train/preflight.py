@@ -9,7 +9,7 @@ from hpctrain import models
 from hpctrain.checkpoint import folder, index
 from hpctrain.checkpoint.pieces import Corrupt
 from hpctrain.config import Config
-from hpctrain.config.checks import check_pipeline
+from hpctrain.config.checks import pipeline_schedule
 from hpctrain.data import ShardedTokens
 from hpctrain.data_parallel import is_mixed
 from hpctrain.models.pretrained import check_config
@@ -32,7 +32,7 @@ def preflight(config: Config, resume: str = "") -> None:
         ValueError, OSError: for what `train.session.build` would refuse.
     """
     mixed = is_mixed(config.data_parallel.method, *dtypes(config.precision))
-    if mixed and (schedule := check_pipeline(config)).delayed:
+    if mixed and (schedule := pipeline_schedule(config)).delayed:
         raise ValueError(f"pipeline.schedule = {schedule.name} trains in one precision, got {config.precision}")
     if config.model.init:
         spec = models.get(config.model.kind)

@@ -11,7 +11,7 @@ import torch
 from hpctrain import comm, models
 from hpctrain.checkpoint import Checkpointer, TrainingState
 from hpctrain.config import Config
-from hpctrain.config.checks import check_grid, check_pipeline, token_slices
+from hpctrain.config.checks import check_grid, pipeline_schedule, token_slices
 from hpctrain.data_parallel import Precision, make
 from hpctrain.grid import Grid, grid_arguments
 from hpctrain.layers import algorithm_of
@@ -107,7 +107,7 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
     key = RngKey(config.run.seed)
 
     data = open_data(config, world, key)
-    schedule = check_pipeline(config)
+    schedule = pipeline_schedule(config)
     spec, model, precision = _model(config, grid, device, schedule, key)
     trainer = _trainer(config, grid, model, schedule, precision)
 
@@ -123,7 +123,7 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
     session = Session(
         config, grid, watched, device, transport, key, data, spec, model, schedule, trainer,
         TrainingState(model, trainer.strategy), folder, checkpointer, sanity, Speeds(grid, config.sanity.straggler),
-        Agreement(config, grid, trainer.strategy.lockstep, checkpointer, sanity, interrupts), resume,
+        Agreement(config, grid, trainer.strategy.lag, checkpointer, sanity, interrupts), resume,
     )  # fmt: skip
     if world.bcast(folder.resumes if folder else None):
         restore(session)

@@ -161,7 +161,7 @@ class Trainer:
 
     def _name_unused(self) -> None:
         """Once: warn of weights that no replica's loss depends on."""
-        if self._named_unused or not self.strategy.lockstep:
+        if self._named_unused or self.strategy.lag:
             return
         self._named_unused = True
         unused = set(self.strategy.unused())

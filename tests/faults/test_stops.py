@@ -65,6 +65,14 @@ train('run.name=full')
 Trainer.forward_backward = step
 shards.write = write
 
+# a server that does not wait for the worker to agree
+SERVER = ('data_parallel.method=parameter_server', 'data_parallel.staleness=1', 'run.checkpoint_every=0')
+train('run.name=whole-server', *SERVER)
+at_step(4, lambda *_: interrupt(signal.SIGTERM) if rank else None)
+train('run.name=server', *SERVER)
+Trainer.forward_backward = step
+train('run.name=server', *SERVER, '--resume')
+
 # by the clock of rank 0
 agreement.time = type('Clock', (), {'monotonic': staticmethod(lambda: clock[0]), 'perf_counter': time.perf_counter})
 clock = [0.0]
@@ -134,6 +142,15 @@ def test_an_earlier_save_that_failed(told):
     assert "WARNING: no checkpoint of step 3: rank" in output
     assert "a passing fault" in output
     assert folder.steps(runs / "passing/checkpoints") == [4]
+
+
+def test_a_server_that_goes_at_its_own_pace(told):
+    """All stop two steps after the one in which one rank was told to; with one worker the run is exact."""
+    runs, status, output = told
+    jobs = [words for words in status if "run.name=server" in words]
+    assert [status[words] for words in jobs] == [85, 0]
+    assert "stopped by SIGTERM after step 6; saved" in output[jobs[0]]
+    assert losses(runs / "server") == losses(runs / "whole-server")
 
 
 def test_a_stop_that_cannot_be_saved(told):
