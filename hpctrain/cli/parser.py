@@ -6,7 +6,21 @@ import argparse
 import logging
 
 from hpctrain import __version__
-from hpctrain.cli import checkpoint, config, doctor, export, jobs, pack, plan, ranks, scale, schedule, submit, train
+from hpctrain.cli import (
+    checkpoint,
+    config,
+    doctor,
+    export,
+    jobs,
+    machine,
+    pack,
+    plan,
+    ranks,
+    scale,
+    schedule,
+    submit,
+    train,
+)
 from hpctrain.launch import complain
 
 # Each has SUMMARY; add_options(parser); and run(options), which returns the exit status, None for 0, and raises
@@ -19,6 +33,7 @@ COMMANDS = {
     "schedule": schedule,
     "checkpoint": checkpoint,
     "export": export,
+    "machine": machine,
     "plan": plan,
     "scale": scale,
     "submit": submit,

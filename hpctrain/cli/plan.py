@@ -25,6 +25,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ranks", type=int, metavar="N", help="search the best layout (those of the grid)")
     command.add_argument("--top", type=int, default=5, metavar="K", help="how many of the best to print (5)")
     command.add_argument("-o", "--output", metavar="OUT.toml", help="of the best one's configuration (plan.toml)")
+    command.add_argument("--learn", nargs="+", metavar="RUN", help="set the machine file right by these run folders")
     command.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -36,6 +37,9 @@ def run(options: argparse.Namespace) -> None:
         for name in plan.names():
             print(f"{name:18} {plan.Machine.load(name).description}")
         return
+    if options.learn:
+        _learn(options)
+        return
     if not options.config:
         raise ValueError("a plan needs CONFIG.toml")
     machine = plan.Machine.load(options.machine)
@@ -46,13 +50,32 @@ def run(options: argparse.Namespace) -> None:
         return
     found = plan.search(config, config.ranks if options.ranks is None else options.ranks, machine, options.top)
     out = Path(options.output or "plan.toml")
-    out.write_text(to_toml(plan.planned(config, found[0])), encoding="utf-8")
+    best = plan.planned(config, found[0])
+    best = dataclasses.replace(best, run=dataclasses.replace(best.run, machine=options.machine))
+    out.write_text(to_toml(best), encoding="utf-8")
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found]))
         return
     for number, (prediction, why) in enumerate(zip(found, ["the best", *plan.changes(found)]), 1):
         print(f"{number}. {why}\n{text(prediction, machine.device.memory)}\n")
     print(f"{out}: the configuration of the best one, for `hpctrain train`")
+
+
+def _learn(options: argparse.Namespace) -> None:
+    from hpctrain.plan import Machine
+    from hpctrain.plan.learn import learn, table, with_learned
+
+    path = Path(options.machine)
+    if not path.is_file():
+        raise ValueError(
+            f"--learn writes into a machine file, got --machine {options.machine}; `hpctrain machine -o here.toml` "
+            "makes one"
+        )
+    machine, found = learn(Machine.load(path), options.learn)
+    for folder, each in found.items():
+        print(f"{folder}\n{table(each)}\n")
+    path.write_text(with_learned(path.read_text(encoding="utf-8"), machine.learned) + "\n", encoding="utf-8")
+    print(f"{path}: learned from {machine.learned.runs} runs")
 
 
 def text(prediction: Prediction, memory: float) -> str:

@@ -42,6 +42,10 @@ class RunConfig:
     checkpoint_minutes: float = option(
         10.0, "a checkpoint is also saved so long after the last one; 0: never. One is saved at every stop", low=0
     )
+    machine: str = option(
+        "",
+        "a machine's name or file, as of `hpctrain plan`: what it predicts of a step is told beside what was measured",
+    )
     max_seconds: float = option(0.0, "save and stop after so long, as on SIGUSR1; 0: never", low=0)
 
 

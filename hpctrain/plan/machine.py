@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import tomllib
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 
@@ -173,6 +173,16 @@ class Machine:
         except ValueError as error:
             raise ValueError(f"machine file {path}: {error}") from error
         return machine
+
+    def crowded(self, ranks: int) -> Machine:
+        """The machine where more ranks than cores share the cores of its only node."""
+        if len(self.link) > 1 or ranks <= self.node:
+            return self
+        share, device = self.node / ranks, self.device
+        slower = replace(
+            device, product=device.product * share, bandwidth=device.bandwidth * share, launch=device.launch / share
+        )
+        return replace(self, device=slower)
 
     def peak_of(self, compute: str, matmul: str) -> float:
         """flop/s of products in this precision, of the configuration's [precision].

@@ -52,7 +52,7 @@ def predict(config: Config, machine: Machine | str) -> Prediction:
     """
     machine = Machine.load(machine) if isinstance(machine, str) else machine
     job, choice = jobs.read(config)
-    return predicted(Estimator(job, machine), choice)
+    return predicted(Estimator(job, machine.crowded(config.ranks)), choice)
 
 
 def predicted(estimator: Estimator, choice: Choice, estimate: Estimate | None = None) -> Prediction:

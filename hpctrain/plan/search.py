@@ -44,7 +44,7 @@ def search(config: Config, ranks: int, machine: Machine | str, top: int = 5) -> 
     if ranks < 1 or top < 1:
         raise ValueError(f"--ranks and --top must be at least 1, got {ranks} and {top}")
     job, given = jobs.read(config)
-    estimator = Estimator(job, machine)
+    estimator = Estimator(job, machine.crowded(ranks))
     best = Search(estimator, given, ranks).best(top)
     return [predicted(estimator, choice, estimate) for estimate, choice in best]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 
 from hpctrain.models.export import export
+from hpctrain.plan import Machine
+from hpctrain.plan.learn import compare, table
 from hpctrain.train.generate import generate
 from hpctrain.train.run_folder import last_losses
 from hpctrain.train.session import Session
@@ -23,6 +25,8 @@ def finish(session: Session) -> None:
             sample = tokens.tokenizer.decode(ids)
     if session.folder:
         print(last_losses(session.folder.history))
+        if config.run.machine:
+            print(table(compare(config, Machine.load(config.run.machine), session.folder.history)))
         if sample:
             print(f"sample:\n{sample}")
         print(f"results: {session.folder.path}/", flush=True)

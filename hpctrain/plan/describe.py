@@ -1,0 +1,95 @@
+"""Measured figures as a machine file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hpctrain.plan.job import BYTES
+
+
+def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
+    """The file of a machine of which `measure.measure` found these figures, with rising numbers of ranks.
+
+    What ranks compute at is that of as many as there are cores, all at once. Products are taken to need their
+    floating-point operations and the bytes of their operands, by least squares of the relative error.
+    """
+    node = max(each["ranks_of_a_node"] for each in found if each["ranks_of_a_node"] <= each["cores"])
+    full = next(each for each in reversed(found) if each["ranks_of_a_node"] == node)
+    by = f"measured on {host} on {date}, {full['ranks']} ranks at once, one thread each"
+    peak = {kind: fitted(rows, BYTES[kind])[0] for kind, rows in full["products"].items()}
+    attention = min(1.0, full["attention"] / peak["fp32"])
+    lines = [
+        f"# {by}.",
+        "# Units: bytes (B), seconds (s), flop/s.",
+        "",
+        f'description = "{host}, measured on {date}"',
+        f"node = {node}  # ranks with a core of their own",
+        "",
+        "[device]",
+        f"memory = {full['memory']:.4g}  # B; of a rank of {full['ranks_of_a_node']}: {by}",
+        f"reserved = {full['reserved']:.4g}  # B; resident before a model is made: {by}",
+        "slack = 0.05  # of what is allocated; pages that malloc keeps",
+        f"bandwidth = {full['elements']:.4g}  # B/s; additions of 4 MiB: {by}",
+        f"product = 1.0  # of `peak`, which is what products reach; {by}",
+        f"attention = {attention:.3f}  # of a product's rate; 8 heads of 256 × 32: {by}",
+        f"launch = {full['launch']:.3g}  # s; an operation on nothing: {by}",
+        "",
+        f"[peak]  # flop/s; {by}",
+        *(f"{kind} = {rate:.4g}" for kind, rate in peak.items()),
+        "",
+        "[software]",
+        "attended = 0.5  # of the scores; the causal half",
+        "asynchronous = false  # an operation begins when the one before has ended",
+        "",
+        "[errors]",
+        "noise = 0.01  # of a step; no more is known",
+        "relative = 0.15  # of a prediction; no more is known",
+        "",
+        *_links(found, by),
+    ]
+    for each in found:
+        for operation, rows in each["collectives"].items():
+            lines += [
+                "",
+                f"[[measured]]  # {each['ranks']} ranks",
+                f'operation = "{operation}"',
+                f"ranks = {each['ranks']}",
+                f"bytes = {[nbytes for nbytes, _ in rows]}",
+                f"seconds = [{', '.join(f'{max(taken, 1e-9):.3g}' for _, taken in rows)}]",
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def fitted(rows: Sequence[Sequence[float]], itemsize: int) -> tuple[float, float]:
+    """flop/s and B/s of products (m, k, n, seconds).
+
+    >>> fitted([(100, 100, 100, 3.2e-3), (10, 100, 1000, 6.44e-3)], 1)
+    (1000000000.0, 25000000.0)
+    """
+    table = np.array(rows, dtype=float)
+    m, k, n, seconds = table.T
+    terms = np.stack([2 * m * k * n, itemsize * (m * k + k * n + m * n)], 1) / seconds[:, None]
+    flop, byte = np.linalg.lstsq(terms, np.ones(len(table)), rcond=None)[0]
+    if flop <= 0 or byte <= 0:  # operands cost nothing to read, or the clock was disturbed
+        flop, byte = float(np.median(seconds / (2 * m * k * n))), 0.0
+    return float(f"{1 / flop:.4g}"), float(f"{1 / byte:.4g}") if byte else float("inf")
+
+
+def _links(found: Sequence[dict], by: str) -> list[str]:
+    """One level; what is not in the tables is taken from the messages, or from a copy where there are none."""
+    for each in found:
+        if rows := each["collectives"].get("message"):
+            latency, bandwidth = rows[0][1], max(nbytes / taken for nbytes, taken in rows)
+            source = f"messages: {by}"
+            break
+    else:
+        latency, bandwidth, source = 1e-6, found[-1]["elements"] / 3, "one rank: a third of an addition's bytes"
+    return [
+        "[[link]]",
+        'name = "here"',
+        "unit = 1",
+        f"latency = {latency:.3g}  # s; {source}",
+        f"bandwidth = {bandwidth:.4g}  # B/s; {source}",
+    ]

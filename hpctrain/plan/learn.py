@@ -1,0 +1,111 @@
+"""What runs took beside what was predicted of them, and what a machine file learns from it."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from hpctrain import files
+from hpctrain.config import Config, load_config
+from hpctrain.plan.machine import Learned, Machine
+from hpctrain.plan.prediction import predict
+
+WARM_UP = 2  # steps that a run is not judged by
+LARGEST = 1 << 28  # bytes of a run's metrics
+# Parts of a step as a run's metrics have them, and those of a prediction that they are.
+MEASURED = {
+    "compute": ("compute", "optimizer"),
+    "data": ("data",),
+    "tensor": ("tensor",),
+    "sequence": ("sequence",),
+    "bubble": ("bubble",),
+    "reading": ("reading",),
+    "agreeing": ("stragglers",),
+}
+ALSO = {"bubble": ("pipeline",)}  # others of the metrics
+LEARNED = ("compute", "data", "tensor")
+SMALL = 0.01  # parts of a step below that teach nothing
+
+
+def compare(config: Config, machine: Machine, records: Sequence[Mapping]) -> dict[str, tuple[float, float]]:
+    """{part: (predicted, measured)} in seconds, medians over the steps of a run's metrics, and "step" for all.
+
+    Raises:
+        ValueError: where too few steps were taken, and as `predict`.
+    """
+    judged = [record for record in records if "time" in record][WARM_UP:]
+    if not judged:
+        raise ValueError(f"a run teaches from its step {WARM_UP + 1} on, got {len(records)} steps; train longer")
+    prediction = predict(config, machine)
+    found = {"step": (prediction.seconds, statistics.median(record["seconds"] for record in judged))}
+    for part, of in MEASURED.items():
+        measured = (part, *ALSO.get(part, ()))
+        taken = statistics.median(sum(record["time"].get(name, 0.0) for name in measured) for record in judged)
+        found[part] = sum(prediction.parts[name] for name in of), taken
+    return found
+
+
+def table(found: Mapping[str, tuple[float, float]]) -> str:
+    """For people."""
+    lines = ["part       predicted s  measured s"]
+    for part, (predicted, measured) in found.items():
+        if predicted or measured:
+            ratio = f"  {measured / predicted:.2f} times" if predicted else ""
+            lines.append(f"{part:9}  {predicted:11.4g}  {measured:10.4g}{ratio}")
+    return "\n".join(lines)
+
+
+def read_run(folder: str | Path) -> tuple[Config, list[dict]]:
+    """The configuration and the metrics of a run folder.
+
+    Raises:
+        ValueError, OSError: where it is no run folder.
+    """
+    config = load_config(Path(folder) / "config.toml")
+    text = files.read_bounded(Path(folder) / "metrics.jsonl", LARGEST).decode()
+    return config, [json.loads(line) for line in text.splitlines()]
+
+
+def learn(machine: Machine, runs: Iterable[str | Path]) -> tuple[Machine, dict[str, dict]]:
+    """The machine whose parts take what they took in these runs, by the median over the runs, and of each run what
+    `compare` says by the machine as it was.
+
+    Raises:
+        ValueError, OSError: as `read_run` and `compare`.
+    """
+    found = {str(folder): compare(*_swap(read_run(folder), machine)) for folder in runs}
+    old = machine.learned
+    factors = {}
+    for part in LEARNED:
+        ratios = [each[part][1] / each[part][0] for each in found.values() if each[part][0] > SMALL * each["step"][0]]
+        if ratios and statistics.median(ratios) > 0:
+            factors[part] = getattr(old, part) * statistics.median(ratios)
+    if "compute" in factors:
+        factors["optimizer"] = old.optimizer * factors["compute"] / old.compute
+    return replace(machine, learned=replace(old, **factors, runs=old.runs + len(found))), found
+
+
+def with_learned(text: str, learned: Learned) -> str:
+    """A machine file with another table [learned], at its end.
+
+    >>> print(with_learned("node = 1\\n\\n[learned]\\ndata = 2.0\\n", Learned(data=3.0, runs=1)))
+    node = 1
+    <BLANKLINE>
+    [learned]  # measured over predicted seconds, by `hpctrain plan --learn`
+    data = 3.0
+    runs = 1
+    """
+    rest = re.sub(r"^\[learned\](?:.*\n?)(?:(?!\[).*\n?)*", "", text, flags=re.MULTILINE).rstrip("\n")
+    changed = {key: value for key, value in asdict(learned).items() if value != getattr(Learned(), key)}
+    lines = ["[learned]  # measured over predicted seconds, by `hpctrain plan --learn`"]
+    lines += [f"{key} = {round(value, 4)}" for key, value in changed.items()]
+    return "\n".join([rest, "", *lines])
+
+
+def _swap(run, machine):
+    config, records = run
+    return config, machine, records

@@ -1,0 +1,175 @@
+"""Measure what the ranks of this MPI job can do; `hpctrain machine` starts it with several numbers of ranks.
+
+    mpirun -n N python -m mpi4py -m hpctrain.plan.measure OUT.json
+
+All ranks work at the same time, as they do in training; a figure is the lower quartile of its
+calls, as what others do to the machine only adds to a time, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hpctrain import comm
+from hpctrain.grid import Grid
+from hpctrain.launch import abort, check_launcher
+
+PRODUCTS = ((1024, 1024, 1024), (512, 512, 2048), (2048, 256, 256), (256, 1024, 256), (1024, 64, 1024), (128, 256, 512))
+SIZES = tuple(4**k for k in range(4, 13))  # bytes of a collective: 256 to 16 MiB
+CALLS = 9
+
+
+def main() -> int:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    try:
+        check_launcher(world.size)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+        with Grid(world.size, comm=world) as grid:
+            found = measure(grid)
+        if world.rank == 0:
+            Path(sys.argv[1]).write_text(json.dumps(found))
+    except BaseException:
+        abort(world)
+    return 0
+
+
+def measure(grid: Grid) -> dict:
+    """The figures, the same on every rank. Collective over the grid's data axis, which has all its ranks."""
+    torch.mm(torch.ones(8, 8), torch.ones(8, 8))  # what the first call loads counts as reserved
+    reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    device = comm.local_device("auto", grid.comm)
+    nodes = max(grid.world.nodes.count(node) for node in set(grid.world.nodes))
+    found = {
+        "ranks": grid.size,
+        "ranks_of_a_node": nodes,
+        "memory": memory(device, nodes),
+        "reserved": grid.comm.allreduce(reserved, op=_max()),
+        "products": {
+            name: [(*shape, seconds(grid, product(shape, dtype, device), device)) for shape in PRODUCTS]
+            for name, dtype in types(device).items()
+        },
+        "elements": elements(grid, device),
+        "launch": launch(grid, device),
+        "attention": attention(grid, device),
+        "collectives": collectives(grid, device) if grid.size > 1 else {},
+    }
+    return grid.comm.bcast(found)
+
+
+def types(device: torch.device) -> dict[str, torch.dtype]:
+    """Those that are worth while on the device."""
+    wide = {"fp32": torch.float32, "fp64": torch.float64}
+    return {**wide, "bf16": torch.bfloat16, "fp16": torch.float16} if device.type == "cuda" else wide
+
+
+def seconds(grid: Grid, work: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
+    """Of a call of `work`, on the slowest rank."""
+    work()
+    taken = []
+    for _ in range(calls):
+        _wait(device)
+        grid.comm.Barrier()
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        taken.append(time.perf_counter() - start)
+    return grid.comm.allreduce(statistics.quantiles(taken)[0], op=_max())
+
+
+def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """A product of (m, k, n)."""
+    m, k, n = shape
+    a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
+    out = torch.empty(m, n, dtype=dtype, device=device)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def elements(grid: Grid, device: torch.device, nbytes: int = 4 * 2**20) -> float:
+    """Bytes a second that an element-wise operation reads and writes, of tensors as large as activations."""
+    a, b = (torch.ones(nbytes // 4, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    return 3 * nbytes / seconds(grid, lambda: torch.add(a, b, out=out), device)
+
+
+def launch(grid: Grid, device: torch.device, operations: int = 200) -> float:
+    """Seconds of an operation on nothing, forward and backward each."""
+
+    def chain():
+        x = torch.ones(1, device=device, requires_grad=True)
+        y = x
+        for _ in range(operations):
+            y = y * 1.5
+        y.sum().backward()
+
+    return seconds(grid, chain, device) / (2 * operations)
+
+
+def attention(grid: Grid, device: torch.device, heads: int = 8, length: int = 256, width: int = 32) -> float:
+    """flop/s in causal attention, of the half of the scores that count."""
+    q = torch.ones(2, heads, length, width, device=device)
+    call = torch.nn.functional.scaled_dot_product_attention
+    return 2 * 2 * heads * length**2 * width / seconds(grid, lambda: call(q, q, q, is_causal=True), device)
+
+
+def collectives(grid: Grid, device: torch.device) -> dict[str, list[tuple[int, float]]]:
+    """{operation: [(bytes of the whole tensor, seconds)]} over all ranks, and of messages between two."""
+    axis, found = grid.data, {}
+    for nbytes in SIZES:
+        whole = torch.zeros(axis.size, max(1, nbytes // 4 // axis.size), device=device)
+        buffer = comm.AllReduceBuffer(axis, whole.numel(), whole)
+        calls = {
+            "all_gather": lambda whole=whole: comm.all_gather(whole[:1], axis),
+            "reduce_scatter": lambda whole=whole: comm.reduce_scatter(whole, axis),
+            "all_reduce": buffer.all_reduce,
+        }
+        for name, call in calls.items():
+            found.setdefault(name, []).append((whole.nbytes, seconds(grid, call, device)))
+        if axis.size == 2:
+            message = whole.flatten()
+
+            def there_and_back(message=message):
+                for sender in (0, 1):
+                    if axis.rank == sender:
+                        comm.send(message, axis, 1 - sender)
+                    else:
+                        comm.recv(message, axis, sender)
+
+            found.setdefault("message", []).append((whole.nbytes, seconds(grid, there_and_back, device) / 2))
+    return found
+
+
+def memory(device: torch.device, ranks: int) -> float:
+    """Bytes that a rank may have: the device's, or its share of the node's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        most = min(most, int(text))
+    return most / ranks
+
+
+def _wait(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _max():
+    from mpi4py import MPI
+
+    return MPI.MAX
+
+
+if __name__ == "__main__":
+    sys.exit(main())

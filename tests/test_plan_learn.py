@@ -1,0 +1,158 @@
+"""Machine files: what is measured here becomes one, and runs set it right."""
+
+import dataclasses
+import json
+
+import pytest
+
+from hpctrain.cli import main
+from hpctrain.config import load_config, to_toml
+from hpctrain.plan import Machine, predict
+from hpctrain.plan.describe import machine_toml
+from hpctrain.plan.learn import compare, learn, read_run, with_learned
+from hpctrain.plan.machine import Learned
+
+PARTS = ("compute", "data", "tensor", "sequence", "pipeline", "bubble", "reading", "agreeing")
+
+
+def figures(ranks, cores=2):
+    """As `measure.measure` finds them: 10 GFLOP/s and 1 GB/s in products of float32, half of it in float64."""
+    shapes = ((100, 100, 100), (10, 100, 1000), (64, 256, 64))
+    rows = {
+        name: [(m, k, n, slower * (2 * m * k * n / 1e10 + 4 * (m * k + k * n + m * n) / 1e9)) for m, k, n in shapes]
+        for name, slower in (("fp32", 1), ("fp64", 2))
+    }
+    tables = {
+        "all_gather": [(256, 2e-5), (4096, 3e-5)],
+        "reduce_scatter": [(256, 2e-5), (4096, 3e-5)],
+        "all_reduce": [(256, 2e-5), (4096, 3e-5)],
+        **({"message": [(256, 1e-6), (4096, 4e-6)]} if ranks == 2 else {}),
+    }
+    return {
+        "ranks": ranks, "ranks_of_a_node": ranks, "cores": cores, "memory": 8e9 / ranks, "reserved": 2e8,
+        "products": rows, "elements": 2e9, "launch": 3e-6, "attention": 5e9,
+        "collectives": tables if ranks > 1 else {},
+    }  # fmt: skip
+
+
+def written(tmp_path, *found):
+    path = tmp_path / "here.toml"
+    path.write_text(machine_toml(found, "2026-01-01", "node7"))
+    return path
+
+
+def test_a_machine_file_of_figures(tmp_path):
+    machine = Machine.load(written(tmp_path, figures(1), figures(2), figures(4)))
+    assert machine.node == 2  # four share two cores
+    assert machine.peak == {"fp32": 1e10, "fp64": 5e9}
+    assert (machine.device.memory, machine.device.launch, machine.device.attention) == (4e9, 3e-6, 0.5)
+    assert [(each.operation, each.ranks) for each in machine.measured] == [
+        ("all_gather", 2), ("reduce_scatter", 2), ("all_reduce", 2), ("message", 2),
+        ("all_gather", 4), ("reduce_scatter", 4), ("all_reduce", 4),
+    ]  # fmt: skip
+    assert machine.link[0].bandwidth == 4096 / 4e-6
+
+
+def test_ranks_that_share_cores_compute_in_turn(tmp_path):
+    machine = Machine.load(written(tmp_path, figures(1), figures(2)))
+    crowded = machine.crowded(6)
+    assert crowded.device.product == machine.device.product / 3
+    assert crowded.device.launch == 3 * machine.device.launch
+    assert machine.crowded(2) is machine
+    frontier = Machine.load("frontier")
+    assert frontier.crowded(64) is frontier  # it has more nodes
+    two, four = (predict(load_config(overrides=[f"grid.data={n}", "train.batch=8"]), machine) for n in (2, 4))
+    assert four.parts["compute"] == pytest.approx(two.parts["compute"], rel=0.05)  # half the work, at half the rate
+
+
+def test_one_rank_alone_has_no_messages_to_measure(tmp_path):
+    machine = Machine.load(written(tmp_path, figures(1)))
+    assert machine.measured == ()
+    assert machine.link[0].latency == 1e-6
+
+
+def run_folder(tmp_path, name, machine, factors, *overrides):
+    """A run that took `factors` times what is predicted of each part."""
+    folder = tmp_path / name
+    folder.mkdir()
+    config = load_config(overrides=["train.batch=8", *overrides])
+    (folder / "config.toml").write_text(to_toml(config))
+    parts = predict(config, machine).parts
+    time = dict.fromkeys(PARTS, 0.0)
+    time["compute"] = factors["compute"] * (parts["compute"] + parts["optimizer"])
+    for part in ("data", "tensor", "bubble"):
+        time[part] = factors.get(part, 1) * parts[part]
+    records = [{"seconds": 99.0, "time": dict.fromkeys(PARTS, 99.0)}] * 2
+    records += [{"seconds": sum(time.values()), "time": time}] * 3
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_runs_set_a_machine_right(tmp_path):
+    path = written(tmp_path, figures(1), figures(2))
+    machine = Machine.load(path)
+    runs = [
+        run_folder(tmp_path, "a", machine, {"compute": 1.5, "data": 4}, "grid.data=2"),
+        run_folder(tmp_path, "b", machine, {"compute": 2.5, "tensor": 3}, "grid.tensor=2"),
+        run_folder(tmp_path, "c", machine, {"compute": 2.0}),
+    ]
+    after, found = learn(machine, runs)
+    assert after.learned.compute == after.learned.optimizer == pytest.approx(2.0)
+    assert (after.learned.data, after.learned.tensor) == (pytest.approx(4), pytest.approx(3))
+    predicted, measured = found[str(runs[0])]["compute"]
+    assert measured == pytest.approx(1.5 * predicted)
+    # and what was learned is predicted
+    config, records = read_run(runs[0])
+    predicted, measured = compare(config, after, records)["data"]
+    assert measured == pytest.approx(predicted)
+    again, _ = learn(after, runs)
+    assert again.learned == dataclasses.replace(after.learned, runs=6)
+
+
+def test_the_command_writes_what_it_learned(tmp_path, capsys):
+    path = written(tmp_path, figures(1), figures(2))
+    folder = run_folder(tmp_path, "a", Machine.load(path), {"compute": 3.0}, "grid.data=2")
+    assert main(["plan", "--learn", str(folder), "--machine", str(path)]) == 0
+    assert "3.00 times" in capsys.readouterr().out
+    assert Machine.load(path).learned == Learned(compute=3.0, optimizer=3.0, data=1.0, runs=1)
+    assert main(["plan", "--learn", str(folder), "--machine", str(path)]) == 0
+    assert Machine.load(path).learned.runs == 2
+    assert path.read_text().count("[learned]") == 1
+    assert main(["plan", "--learn", str(folder), "--machine", "frontier"]) == 2
+    assert "--learn writes into a machine file, got --machine frontier" in capsys.readouterr().err
+
+
+def test_a_run_of_few_steps_teaches_nothing(tmp_path):
+    machine = Machine.load("cpu-cluster")
+    with pytest.raises(ValueError, match="a run teaches from its step 3 on, got 2 steps"):
+        compare(load_config(), machine, [{"seconds": 1.0, "time": {}}] * 2)
+
+
+def test_only_the_table_of_what_was_learned_is_replaced():
+    text = 'node = 1\n[learned]\ndata = 2.0\n[[link]]\nname = "a"\n'
+    expected = (
+        'node = 1\n[[link]]\nname = "a"\n\n[learned]  # measured over predicted seconds, by `hpctrain plan --learn`\n'
+    )
+    assert with_learned(text, Learned(tensor=2.0, runs=3)) == expected + "tensor = 2.0\nruns = 3"
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_what_is_measured_here_makes_a_machine(world, tmp_path, monkeypatch):
+    from hpctrain import Grid
+    from hpctrain.plan import measure
+
+    monkeypatch.setattr(measure, "SIZES", (1024, 65536))
+    monkeypatch.setattr(measure, "PRODUCTS", ((64, 64, 64), (128, 16, 128), (16, 256, 16)))
+    monkeypatch.setattr(measure, "CALLS", 2)
+    with Grid(world.size) as grid:
+        found = measure.measure(grid) | {"cores": 2}
+    assert (
+        set(found["collectives"])
+        == {1: set(), 2: {"all_gather", "reduce_scatter", "all_reduce", "message"}}[world.size]
+    )
+    assert world.allgather(found) == [found] * world.size
+    machine = Machine.load(written(tmp_path, found))
+    prediction = predict(load_config(overrides=[f"grid.data={world.size}"]), machine)
+    assert prediction.fits
+    assert prediction.seconds > 0
