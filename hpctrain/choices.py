@@ -68,6 +68,20 @@ def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{option} must be {' or '.join(map(json.dumps, choices))}, got {value!r}")
 
 
+def check_mixture(sources: Sequence) -> None:
+    """Raise ValueError for anything else than pairs of a path and a weight."""
+    for pair in sources:
+        if not (
+            len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) in (int, float) and 0 < pair[1] < math.inf
+        ):
+            raise ValueError(
+                'data.mixture must list paths of packed data with their weights above 0, such as [["code.h5", 0.7], '
+                f'["text.h5", 0.3]], got {pair!r}'
+            )
+    if len({path for path, _ in sources}) < len(sources):
+        raise ValueError("data.mixture names a path twice; add the weights up")
+
+
 def check_betas(values: Sequence[float]) -> None:
     """Raise ValueError for anything else than the two decays of Adam's moments."""
     if len(values) != 2 or not all(0 <= value < 1 for value in values):

@@ -109,6 +109,17 @@ def test_values(override, attribute, value):
             "train.betas=[0.9, 1]",
             "train.betas must be two numbers at least 0 and below 1, such as [0.9, 0.95], got [0.9, 1.0]",
         ),
+        (
+            'data.mixture=[["a.h5"]]',
+            'data.mixture must list paths of packed data with their weights above 0, such as [["code.h5", 0.7], '
+            "[\"text.h5\", 0.3]], got ['a.h5']",
+        ),
+        (
+            'data.mixture=[["a.h5", 0]]',
+            'data.mixture must list paths of packed data with their weights above 0, such as [["code.h5", 0.7], '
+            "[\"text.h5\", 0.3]], got ['a.h5', 0]",
+        ),
+        ('data.mixture=[["a.h5", 1], ["a.h5", 2]]', "data.mixture names a path twice; add the weights up"),
         ("train.min_lr=1", "train.min_lr must be at most train.lr = 0.001, got 1.0"),
         ("train.min_lr=low", "train.min_lr must be \"auto\", got 'low'"),
         ("train.ema_use=export", "train.ema_use = ['export'] needs a train.ema_decay above 0, such as 0.999"),
@@ -252,6 +263,20 @@ def test_a_path_given_by_hand_is_not_packed_from_the_file_s_text(tmp_path):
     for overrides, expected in cases.items():
         data = load_config(file, overrides).data
         assert (data.path, data.text) == expected, overrides
+
+
+def test_a_mixture_given_by_hand_takes_the_place_of_the_file_s_data(tmp_path):
+    """And the other way round; both by the same hand contradict each other."""
+    file = written(tmp_path, '[data]\npath = "a.h5"\n')
+    given = 'data.mixture=[["b.h5", 1], ["c.h5", 3.5]]'
+    config = load_config(file, [given])
+    assert (config.data.path, config.data.text, config.data.mixture) == ("", [], [["b.h5", 1], ["c.h5", 3.5]])
+    file = written(tmp_path, to_toml(config))
+    assert load_config(file) == config
+    assert load_config(file, ["data.path=a.h5"]).data.mixture == []
+    for both in ("data.path=a.h5", "data.text=a.txt"):
+        with pytest.raises(ValueError, match="data.mixture takes the place of data.path and data.text"):
+            load_config(file, [given, both])
 
 
 def test_names_of_before_say_what_they_are_called_now():

@@ -137,6 +137,8 @@ class Text:
 
     path, tokens = "text", 1000
 
+    masked = False
+
     def read(self, start, count, out):
         out[:] = range(start, start + count)
 

@@ -29,6 +29,8 @@ def check(config: Config) -> None:
     pipeline_schedule(config)
     check_data_parallel(config)
     check_train(config)
+    if config.data.mixture and (config.data.path or config.data.text):
+        raise ValueError("data.mixture takes the place of data.path and data.text; give one of them")
 
 
 def check_train(config: Config) -> None:

@@ -54,7 +54,11 @@ def load_config(path: str | os.PathLike | None = None, overrides: Sequence[str] 
     overridden = {override.partition("=")[0].strip() for override in overrides}
     if config.data.path and "data.path" in overridden and "data.text" not in overridden:
         config.data.text = []  # the file's text is not what a mistyped path should be packed from
-    if not (config.data.path or config.data.text):
+    if overridden & {"data.path", "data.text"} and "data.mixture" not in overridden:
+        config.data.mixture = []
+    if config.data.mixture and "data.mixture" in overridden:
+        config.data.path, config.data.text = _kept(config.data, overridden)
+    if not (config.data.path or config.data.text or config.data.mixture):
         config.data.text = ["python-stdlib"]
     with _in(None if overrides else path):  # with overrides it may be them
         check(config)
@@ -98,6 +102,11 @@ def find_option(section: str, key: str) -> Option:
     if key not in known:
         raise ValueError(f"unknown key {section}.{key}{_hint(key, list(known), f'{section}.')}")
     return known[key]
+
+
+def _kept(data, overridden: set[str]) -> tuple[str, list[str]]:
+    """Path and text that stand beside a mixture of the command line: those of the command line."""
+    return data.path if "data.path" in overridden else "", data.text if "data.text" in overridden else []
 
 
 def _set(config: Config, section: str, key: str, value, text: str | None = None) -> None:

@@ -85,8 +85,13 @@ class DataConfig:
         'files, directories or "python-stdlib" (the default without data.path), packed on first use; the text that a '
         "file names does not count where data.path is an override",
     )
+    mixture: list[list] = option(
+        [], 'in place of them several packed sources and their weights, as [["code.h5", 0.7], ["text.h5", 0.3]]: each '
+        "batch is of all, in this proportion; metrics tell the epochs of each", check=choices.check_mixture,
+    )  # fmt: skip
+    validation_path: str = option("", "packed data to validate on, in place of a part that is held out")
     tokenizer: str = option("bytes", '"bytes" or a Hugging Face tokenizers JSON file; only for packing')
-    validation: float = option(0.05, "part of the samples that is held out", above=0, below=1)
+    validation: float = option(0.05, "part of the samples of each source that is held out", above=0, below=1)
 
 
 @dataclass

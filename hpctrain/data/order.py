@@ -29,7 +29,10 @@ class SampleOrder:
 
     def __getitem__(self, positions: slice) -> np.ndarray:
         """Samples at positions `start` to `stop` of the sequence."""
-        positions = np.arange(positions.start, positions.stop)
+        return self.at(np.arange(positions.start, positions.stop))
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Samples at these positions."""
         epochs, places = np.divmod(positions, self.samples)
         out = np.empty(len(positions), np.int64)
         for epoch in np.unique(epochs):

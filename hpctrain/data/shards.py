@@ -36,7 +36,8 @@ class ShardedTokens:
             first reads from them; with the `mpio` driver where h5py is built with MPI.
 
     Attributes: `tokens` (how many), `vocabulary`, `end_of_document`, `masked` (whether some tokens count in no loss;
-    these are read with the vocabulary added), and `driver`: "chunks" (each chunk's checksum is
+    these are read with the vocabulary added), `tokenizer_digest`, and
+    `driver`: "chunks" (each chunk's checksum is
     checked when it is first read), or "mpio" or, with an older HDF5, "sec2" (at every read).
 
     Raises:
@@ -49,13 +50,15 @@ class ShardedTokens:
         rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
         with _together(comm):
             index = self._read_index() if rank == 0 else None
+        digest = hashlib.sha256(index.tokenizer.encode()).hexdigest() if rank == 0 else None
         if comm is not None:  # without the tokenizer, which may be large and is seldom asked for
-            index = comm.bcast(dataclasses.replace(index, tokenizer="") if rank == 0 else None)
+            index, digest = comm.bcast((dataclasses.replace(index, tokenizer=""), digest) if rank == 0 else None)
         with _together(comm):
             for number in range(rank, len(index.tokens), ranks):
                 self._check_size(index, number)
         self._index = index
         self.vocabulary, self.end_of_document, self.masked = index.vocabulary, index.end_of_document, index.masked
+        self.tokenizer_digest = digest
         self._ends = np.cumsum(index.tokens).tolist()
         self.tokens = self._ends[-1]
         alone = "chunks" if CHUNKS_AVAILABLE else "sec2"

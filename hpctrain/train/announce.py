@@ -28,8 +28,9 @@ def introduce(session: Session) -> None:
             "WARNING: train.batch = %d gives no sequence to %d of the %d replicas, which do nothing; use "
             "train.batch=%d or more, or a smaller grid.data", config.train.batch, without, working, working,
         )  # fmt: skip
+    tokens = sum(each.tokens for each in session.data.samples.sources)
     print(
-        f"{session.spec.describe(session.model.shape)}; {session.data.tokens.tokens:,} tokens of data; "
+        f"{session.spec.describe(session.model.shape)}; {tokens:,} tokens of data; "
         f"{config.precision.compute} on {session.device}; {session.transport}",
         flush=True,
     )

@@ -116,6 +116,7 @@ def train_step(session: Session) -> dict[str, Any] | None:
         "tokens": tokens * position.step,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
+        "epochs": session.data.samples.epochs(config.train.batch * position.batches),
         "time": time_split(traffic, seconds, reading),
         "bytes_sent": bytes_by_axis(traffic, "sent"),
         "bytes_received": bytes_by_axis(traffic, "received"),

@@ -17,7 +17,7 @@ from hpctrain.randomness import RngKey
 from hpctrain.train.dtypes import dtypes
 from hpctrain.train.run_folder import check_resumable
 from hpctrain.train.same_training import check_same_training
-from hpctrain.train.training_data import check_vocabulary, data_facts, find_packed, samples_of
+from hpctrain.train.training_data import check_vocabulary, data_facts, find_packed, samples_of, source_paths
 
 
 def preflight(config: Config, resume: str = "") -> None:
@@ -43,10 +43,10 @@ def preflight(config: Config, resume: str = "") -> None:
     if tokenizer:  # packed by the job
         check_vocabulary(config, tokenizer.vocabulary, ", ".join(config.data.text))
         return
-    tokens = ShardedTokens(path)
-    samples = samples_of(config, tokens, RngKey(config.run.seed))
+    sources = [ShardedTokens(each) for each in source_paths(config, path)]
+    samples = samples_of(config, sources, RngKey(config.run.seed))
     saved = folder.steps(config.folder / "checkpoints")
     if resume == "must" and saved:
         with contextlib.suppress(Corrupt):  # the job sets it aside, and takes the one before
             manifest = index.read(folder.place(config.folder / "checkpoints", saved[0])).manifest
-            check_same_training(manifest, config, data_facts(tokens, samples))
+            check_same_training(manifest, config, data_facts(samples))

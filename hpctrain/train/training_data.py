@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
 class TrainingData:
     """Attributes: `facts`, by which a checkpoint knows the data again."""
 
-    tokens: ShardedTokens
+    @property
+    def tokens(self) -> ShardedTokens:
+        """Of the first source; all have its tokenizer."""
+        return self.samples.sources[0]
+
     samples: Samples
     facts: dict[str, Any]
 
@@ -40,20 +45,35 @@ def open_data(config: Config, world: MPI.Intracomm, key: RngKey) -> TrainingData
     with comm.together(world):
         path = packed(config) if world.rank == 0 else None
     path = world.bcast(path)
-    tokens = ShardedTokens(path, comm=world)
+    sources = [ShardedTokens(each, comm=world) for each in source_paths(config, path)]
     with comm.together(world):
-        samples = samples_of(config, tokens, key)
-    return TrainingData(tokens, samples, data_facts(tokens, samples, world))
+        samples = samples_of(config, sources, key)
+    return TrainingData(samples, data_facts(samples, world))
 
 
-def samples_of(config: Config, tokens: ShardedTokens, key: RngKey) -> Samples:
-    """Raises ValueError for too few tokens, or too many different ones."""
-    check_vocabulary(config, tokens.vocabulary, tokens.path)
+def source_paths(config: Config, path: str) -> list[str]:
+    """Those to train on, `path` where there is no mixture, and those that are validated on alone."""
+    apart = [config.data.validation_path] if config.data.validation_path else []
+    return [*([each for each, _ in config.data.mixture] or [path]), *apart]
+
+
+def samples_of(config: Config, sources: list[ShardedTokens], key: RngKey) -> Samples:
+    """Raises ValueError for too few tokens, too many different ones, and sources of several tokenizers."""
+    for tokens in sources:
+        check_vocabulary(config, tokens.vocabulary, tokens.path)
+        if tokens.tokenizer_digest != sources[0].tokenizer_digest:
+            raise ValueError(f"{tokens.path} was packed by another tokenizer than {sources[0].path}; pack it again")
+    if any(tokens.masked for tokens in sources) and models.get(config.model.kind).own_loss:
+        raise ValueError(
+            f"the data have prompts, which count in no loss, but model.kind = {config.model.kind} has a loss of its own"
+        )
+    apart = sources.pop() if config.data.validation_path else None
     tokens_of = functools.partial(
         models.get(config.model.kind).tokens, algorithm=config.tensor.algorithm, balance=config.sequence.balance
     )
     context, idle = config.model.context, config.data_parallel.idle
-    return Samples(tokens, context, config.data.validation, key / "order", tokens_of, idle)
+    weights = [weight for _, weight in config.data.mixture] or [1.0]
+    return Samples(sources, context, config.data.validation, key / "order", tokens_of, idle, weights, apart)
 
 
 def check_vocabulary(config: Config, vocabulary: int, source: str | Path) -> None:
@@ -64,13 +84,15 @@ def check_vocabulary(config: Config, vocabulary: int, source: str | Path) -> Non
         )
 
 
-def data_facts(tokens: ShardedTokens, samples: Samples, world: MPI.Intracomm | None = None) -> dict[str, Any]:
+def data_facts(samples: Samples, world: MPI.Intracomm | None = None) -> dict[str, Any]:
     """What a checkpoint says of the data; collective over `world`, if that is given."""
+    digests = [tokens.digest(world) for tokens in samples.sources]
     return {
         "samples": samples.training.samples,
-        "tokens": tokens.tokens,
-        "end_of_document": tokens.end_of_document,
-        "sha256": tokens.digest(world),
+        "proportion": samples.training.counts,
+        "tokens": sum(tokens.tokens for tokens in samples.sources),
+        "end_of_document": samples.sources[0].end_of_document,
+        "sha256": digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
     }
 
 

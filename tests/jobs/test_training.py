@@ -20,6 +20,7 @@ pytestmark = pytest.mark.job
 
 FIELDS = {
     "step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second", "time", "bytes_sent", "bytes_received",
+    "epochs",
 }  # fmt: skip
 
 
