@@ -39,7 +39,8 @@ def llama_logits(w, ids, shape, keep=lambda name, x: x):
     """The same of a Llama of the sizes of `shape`, with biases and norms of heads where there are weights for them."""
     length, width = ids.shape[1], shape.head_width
     groups, queries = shape.kv_heads, shape.heads // shape.kv_heads
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    back = torch.arange(length)[:, None] - torch.arange(length)  # how far back a key is
+    unseen = (back < 0) | (back >= (shape.window or length))
     turns = torch.polar(*torch.broadcast_tensors(torch.ones((), dtype=torch.float64), rotary_angles(shape, length)))
     x = keep("drop", w["wte.weight"][ids])
 
@@ -59,7 +60,7 @@ def llama_logits(w, ids, shape, keep=lambda name, x: x):
         q = turned(q.flatten(2, 3).transpose(1, 2), p + "attention.q_norm")
         k = turned(k.squeeze(3).transpose(1, 2), p + "attention.k_norm").repeat_interleave(queries, 1)
         v = v.squeeze(3).transpose(1, 2).repeat_interleave(queries, 1)
-        scores = (q @ k.mT / math.sqrt(width)).masked_fill(later, -math.inf)
+        scores = (q @ k.mT / math.sqrt(width)).masked_fill(unseen, -math.inf)
         mixed = (keep(p + "attention", scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
         x = x + keep(p + "drop_1", mixed @ w[p + "attention.proj.weight"].T)
         gate, up = (norm(x, p + "ln_2") @ w[p + "mlp.up.weight"].T).unflatten(-1, (shape.ffn, 2)).unbind(-1)

@@ -33,6 +33,8 @@ KINDS = {
     "Mistral of heads as wide as they like": (dataclasses.replace(LLAMA, width=15), "Mistral"),
     "Qwen2": (dataclasses.replace(PLAIN, qkv_bias=True, tied=True, head_width=2), "Qwen2"),
     "Qwen3": (dataclasses.replace(PLAIN, qk_norm=True), "Qwen3"),
+    "Mistral with a window": (dataclasses.replace(PLAIN, window=3), "Mistral"),
+    "Qwen3 with a window": (dataclasses.replace(PLAIN, qk_norm=True, window=2), "Qwen3"),
 }
 
 
@@ -53,7 +55,9 @@ def theirs(kind, shape, **more):
     if kind != "Qwen2":
         sizes["head_dim"] = shape.head_width
     if kind == "Mistral":
-        sizes["sliding_window"] = None
+        sizes["sliding_window"] = shape.window or None
+    elif shape.window:
+        sizes |= {"use_sliding_window": True, "sliding_window": shape.window, "max_window_layers": 0}
     torch.manual_seed(1)
     with widened():
         config = getattr(transformers, kind + "Config")(**{**sizes, **more})
@@ -148,6 +152,8 @@ def changed(folder, **keys):
     (folder / "config.json").write_text(json.dumps({key: value for key, value in told.items() if value is not ...}))
 
 
+WINDOWED = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ...}
+MIXED = ["full_attention", "sliding_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 500000.0}
 
 
@@ -165,7 +171,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("Llama", {"mlp_bias": True}, r"mlp_bias = True, not False$"),
         ("Mistral", {"sliding_window": 4}, r"sliding_window = 4, not None$"),
         ("Mistral", {"sliding_window": ...}, r"sliding_window = 4096, not None$"),
-        ("Qwen3", {"use_sliding_window": True, "sliding_window": 4}, r"sliding_window = 4, not None$"),
+        ("Mistral with a window", {"sliding_window": None}, r"sliding_window = None, not 3$"),
+        ("Llama", {"model_type": "mistral", "sliding_window": 8}, r"sliding_window = 8, not None$"),
+        ("Qwen3", WINDOWED | {"max_window_layers": 0}, r"sliding_window = 4, not None$"),
+        ("Qwen3", WINDOWED | {"max_window_layers": 2}, r"sliding_window = 4 in some layers alone, not None$"),
+        ("Qwen3 with a window", {"use_sliding_window": False}, r"sliding_window = None, not 2$"),
+        ("Qwen3 with a window", {"max_window_layers": ..., "layer_types": ...}, r"sliding_window = None, not 2$"),
+        ("Qwen3 with a window", {"layer_types": MIXED}, r"sliding_window = 2 in some layers alone, not 2$"),
         ("Mistral", {"rope_parameters": YARN}, r"rope_scaling = {'rope_type': 'yarn', .*}, not None$"),
         ("Mistral", {"rope_parameters": ..., "rope_scaling": YARN}, r"rope_scaling = {'rope_type': 'yarn', .*}, not"),
         ("Mistral", {"rope_parameters": "yarn"}, r"rope_theta = None, not 500000.0; rope_scaling = yarn, not None$"),

@@ -69,6 +69,7 @@ class ModelConfig:
         " such as [8, 1, 4, 8192]; []: none",
         check=choices.check_rope_scaling,
     )
+    window: int = option(0, "keys that a query sees, its own the last, as Mistral's sliding window; 0: all", low=0)
     norm_eps: float = option(0.0, "what RMS norms add to the mean square; 0: the kind's own", low=0)
     qkv_bias: bool = option(False, "the projection to queries, keys and values has a bias")
     qk_norm: bool = option(False, "queries and keys are normed, each head by itself")

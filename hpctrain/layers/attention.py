@@ -38,6 +38,7 @@ class Attention(torch.nn.Module):
             ones one more.
         head_width: features of a head, by default width / heads.
         causal: attend to no later position.
+        window: attend to positions fewer than so many away alone, its own one of them, as Mistral; 0 for all.
         rotary: base of the rotary position embedding of queries and keys, such as 10000.0; None for no embedding.
         rope_scaling: of its frequencies.
         qk_norm: normalise the features of every query and key head before they are turned, with `norm_eps`; see
@@ -51,12 +52,13 @@ class Attention(torch.nn.Module):
     (2023).
 
     Raises:
-        ValueError: when width, heads, kv_heads and head_width do not fit together, or rope_scaling has no rotary.
+        ValueError: when width, heads, kv_heads and head_width do not fit together, or rope_scaling has no rotary, or
+            window is negative.
     """
 
     def __init__(
         self, grid: Grid, width: int, heads: int, dropout: float = 0.0, *, kv_heads: int | None = None,
-        head_width: int | None = None, causal: bool = True, rotary: float | None = None,
+        head_width: int | None = None, causal: bool = True, window: int = 0, rotary: float | None = None,
         rope_scaling: RopeScaling | None = None, qk_norm: bool = False, norm_eps: float | None = None,
         qkv_bias: bool = True, proj_bias: bool = True, recompute: bool = False, algorithm="agarwal",
         std: float | None = None, std_out: float | None = None, key: RngKey | None = None, dtype=None, device=None,
@@ -74,8 +76,10 @@ class Attention(torch.nn.Module):
             raise ValueError(f"rotary needs heads of an even width, got head_width {self.head_width}")
         if rotary is None and rope_scaling is not None:
             raise ValueError("rope_scaling needs rotary, the base of the frequencies that it scales")
+        if window < 0:
+            raise ValueError(f"window must be a number of positions, or 0 for all, got {window}")
         self.heads, self.queries = heads, heads // groups  # all heads; query heads of a group
-        self.causal, self.rotary, self.rope_scaling = causal, rotary, rope_scaling
+        self.causal, self.window, self.rotary, self.rope_scaling = causal, window, rotary, rope_scaling
         self.p = check_probability(dropout)
         self.recompute = recompute
         self.key = key = drawn_key(grid, key)
@@ -117,17 +121,17 @@ class Attention(torch.nn.Module):
 
     def _attend(self, q, k, v, tokens):
         dropout = self._dropout(tokens) if self.training and self.p > 0 else None
-        if self.grid.sequence.size > 1:
+        if self.grid.sequence.size > 1 or (self.window and tokens.kv_cache is None):
             return attend(q, k, v, self._context(tokens, dropout))
         if dropout is not None:
             return self._attend_with_dropout(q, k, v, tokens, dropout)
-        seen = None if q.shape[2] == k.shape[2] else _seen(q, k)
+        seen = None if q.shape[2] == k.shape[2] and not self.window else self._seen(q, k)
         return F.scaled_dot_product_attention(
             q, k, v, seen, is_causal=self.causal and seen is None, enable_gqa=self.queries > 1
         )
 
     def _context(self, tokens: Tokens, dropout: AttentionDropout | None) -> Context:
-        masks = (Mask(self.causal),) * len(tokens.inner)
+        masks = (Mask(self.causal, self.window),) * len(tokens.inner)
         return Context(
             self.grid.ring, self.grid.ulysses, tokens.over_sequence, masks, self.head_width**-0.5, dropout
         )  # fmt: skip
@@ -141,13 +145,13 @@ class Attention(torch.nn.Module):
         # torch's fused attention draws its own masks, which would depend on the grid.
         everything = slice(0, len(q)), slice(0, q.shape[1]), tokens.spans, (range(k.shape[2]),)
         attended, _ = softmax_attention(
-            q, k, v, _seen(q, k) if self.causal else None, scale=self.head_width**-0.5,
+            q, k, v, self._seen(q, k) if self.causal else None, scale=self.head_width**-0.5,
             drop=lambda probabilities: probabilities * dropout.factors(*everything, like=probabilities),
         )  # fmt: skip
         return attended
 
-
-def _seen(q, k) -> torch.Tensor:
-    """Which keys a query may see: those up to its own; the last key is the last query's."""
-    length, keys = q.shape[2], k.shape[2]
-    return torch.ones(length, keys, dtype=torch.bool, device=q.device).tril_(keys - length)
+    def _seen(self, q, k) -> torch.Tensor:
+        """Which keys a query may see: those up to its own, of the window; the last key is the last query's."""
+        length, keys = q.shape[2], k.shape[2]
+        seen = torch.ones(length, keys, dtype=torch.bool, device=q.device).tril_(keys - length)
+        return seen.triu_(keys - length + 1 - self.window) if self.window else seen

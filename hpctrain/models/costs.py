@@ -33,6 +33,7 @@ class TransformerCosts:
         head_norm_elements: parameters of a block's norms of attention heads; every tensor rank holds all.
         positions: rows of a learned position table; 0 for none.
         tied: the projection onto the vocabulary is the token embedding.
+        window: keys that a query sees at most; 0 for all of the context.
     """
 
     layers: int
@@ -48,6 +49,7 @@ class TransformerCosts:
     head_norm_elements: int = 0
     positions: int = 0
     tied: bool = True
+    window: int = 0
 
     def sequence_elements(self, rows: float, ring: int, ulysses: int, columns: int = 1) -> tuple[float, float]:
         """Elements that a rank receives over the ring and the Ulysses axis in the attention of a block, forward and
@@ -62,6 +64,11 @@ class TransformerCosts:
         return 6 * (ring - 1) * ulysses * rows * keys, 4 * (ulysses - 1) * rows * (queries + keys)
 
     @property
+    def keys(self) -> int:
+        """That a query sees at most."""
+        return min(self.window or self.context, self.context)
+
+    @property
     def block_weights(self) -> int:
         """Elements of the matrices of a block."""
         return sum(linear.n_in * linear.n_out for linear in self.linears)
@@ -70,8 +77,8 @@ class TransformerCosts:
     def flops_per_token(self) -> float:
         """Floating-point operations of a training step a token: forward, and twice that backward.
 
-        Source: Chowdhery et al., "PaLM" (2022), appendix B: 6 a weight, and 12 × layers × width × context for
-        attention, where the mask is not taken off; the embeddings multiply nothing.
+        Source: Chowdhery et al., "PaLM" (2022), appendix B: 6 a weight, and 12 × layers × width × keys for
+        attention, where the causal mask is not taken off; the embeddings multiply nothing.
         """
         weights = self.layers * self.block_weights + self.vocabulary * self.width
-        return 6.0 * weights + 12.0 * self.layers * self.attention_width * self.context
+        return 6.0 * weights + 12.0 * self.layers * self.attention_width * self.keys

@@ -128,7 +128,7 @@ class Box:
         """Seconds of the scores and their mixture, forward."""
         costs, software = self.job.costs, self.machine.software
         head_width = costs.attention_width / self.job.heads
-        scores = self.sequences * self.heads * costs.context**2
+        scores = self.sequences * self.heads * costs.context * costs.keys
         flops = 4 * scores * head_width * software.attended
         return flops / (self.rate * self.machine.device.attention) + self.elements(scores * software.score_bytes)
 
@@ -158,7 +158,7 @@ class Box:
         again = (0.0, 0.0, 0)
         kept, working = residual + inner, 2.0 * size * self.rows * max(e.n_out for e in costs.linears) / box
         if self.machine.software.score_bytes:
-            scores_kept = 2.5 * size * self.sequences * self.heads * costs.context**2
+            scores_kept = 2.5 * size * self.sequences * self.heads * costs.context * costs.keys
             kept += 0.0 if recompute == "attention" else scores_kept
             working += scores_kept if recompute == "attention" else 0.0
         if recompute == "block":

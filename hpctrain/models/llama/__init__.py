@@ -1,4 +1,4 @@
-"""Llama and its kin: Mistral without a window, Qwen2 and Qwen3.
+"""Llama and its kin: Mistral, Qwen2 and Qwen3.
 
 Source: Touvron et al., "Llama: open and efficient foundation language models" (2023); grouped queries and scaled
 frequencies as in Grattafiori et al., "The Llama 3 herd of models" (2024).

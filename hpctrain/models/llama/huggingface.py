@@ -1,7 +1,7 @@
 """Llama in Hugging Face's format, as of `transformers`' LlamaForCausalLM, and that of three of its kin.
 
-Mistral without a window computes what Llama does, Qwen2 has biases of queries, keys and values, Qwen3 norms of query
-and key heads. An export is of the first that has the shape.
+Mistral may have a window, Qwen2 has biases of queries, keys and values, Qwen3 norms of query and key heads; these two
+may have a window in all layers. An export is of the first that has the shape.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _ARCHITECTURES = {
 _LEFT_OUT = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
 }
+_LAYERS = ("qwen2", "qwen3")  # each layer of which has the window or none
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 # Our names, and Hugging Face's one after the other.
@@ -50,7 +51,10 @@ class LlamaFormat(Format):
         "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
         "mlp_bias": False,
     }  # fmt: skip
-    free = (*Format.free, "model_type", "max_position_embeddings", "attention_dropout")
+    free = (
+        *Format.free, "model_type", "max_position_embeddings", "attention_dropout", "use_sliding_window",
+        "max_window_layers",
+    )  # fmt: skip
     # those of ours, and the frequencies that older files have
     known = re.compile(
         r"(model\.)?(embed_tokens\.weight|norm\.weight|layers\.\d+\.(input_layernorm\.weight|mlp\.(gate|up|down)_proj"
@@ -83,7 +87,8 @@ class LlamaFormat(Format):
             "attention_bias": False,
             "attention_dropout": shape.dropout,
             "mlp_bias": False,
-            "sliding_window": None,
+            "sliding_window": shape.window or None,
+            **({"use_sliding_window": True, "max_window_layers": 0} if shape.window and kind in _LAYERS else {}),
             "tie_word_embeddings": shape.tied,
             "bos_token_id": end_of_document,
             "eos_token_id": end_of_document,
@@ -117,8 +122,7 @@ class LlamaFormat(Format):
         for key in ("num_key_value_heads", "head_dim"):
             if settings.get(key) is None:
                 settings[key] = _derived(settings, key)
-        if kind == "llama" or (kind != "mistral" and not settings.get("use_sliding_window")):
-            settings["sliding_window"] = None
+        settings["sliding_window"] = _window(settings, kind, shape.layers)
         settings["rope_theta"], settings["rope_scaling"] = _rotary(settings)
         return wrong + super().differences(settings, shape)
 
@@ -129,7 +133,8 @@ def model_type(shape: LlamaShape) -> str:
         return "qwen2"
     if shape.qk_norm:
         return "qwen3"
-    return "mistral" if shape.width % shape.heads else "llama"  # Hugging Face's Llama wants a multiple
+    # Hugging Face's Llama has no window, and wants a width that is a multiple
+    return "mistral" if shape.window or shape.width % shape.heads else "llama"
 
 
 def _queries_keys_values(shape: LlamaShape) -> tuple[tuple[int, ...], np.ndarray]:
@@ -149,6 +154,23 @@ def _derived(settings: Mapping[str, Any], key: str) -> Any:
         return heads
     width = settings.get("hidden_size")
     return width // heads if isinstance(width, int) and isinstance(heads, int) and heads > 0 else None
+
+
+def _window(settings: Mapping[str, Any], kind: str, layers: int) -> Any:
+    """Of all layers, None for no window; in words where some have one and others none."""
+    if kind == "llama" or (kind in _LAYERS and not settings.get("use_sliding_window")):
+        return None
+    window, first = settings["sliding_window"], settings.get("max_window_layers")
+    if kind == "mistral" or window is None:
+        return window
+    types = settings.get("layer_types")
+    if not isinstance(types, list):
+        sliding = isinstance(first, int) and first <= 0, isinstance(first, int) and first < layers
+    else:
+        sliding = [each == "sliding_attention" for each in types]
+    if any(sliding) and not all(sliding):
+        return f"{window} in some layers alone"
+    return window if any(sliding) else None
 
 
 def _rotary(settings: Mapping[str, Any]) -> tuple[Any, Any]:

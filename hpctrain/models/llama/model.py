@@ -42,7 +42,8 @@ class Block(torch.nn.Module):
         self.ln_1 = RMSNorm(grid, shape.width, shape.norm_eps, key=key / "ln_1", **factory)
         self.attention = Attention(
             grid, shape.width, shape.heads, shape.dropout, kv_heads=shape.kv_heads, head_width=shape.head_width,
-            rotary=shape.rope_base, rope_scaling=RopeScaling(*shape.rope_scaling) if shape.rope_scaling else None,
+            window=shape.window, rotary=shape.rope_base,
+            rope_scaling=RopeScaling(*shape.rope_scaling) if shape.rope_scaling else None,
             qk_norm=shape.qk_norm, norm_eps=shape.norm_eps, qkv_bias=shape.qkv_bias, proj_bias=False,
             recompute=recompute == "attention", key=key / "attention", **products,
         )  # fmt: skip

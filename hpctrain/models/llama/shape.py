@@ -21,6 +21,7 @@ class LlamaShape:
         rope_base: base of the rotary position embedding.
         rope_scaling: of its frequencies: factor, low_freq_factor, high_freq_factor and original context, as of
             `layers.rotary.RopeScaling`; () for none.
+        window: keys that a query sees, its own the last, as in Mistral; 0 for all before it.
         norm_eps: what the norms add to the mean square.
         qkv_bias: the projection to queries, keys and values has a bias, as in Qwen2.
         qk_norm: query and key heads are normalised, as in Qwen3.
@@ -38,6 +39,7 @@ class LlamaShape:
     head_width: int
     rope_base: float = 10000.0
     rope_scaling: tuple[float, ...] = ()
+    window: int = 0
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     qk_norm: bool = False

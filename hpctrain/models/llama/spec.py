@@ -14,9 +14,10 @@ from hpctrain.models.spec import ModelSpec
 
 class LlamaSpec(ModelSpec):
     kind = "llama"
-    keys = frozenset(
-        {"dropout", "kv_heads", "ffn", "head_width", "rope_base", "rope_scaling", "norm_eps", "qkv_bias", "qk_norm"}
-    )
+    keys = frozenset({
+        "dropout", "kv_heads", "ffn", "head_width", "rope_base", "rope_scaling", "window", "norm_eps", "qkv_bias",
+        "qk_norm",
+    })  # fmt: skip
 
     def make_shape(self, options: Mapping[str, Any]) -> LlamaShape:
         width, heads = options["width"], options["heads"]
@@ -43,7 +44,7 @@ class LlamaSpec(ModelSpec):
             layers=options["layers"], width=width, heads=heads, context=options["context"],
             vocabulary=options["vocabulary"], kv_heads=kv_heads, ffn=options["ffn"] or default_ffn(width),
             head_width=head_width, rope_base=options["rope_base"] or 10000.0,
-            rope_scaling=tuple(options["rope_scaling"]), norm_eps=options["norm_eps"] or 1e-5,
+            rope_scaling=tuple(options["rope_scaling"]), window=options["window"], norm_eps=options["norm_eps"] or 1e-5,
             qkv_bias=options["qkv_bias"], qk_norm=options["qk_norm"], dropout=options["dropout"], tied=options["tied"],
         )  # fmt: skip
 
@@ -63,7 +64,7 @@ class LlamaSpec(ModelSpec):
         return TransformerCosts(
             shape.layers, width, shape.context, shape.vocabulary, linears, shape.heads, shape.kv_heads,
             attention_width=mixed, rms_norm=True, head_norm_elements=2 * shape.head_width if shape.qk_norm else 0,
-            tied=shape.tied,
+            tied=shape.tied, window=shape.window,
         )  # fmt: skip
 
     @property
@@ -73,9 +74,11 @@ class LlamaSpec(ModelSpec):
         return LlamaFormat()
 
     def describe(self, shape: LlamaShape) -> str:
+        window = f", window {shape.window}" if shape.window else ""
         return (
             f"{self.kind}: {shape.layers} layers, width {shape.width}, {shape.heads} heads of {shape.head_width}, "
-            f"{shape.kv_heads} of keys, ffn {shape.ffn}, context {shape.context}, vocabulary {shape.vocabulary}"
+            f"{shape.kv_heads} of keys, ffn {shape.ffn}, context {shape.context}{window}, "
+            f"vocabulary {shape.vocabulary}"
         )
 
 
