@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+PICTURES = (".png", ".pdf", ".svg")
 
 
 def add_config(command: argparse.ArgumentParser, nargs: str | None = None, help: str | None = None) -> None:
@@ -22,3 +25,9 @@ def add_resume(command: argparse.ArgumentParser) -> None:
         ),
     ):
         command.add_argument(name, dest="resume", action="store_const", const=value, default="", help=text)
+
+
+def check_picture(path: str | None) -> None:
+    """Raise ValueError where --plot names a file of a kind that is not drawn."""
+    if path and Path(path).suffix not in PICTURES:
+        raise ValueError(f"--plot {path}: the file's ending is one of {', '.join(PICTURES)}")

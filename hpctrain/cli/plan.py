@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.arguments import add_config
+from hpctrain.cli.arguments import add_config, check_picture
 
 if TYPE_CHECKING:
+    from hpctrain.config import Config
     from hpctrain.plan import Prediction
 
 SUMMARY = "predict seconds, bytes and memory of a step on a machine, and find the best layout on so many ranks"
@@ -22,6 +24,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--machine", metavar="M", default="here.toml", help="a name, or a file (here.toml)")
     command.add_argument("--machines", action="store_true", help="list the machines that are known by name")
     command.add_argument("--predict", action="store_true", help="only predict the configuration as it stands")
+    command.add_argument(
+        "--show",
+        choices=("attention",),
+        help="what ring and Ulysses ranks do in attention, at which hop, with whose keys",
+    )
+    command.add_argument("--plot", metavar="OUT.png", help="draw what --show shows: the work by rank and hop")
     command.add_argument("--ranks", type=int, metavar="N", help="search the best layout (those of the grid)")
     command.add_argument("--top", type=int, default=5, metavar="K", help="how many of the best to print (5)")
     command.add_argument("-o", "--output", metavar="OUT.toml", help="of the best one's configuration (plan.toml)")
@@ -42,8 +50,11 @@ def run(options: argparse.Namespace) -> None:
         return
     if not options.config:
         raise ValueError("a plan needs CONFIG.toml")
-    machine = plan.Machine.load(options.machine)
     config = load_config(options.config, options.overrides)
+    if options.show:
+        _show(config, options)
+        return
+    machine = plan.Machine.load(options.machine)
     if options.predict:
         prediction = plan.predict(config, machine)
         print(prediction.to_json() if options.json else text(prediction, machine.device.memory))
@@ -76,6 +87,19 @@ def _learn(options: argparse.Namespace) -> None:
         print(f"{folder}\n{table(each)}\n")
     path.write_text(with_learned(path.read_text(encoding="utf-8"), machine.learned) + "\n", encoding="utf-8")
     print(f"{path}: learned from {machine.learned.runs} runs")
+
+
+def _show(config: Config, options: argparse.Namespace) -> None:
+    from hpctrain.plan import attention
+
+    check_picture(options.plot)
+    shown = attention.attention_plan(config)
+    if options.json:  # of a range or slice, its ends
+        print(json.dumps(dataclasses.asdict(shown), default=lambda part: [part.start, part.stop]))
+    else:
+        print(attention.text(shown, max(20, shutil.get_terminal_size((120, 24)).columns - 40)))
+    if options.plot:
+        attention.picture(shown, options.plot)
 
 
 def text(prediction: Prediction, memory: float) -> str:

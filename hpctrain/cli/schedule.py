@@ -8,13 +8,13 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from hpctrain.cli.arguments import check_picture
 from hpctrain.pipeline.registry import NAMES, schedule
 from hpctrain.pipeline.schedules import Schedule
 from hpctrain.pipeline.simulate import Costs, peaks
 from hpctrain.pipeline.timeline import text
 
 SUMMARY = "show a pipeline schedule: timeline, bubble, memory, messages"
-SUFFIXES = (".png", ".pdf", ".svg")
 HEADER = "schedule           time  bubble in % of it  activations  weights  delay"
 NOTE = "activations: microbatches held at most, of a rank's share of the model; weights: copies; delay: updates"
 
@@ -48,8 +48,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _run(options) -> None:
     costs = _costs(options.costs)
-    if options.plot and Path(options.plot).suffix not in SUFFIXES:
-        raise ValueError(f"--plot {options.plot}: the file's ending is one of {', '.join(SUFFIXES)}")
+    check_picture(options.plot)
     made = schedule(options.name, options.ranks, options.microbatches, options.virtual_stages, options.slices)
     lowered = made.lower(share(made, costs))  # proves it
     columns = shutil.get_terminal_size((120, 24)).columns

@@ -325,8 +325,12 @@ class Config:
                 f"grid.sequence = {size} has ranks share sequences, which model.kind = {spec.kind} needs whole; "
                 "use grid.sequence=1"
             )
-        columns = shape["y"] if self.tensor.algorithm in choices.PLANE_PRODUCTS else shape["x"] * shape["y"]
-        return SequenceChoice(size, self.sequence.method, spec.costs(spec.shape(vars(self.model))), columns)
+        costs = spec.costs(spec.shape(vars(self.model)))
+        return SequenceChoice(size, self.sequence.method, costs, self.head_ranks(shape))
+
+    def head_ranks(self, shape: dict[str, int]) -> int:
+        """Tensor ranks, of a grid of these sizes, that divide the heads of attention."""
+        return shape["y"] if self.tensor.algorithm in choices.PLANE_PRODUCTS else shape["x"] * shape["y"]
 
     @property
     def folder(self) -> Path:
