@@ -49,6 +49,7 @@ COMMANDS = {
     "Data parallelism": "hpctrain/data_parallel/README.md",
     "Memory and precision": "hpctrain/data_parallel/README.md",
     "Models": "hpctrain/models/README.md",
+    "Plan": "hpctrain/plan/README.md",
     "Your own": "hpctrain/models/README.md",
 }
 
@@ -92,6 +93,10 @@ def test_commands(checkout, title):
     elif title == "Models":
         assert json.loads((checkout / "llama-small/config.json").read_text())["num_key_value_heads"] == 2
         assert "resumed after step 4" in ended.stdout
+    elif title == "Plan":
+        assert "predicted s  measured s" in ended.stdout
+        assert "learned from 1 runs" in ended.stdout
+        assert "[learned]" in (checkout / "here.toml").read_text()
     elif title == "Your own":
         records = (checkout / "runs/mine/metrics.jsonl").read_text().splitlines()
         assert [json.loads(record)["step"] for record in records] == [1, 2, 3]
