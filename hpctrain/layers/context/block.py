@@ -40,7 +40,7 @@ class Block(NamedTuple):
 class CpuFlash:
     """torch's fused kernel for CPUs."""
 
-    triangle = 256  # of a causal tile it computes all that is in its blocks of so many queries and more keys
+    triangle = 128  # of a causal tile it computes whole blocks, of more queries and keys than these
 
     @staticmethod
     def forward(b: Block) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,259 @@
+"""Time attention of sequences that are cut over ranks, forward and backward, against others', in turn.
+
+    $MPIRUN -n 2 python -m mpi4py benchmarks/sequence.py                     4k to 16k tokens; 10 minutes
+    $MPIRUN -n 4 python -m mpi4py benchmarks/sequence.py --lengths 4096,8192
+    $MPIRUN -n 2 python -m mpi4py benchmarks/sequence.py --lengths 32768 --pairs 2
+    $MPIRUN -n 4 python -m mpi4py benchmarks/sequence.py --memory ring --lengths 32768      then "ulysses"
+
+One causal sequence, 8 heads of 32, float32. Peers: torch's ring attention (torch.distributed.tensor.experimental) over
+gloo, whose ranks have contiguous parts or, head-tail, a part of both ends; DeepSpeed's DistributedAttention (Ulysses)
+over gloo, where it is installed (see benchmarks/peers.py); torch's attention in one process, with a thread a rank
+while the other ranks sleep; and "divided": the time of one process with one thread over the number of ranks, or of
+cores where these are fewer. All use torch's fused CPU kernel. Prints one JSON object a line; `ratio` is the median over
+the pairs of theirs / ours in seconds, above 1 ours is faster.
+
+With --memory one side of ours alone takes a step: `peak_mib` is the most memory that a rank had of its own and its
+share of what it shares with others, less what it had before, and `formula_mib` what it should be.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+
+import pairs
+import torch
+import torch.distributed as dist
+from gloo import gloo
+from mpi4py import MPI
+
+import hpctrain as ht
+from hpctrain import cores
+from hpctrain.comm import buffers
+
+HEADS, WIDTH = 8, 32
+GOALS = {"divided": 0.9}
+aten = torch.ops.aten
+
+
+def tensors(length):
+    """q, k, v and the gradient of the output, of the whole sequence, alike on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, length, HEADS, WIDTH, generator=generator).transpose(1, 2) for _ in range(4)]
+
+
+def step_of(attention, q, k, v, grad):
+    """A step, forward and backward, and the sum of the squares of what it gave."""
+    q, k, v = (part.contiguous().requires_grad_() for part in (q, k, v))
+    grad = grad.contiguous()
+
+    def step():
+        for part in (q, k, v):
+            part.grad = None
+        out = attention(q, k, v)
+        out.backward(grad)
+        return out
+
+    def checksum():
+        found = [step().detach(), q.grad, k.grad, v.grad]
+        return [float(part.double().square().sum()) for part in found]
+
+    return step, checksum
+
+
+def local(whole, spans):
+    return [torch.cat([part[:, :, span.start : span.stop] for span in spans], 2) for part in whole]
+
+
+def ours(data, whole):
+    grid = ht.Grid(data=(1, *data))
+    spans = ht.layers.sequence_spans(whole[0].shape[2], *data)[grid.sequence.rank]
+    return step_of(lambda q, k, v: ht.layers.context_attention(q, k, v, grid, is_causal=True), *local(whole, spans))
+
+
+def torch_ring(whole, head_tail):
+    """torch's ring, with the kernel that it would take on CPUs if it had a registration for it."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+    group, (ring, length) = dist.group.WORLD, (MPI.COMM_WORLD.size, whole[0].shape[2])
+
+    class Ring(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            theirs._cp_options.enable_load_balance = head_tail
+            op = aten._scaled_dot_product_flash_attention_for_cpu
+            out, lse = theirs._templated_ring_attention(group, 2, op, q, k, v, is_causal=True)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            theirs._cp_options.enable_load_balance = head_tail
+            q, k, v, out, lse = ctx.saved_tensors
+            op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+            return theirs._templated_ring_attention_backward(
+                group, 2, op, grad, "grad_out", q, k, v, out, lse, True, dropout_p=0.0
+            )
+
+    balance = "zigzag" if head_tail else "none"  # the same tokens as ours
+    return step_of(Ring.apply, *local(whole, ht.layers.sequence_spans(length, ring, 1, balance)[dist.get_rank()]))
+
+
+def deepspeed(whole):
+    with contextlib.redirect_stdout(sys.stderr):
+        import peers_deepspeed
+        from deepspeed.sequence.layer import DistributedAttention
+
+        peers_deepspeed.begin()
+
+    def dense(q, k, v):
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    theirs = DistributedAttention(dense, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+
+    def attention(q, k, v):  # (sequences, tokens, heads, width)
+        return theirs(*(part.transpose(1, 2).contiguous() for part in (q, k, v)), 0).transpose(1, 2)
+
+    ranks = MPI.COMM_WORLD.size
+    return step_of(attention, *local(whole, ht.layers.sequence_spans(whole[0].shape[2], 1, ranks)[dist.get_rank()]))
+
+
+def one_process(whole, threads):
+    """On rank 0; the others sleep."""
+    if MPI.COMM_WORLD.rank:
+        return lambda: None, lambda: [0.0] * 4
+
+    def attention(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    step, checksum = step_of(attention, *whole)
+
+    def with_threads(function):
+        def call():
+            torch.set_num_threads(threads)
+            try:
+                return function()
+            finally:
+                torch.set_num_threads(1)
+
+        return call
+
+    return with_threads(step), with_threads(checksum)
+
+
+def seconds(step):
+    """Until the slowest rank is done."""
+    buffers.wait(MPI.COMM_WORLD.Ibarrier())
+    start = time.perf_counter()
+    step()
+    buffers.wait(MPI.COMM_WORLD.Ibarrier())  # which leaves its core to others
+    return MPI.COMM_WORLD.allreduce(time.perf_counter() - start, MPI.MAX)
+
+
+def sides(whole, wanted):
+    ranks = MPI.COMM_WORLD.size
+    made = {
+        "ring": lambda: ours((ranks, 1), whole),
+        "ulysses": lambda: ours((1, ranks), whole),
+        "torch ring": lambda: torch_ring(whole, False),
+        "torch ring head-tail": lambda: torch_ring(whole, True),
+        "DeepSpeed Ulysses": lambda: deepspeed(whole),
+        "one process": lambda: one_process(whole, ranks),
+        "divided": lambda: one_process(whole, 1),
+    }
+    found = {}
+    for name in wanted or made:
+        try:
+            found[name] = made[name]()
+        except ImportError as error:
+            print(f"{name} is absent: {error}", file=sys.stderr)
+    return found
+
+
+def compare(length, count, wanted):
+    """Lines for both ways of ours and every peer."""
+    ranks = MPI.COMM_WORLD.size
+    made = sides(tensors(length), wanted)
+    sums = {name: [MPI.COMM_WORLD.allreduce(part) for part in checksum()] for name, (_, checksum) in made.items()}
+    for name, found in sums.items():
+        for a, b in zip(found, next(iter(sums.values()))):
+            assert abs(a - b) < 1e-4 * b, f"{name} gives {found}, not {sums}"
+    times = {name: [] for name in made}
+    for _ in range(count):
+        for name, (step, _) in made.items():
+            times[name].append(seconds(step))
+    workers = min(ranks, cores.find().count)
+    if "divided" in times:
+        times["divided"] = [each / workers for each in times["divided"]]
+    for mine in ("ring", "ulysses"):
+        for peer in [name for name in made if name not in ("ring", "ulysses")]:
+            yield {
+                "benchmark": "sequence", "case": f"{mine}, {length} tokens, {ranks} ranks", "peer": peer,
+                "ours": round(statistics.median(times[mine]), 4), "theirs": round(statistics.median(times[peer]), 4),
+                "unit": "s", **pairs.compared(times[mine], times[peer]),
+                "goal": GOALS.get(peer, 1.15 if ranks == 4 else 1.0),
+            }  # fmt: skip
+
+
+def peak_memory(side, length):
+    """MiB of one rank, as a member of the JSON object; one sample a millisecond or so (Linux's "Pss")."""
+    ranks = MPI.COMM_WORLD.size
+    data = {"ring": (ranks, 1), "ulysses": (1, ranks)}[side]
+    step, _ = ours(data, tensors(1024))
+    step()  # what libraries take once
+    spans = ht.layers.sequence_spans(length, *data)[MPI.COMM_WORLD.rank]
+    tokens = sum(map(len, spans))
+    grid = ht.Grid(data=(1, *data))
+    q, k, v, grad = (torch.randn(1, HEADS, tokens, WIDTH) for _ in range(4))
+    for part in (q, k, v):
+        part.requires_grad_()
+
+    def resident():
+        with open("/proc/self/smaps_rollup") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+    before, peaks, over = resident(), [0.0], threading.Event()
+
+    def watch():
+        while not over.wait(0.001):
+            peaks[0] = max(peaks[0], resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    ht.layers.context_attention(q, k, v, grid, is_causal=True, length=length).backward(grad)
+    over.set()
+    watcher.join()
+    peak = MPI.COMM_WORLD.allreduce(peaks[0] - before, MPI.MAX)
+    return {"side": side, "peak_mib": round(peak, 1)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="4096,8192,16384")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--sides", help="of those that there are, by comma")
+    parser.add_argument("--memory", choices=["ring", "ulysses"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    rank = MPI.COMM_WORLD.rank
+    wanted = options.sides.split(",") if options.sides else None
+    with gloo():
+        for length in map(int, options.lengths.split(",")):
+            if options.memory:
+                case = {"benchmark": "sequence_memory", "case": f"{length} tokens, {MPI.COMM_WORLD.size} ranks"}
+                found = [case | peak_memory(options.memory, length)]
+            else:
+                found = compare(length, options.pairs, wanted)
+            for line in found:
+                if rank == 0:
+                    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
