@@ -123,9 +123,9 @@ def test_a_flat_product_is_slow():
     from hpctrain.plan.job import read
     from hpctrain.plan.passes import Box
 
-    job, _ = read(config())
+    job, choice = read(config())
     made = machine(peak={"fp32": 1e9}, **changed("device", bandwidth=1e6, product=0.5, launch=0.0))
-    box = Box(job, made, Network(made), "agarwal", 1, 1, 1, 1)
+    box = Box(job, made, Network(made), choice)
     assert box.product(10, 20, 30) == pytest.approx(12000 / 0.5e9 + 4 * (200 + 600 + 300) / 1e6)
 
 
@@ -220,6 +220,27 @@ def test_memory_grows_with_what_is_in_flight():
     block = 2 * 128 * 512 * 4 * (4 + 3 + 1 + 4 + 4)  # two sequences: norms' input and output, qkv, mixed, MLP
     assert many - few == pytest.approx(1.05 * 12 * (5 * block + 2 * 128 * 512 * 4), rel=1e-6)
     assert of(cut, "train.recompute=block") < few
+
+
+def test_ranks_that_share_sequences():
+    """Each has its part of the tokens and scores, all keep the same weights, and what travels is the formula's."""
+    job = ["model.context=4096", "train.batch=4", "data_parallel.method=zero1"]
+    whole, ring, ulysses = (
+        predict(config(*job, f"grid.data={data}"), machine(**changed("errors", noise=0.0)))
+        for data in ("1", "[1, 4, 1]", "[1, 1, 4]")
+    )
+    assert whole.parts["sequence"] == 0
+    for cut in (ring, ulysses):
+        assert cut.parts["compute"] == pytest.approx(whole.parts["compute"] / 4, rel=0.01)
+        assert cut.parts["optimizer"] == pytest.approx(whole.parts["optimizer"] / 4)
+        assert cut.parts["data"] > 0
+    # a rank receives 6 times the keys of the other three, or 8 times its part of 3/4 of its own queries and keys
+    rows, block = 4 * 1024, 8 * 4 * 512
+    assert ring.bytes["sequence"] == 6 * 3 * rows * block
+    assert ulysses.bytes["sequence"] == 8 * 3 * rows * block / 4
+    ratio = ring.parts["sequence"] / ulysses.parts["sequence"]
+    assert ratio == pytest.approx(ring.bytes["sequence"] / ulysses.bytes["sequence"], rel=0.01)
+    assert ring.settings["grid.data"] == [1, 4, 1]
 
 
 def test_measured_times_are_interpolated():

@@ -64,6 +64,7 @@ def test_the_best_of_all_that_four_ranks_can_do(machine):
 @pytest.mark.parametrize(
     ("job", "ranks", "machine"),
     [(SMALL, 8, SLOW), (LONG, 6, CPU), (LARGE, 8, TIGHT), ([*SMALL, "tensor.algorithm=cannon"], 8, SLOW),
+     ([*LONG, "grid.data=[1, 2, 2]"], 8, SLOW),
      ([*LONG, "data_parallel.method=local_sgd", "train.optimizer=sgd"], 4, SLOW)],
 )  # fmt: skip
 def test_bounds_lose_nothing(job, ranks, machine):

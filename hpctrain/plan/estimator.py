@@ -13,7 +13,7 @@ from hpctrain.plan.job import Choice, Job
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.memory import state_bytes, updated_bytes
 from hpctrain.plan.network import Group, Network
-from hpctrain.plan.passes import Box, Pass
+from hpctrain.plan.passes import Box, Part, Pass
 from hpctrain.shard import split_sizes
 
 PARTS = ("compute", "data", "tensor", "sequence", "expert", "bubble", "optimizer", "reading", "stragglers")
@@ -62,22 +62,22 @@ class Estimator:
     def __init__(self, job: Job, machine: Machine):
         self.job, self.machine = job, machine
         self.network = Network(machine)
-        self._box = functools.cache(functools.partial(Box, job, machine, self.network))
-        self.parts = functools.cache(self._parts)
+        self._parts: dict[tuple, tuple[Part, Part, Part, float]] = {}
         self.stages = functools.lru_cache(1 << 12)(self._stages)
-        self._weight_sum = functools.cache(self._find_weight_sum)
         costs = job.costs
         vectors = sum(e.n_out for e in costs.linears if e.bias) + costs.norms * costs.width * (2 - costs.rms_norm)
         self.block_elements = costs.block_weights + vectors + costs.head_norm_elements
 
-    def _parts(self, algorithm: str, box: tuple[int, int, int], sequences: int, recompute: str):
-        made = self._box(algorithm, *box, sequences)
-        return made.block(recompute), made.embedding(), made.head()
-
-    def _find_weight_sum(self, algorithm, box) -> float:
-        """Seconds of the sums over z of a block's weights' gradients."""
-        made = self._box(algorithm, *box, 1)
-        return sum(made.weight_sum(e.n_in, e.n_out) for e in self.job.costs.linears)
+    def parts(self, choice: Choice) -> tuple[Part, Part, Part, float]:
+        """A block, the embedding and the head of a microbatch; seconds of the sums over z of a block's weights."""
+        distance = choice.pipeline if choice.ring > 1 else 1  # of the boxes of a ring
+        key = choice.algorithm, choice.box, choice.ring, choice.ulysses, distance, choice.recompute
+        key = *key, self.job.sequences(choice)
+        if key not in self._parts:
+            box = Box(self.job, self.machine, self.network, choice)
+            z_sums = sum(box.weight_sum(e.n_in, e.n_out) for e in self.job.costs.linears)
+            self._parts[key] = box.block(choice.recompute), box.embedding(), box.head(), z_sums
+        return self._parts[key]
 
     # Stages
 
@@ -102,7 +102,7 @@ class Estimator:
 
     def whole_microbatch(self, choice: Choice) -> float:
         """Seconds of a microbatch in the whole model, but for communication on the data axis."""
-        block, embedding, head = self.parts(choice.algorithm, choice.box, self.job.sequences(choice), choice.recompute)
+        block, embedding, head, _ = self.parts(choice)
         return block.seconds * self.job.costs.layers + embedding.seconds + head.seconds
 
     def _stages(self, choice: Choice) -> list[Stage]:
@@ -113,17 +113,17 @@ class Estimator:
 
     def _stage(self, choice: Choice, layers: int, first: bool, last: bool) -> Stage:
         job, device, learned = self.job, self.machine.device, self.machine.learned
-        block, embedding, head = self.parts(choice.algorithm, choice.box, job.sequences(choice), choice.recompute)
+        block, embedding, head, z_sums = self.parts(choice)
         parts = [(block, layers)] + [(embedding, 1)] * first + [(head, 1)] * last
         forward, inputs, weights = (
             _total([getattr(part, name) * count for part, count in parts])
             for name in ("forward", "input_gradient", "weight_gradient")
         )
         elements = self.elements(choice, layers, first, last)
-        group, net = Group(choice.data, choice.pipeline * math.prod(choice.box)), self.network
+        group, net = Group(choice.replicas, choice.pipeline * math.prod(choice.box)), self.network
         scatter = net.reduce_scatter(job.comm * elements, group) * learned.data
         gather = net.all_gather(job.itemsize * elements, group) * learned.data
-        z_sums = layers * self._weight_sum(choice.algorithm, choice.box) * learned.tensor
+        z_sums *= layers * learned.tensor
         method, updated, forward_data, backward_data = choice.method, elements, 0.0, 0.0
         once = "weight_gradient" in job.overlap and method not in ("zero2", "zero3")
         weights += Pass(0.0, 0.0 if once else z_sums)
@@ -136,7 +136,7 @@ class Estimator:
         else:
             sums = net.all_reduce(job.comm * elements, group) * learned.data / max(1, job.average_every)
         if method.startswith("zero"):
-            updated /= choice.data
+            updated /= choice.replicas
         hidden = self.machine.software.hidden_data
         backward = inputs.seconds + weights.seconds
         sums -= min(hidden * sums, backward)
@@ -152,10 +152,11 @@ class Estimator:
 
     def edges(self, choice: Choice) -> list[float]:
         """Seconds of the message on each edge of the chain of stages."""
-        job, tensor = self.job, math.prod(choice.box)
+        job, tensor = self.job, math.prod(choice.box) * choice.ulysses
         local, _ = self.placement(choice)
         home = {stage: rank for rank, own in reversed(list(enumerate(local))) for stage in own}
         rows = -(-job.sequences(choice) // choice.z) * job.costs.context / max(1, len(job.slices))
+        rows /= choice.ring * choice.ulysses
         nbytes = job.itemsize * rows * job.costs.width / (choice.x * choice.y)
         distances = [abs(home[s + 1] - home[s]) * tensor for s in range(len(home) - 1)]
         known = {distance: self.network.message(nbytes, distance) for distance in set(distances) if distance}
@@ -187,19 +188,20 @@ class Estimator:
             passes = (stage.forward, stage.input_gradient, stage.weight_gradient)
             parts["compute"] += count * sum(each.compute for each in passes)
             parts["tensor"] += count * sum(each.tensor for each in passes) + stage.sums_tensor
+            parts["sequence"] += count * sum(each.sequence for each in passes)
             parts["data"] += count * (stage.forward_data + stage.backward_data) + stage.sums
             parts["optimizer"] += stage.update
         idle = seconds - sum(parts.values())
         parts["bubble"] = idle if idle > 1e-9 * seconds else 0.0  # else rounding
         parts["reading"] = self.reading(choice)
-        ranks = choice.data * choice.pipeline * math.prod(choice.box)
-        late = self.machine.errors.noise * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
+        late = self.machine.errors.noise * math.sqrt(2 * math.log(choice.ranks))
         parts["stragglers"] = late * (seconds + parts["reading"])
         return Estimate(seconds + parts["reading"] + parts["stragglers"], self.memory(choice), parts)
 
     def reading(self, choice: Choice) -> float:
         """Seconds of a step's tokens, from memory: int64 ids and targets, copied once."""
         tokens = self.job.sequences(choice) * choice.microbatches * self.job.costs.context
+        tokens /= choice.ring * choice.ulysses
         return 4 * 8 * tokens / self.machine.device.bandwidth
 
     # Memory
@@ -221,14 +223,14 @@ class Estimator:
 
     def stage_bytes(self, choice: Choice, layers: int, first: bool, last: bool, microbatches: float) -> float:
         """States of a stage's parameters, and what its microbatches keep."""
-        block, embedding, head = self.parts(choice.algorithm, choice.box, self.job.sequences(choice), choice.recompute)
-        states = self.elements(choice, layers, first, last) * state_bytes(self.job, choice.method, choice.data)
+        block, embedding, head, _ = self.parts(choice)
+        states = self.elements(choice, layers, first, last) * state_bytes(self.job, choice.method, choice.replicas)
         kept = layers * block.kept + first * embedding.kept + last * head.kept
         return states + microbatches * kept
 
     def working_bytes(self, choice: Choice, last: bool) -> float:
         """What a rank needs besides while it computes; with ZeRO-3 two blocks' weights are whole."""
-        block, _, head = self.parts(choice.algorithm, choice.box, self.job.sequences(choice), choice.recompute)
+        block, _, head, _ = self.parts(choice)
         whole = 0.0
         if choice.method == "zero3":
             whole = 2 * self.job.itemsize * self.block_elements / math.prod(choice.box)

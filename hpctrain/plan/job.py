@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain import models
 from hpctrain.config import Config
 from hpctrain.config.checks import token_slices
-from hpctrain.grid import grid_shape, size_of
+from hpctrain.grid import grid_shape
 from hpctrain.models import TransformerCosts
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -29,6 +30,17 @@ class Choice(NamedTuple):
     recompute: str
     method: str
     algorithm: str
+    ring: int = 1
+    ulysses: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Ranks of the data axis: all that hold the same weights."""
+        return self.data * self.ring * self.ulysses
+
+    @property
+    def ranks(self) -> int:
+        return self.replicas * self.pipeline * math.prod(self.box)
 
     @property
     def box(self) -> tuple[int, int, int]:
@@ -37,13 +49,15 @@ class Choice(NamedTuple):
     @property
     def grid(self) -> dict[str, int]:
         """Sizes of the axes, as of `Grid.shape`."""
-        return grid_shape(self.data, self.pipeline, self.box)
+        return grid_shape((self.data, self.ring, self.ulysses), self.pipeline, self.box)
 
     @property
     def settings(self) -> dict[str, object]:
         """{"section.key": value}"""
+        shared = self.ring * self.ulysses > 1
         return {
-            "grid.data": self.data,
+            "grid.data": [self.data, self.ring, self.ulysses] if shared else self.data,
+            "grid.sequence": 1,
             "grid.pipeline": self.pipeline,
             "grid.tensor": list(self.box),
             "train.microbatches": self.microbatches,
@@ -100,10 +114,8 @@ def read(config: Config) -> tuple[Job, Choice]:
     """The job and the choice that a configuration states.
 
     Raises:
-        ValueError: for a model whose costs no formula tells, and for a grid whose ranks share sequences.
+        ValueError: for a model whose costs no formula tells.
     """
-    if (shared := size_of(config.grid_shape, "sequence")) > 1:
-        raise ValueError(f"a step whose sequences {shared} ranks share has no prediction; use grid.data = N alone")
     spec = models.get(config.model.kind)
     precision, pipeline, train = config.precision, config.pipeline, config.train
     itemsize = BYTES[precision.compute]
@@ -127,9 +139,10 @@ def read(config: Config) -> tuple[Job, Choice]:
         average_every=config.data_parallel.average_every if config.data_parallel.method == "local_sgd" else 1,
         servers=config.data_parallel.idle,
     )
-    sizes = (size_of(config.grid_shape, axis) for axis in ("data", "pipeline", "x", "y", "z"))
+    grid = config.grid_shape
+    sizes = (grid[axis] for axis in ("replica", "pipeline", "x", "y", "z"))
     choice = Choice(
         *sizes, train.microbatches, pipeline.schedule, pipeline.virtual_stages, train.recompute,
-        config.data_parallel.method, config.tensor.algorithm,
+        config.data_parallel.method, config.tensor.algorithm, grid["ring"], grid["ulysses"],
     )  # fmt: skip
     return job, choice

@@ -27,7 +27,7 @@ MEASURED = {
     "agreeing": ("stragglers",),
 }
 ALSO = {"bubble": ("pipeline",)}  # others of the metrics
-LEARNED = ("compute", "data", "tensor")
+LEARNED = ("compute", "data", "tensor", "sequence")
 SMALL = 0.01  # parts of a step below that teach nothing
 
 

@@ -113,6 +113,7 @@ class Learned:
     compute: float = 1.0
     data: float = 1.0
     tensor: float = 1.0
+    sequence: float = 1.0
     optimizer: float = 1.0
     memory: float = 1.0
     runs: int = 0

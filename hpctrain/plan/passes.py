@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from hpctrain.plan.job import Job
+from hpctrain.choices import PLANE_PRODUCTS
+from hpctrain.plan.job import Choice, Job
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.network import Group, Network
 
@@ -14,25 +15,26 @@ from hpctrain.plan.network import Group, Network
 RESIDUAL, INNER, BACKWARD = 2.75, 1.2, 1.25
 # Operations of a block or of an end besides products, forward; backward twice as many.
 OPERATIONS = 16
-PLANE = ("cannon", "summa", "two_half_d")
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds: products and element-wise operations, and communication on the tensor axes that nothing hides."""
+    """Seconds: products and element-wise operations, and communication on the tensor and sequence axes that nothing
+    hides."""
 
     compute: float = 0.0
     tensor: float = 0.0
+    sequence: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.tensor
+        return self.compute + self.tensor + self.sequence
 
     def __add__(self, other: Pass) -> Pass:
-        return Pass(self.compute + other.compute, self.tensor + other.tensor)
+        return Pass(self.compute + other.compute, self.tensor + other.tensor, self.sequence + other.sequence)
 
     def __mul__(self, count: float) -> Pass:
-        return Pass(self.compute * count, self.tensor * count)
+        return Pass(self.compute * count, self.tensor * count, self.sequence * count)
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,19 @@ class Part:
 
 
 class Box:
-    """A tensor box of x × y × z ranks with `sequences` of a microbatch; sizes are those of its fullest rank."""
+    """A tensor box of x × y × z ranks with a microbatch, whose sequences ring × Ulysses such boxes share. Sizes are
+    those of the fullest rank."""
 
-    def __init__(self, job: Job, machine: Machine, network: Network, algorithm: str, x: int, y: int, z: int,
-                 sequences: int):  # fmt: skip
+    def __init__(self, job: Job, machine: Machine, network: Network, choice: Choice):
         self.job, self.machine, self.network = job, machine, network
-        self.x, self.y, self.z, self.plane = x, y, z, algorithm in PLANE
+        x, y, z = self.x, self.y, self.z = choice.box
+        self.ring, self.ulysses = choice.ring, choice.ulysses
+        self.plane = choice.algorithm in PLANE_PRODUCTS
         self.groups = {"x": Group(x, y * z), "y": Group(y, z), "z": Group(z, 1), "xy": Group(x * y, z)}
-        self.rows = -(-sequences // z) * job.costs.context
-        self.sequences = -(-sequences // z)
+        self.groups["ulysses"] = Group(self.ulysses, x * y * z)
+        self.groups["ring"] = Group(self.ring, x * y * z * self.ulysses * choice.pipeline)
+        self.sequences = -(-job.sequences(choice) // z)
+        self.rows = self.sequences * -(-job.costs.context // (self.ring * self.ulysses))
         self.rate = machine.peak_of(job.compute, job.matmul) * machine.device.product
         self.heads = -(-job.groups // (x * y)) * (job.heads // job.groups)  # of this rank
 
@@ -78,14 +84,14 @@ class Box:
     def elements(self, nbytes: float) -> float:
         return nbytes / self.machine.device.bandwidth
 
-    def finished(self, seconds: float, operations: int, tensor: float) -> Pass:
+    def finished(self, seconds: float, operations: int, tensor: float, sequence: float = 0.0) -> Pass:
         """With the launches of the operations, and the communication that the computation does not hide."""
         launches = operations * self.machine.device.launch
         asynchronous = self.machine.software.asynchronous
         compute = max(seconds, launches) if asynchronous else seconds + launches
         hidden = min(self.machine.software.hidden_tensor * tensor, compute)
         learned = self.machine.learned
-        return Pass(compute * learned.compute, (tensor - hidden) * learned.tensor)
+        return Pass(compute * learned.compute, (tensor - hidden) * learned.tensor, sequence * learned.sequence)
 
     # What a linear layer takes
 
@@ -128,9 +134,26 @@ class Box:
         """Seconds of the scores and their mixture, forward."""
         costs, software = self.job.costs, self.machine.software
         head_width = costs.attention_width / self.job.heads
-        scores = self.sequences * self.heads * costs.context * costs.keys
-        flops = 4 * scores * head_width * software.attended
-        return flops / (self.rate * self.machine.device.attention) + self.elements(scores * software.score_bytes)
+        flops = 4 * self.scores * head_width * software.attended
+        return flops / (self.rate * self.machine.device.attention) + self.elements(self.scores * software.score_bytes)
+
+    @property
+    def scores(self) -> float:
+        """Of this rank's heads, whose queries the sequence's ranks share evenly."""
+        costs = self.job.costs
+        return self.sequences * self.heads * costs.context * costs.keys / (self.ring * self.ulysses)
+
+    @functools.cached_property
+    def exchange(self) -> tuple[float, float]:
+        """Seconds of the ring's and the Ulysses axis' messages of a block, forward and backward."""
+        columns = self.y if self.plane else self.x * self.y
+        rows = self.rows / self.x if self.plane else self.rows
+        ring, ulysses = self.job.costs.sequence_elements(rows, self.ring, self.ulysses, columns)
+        size, net = self.job.itemsize, self.network
+        # the network counts whole tensors, of which a rank receives all but its own part
+        around = net.all_gather(size * ring * self.ring / max(1, self.ring - 1), self.groups["ring"])
+        across = net.all_to_all(size * ulysses * self.ulysses / max(1, self.ulysses - 1), self.groups["ulysses"])
+        return around / 3 + across / 2, around * 2 / 3 + across / 2
 
     def norm(self) -> float:
         """Seconds of the sums over y of a norm, forward or backward."""
@@ -155,10 +178,11 @@ class Box:
         scores = self.attention * (2.0 if self.machine.software.score_bytes else 2.5)
         inputs = computes[1] + BACKWARD * elementwise + scores, tensors[1] + norms
         operations = OPERATIONS + len(costs.linears)
+        there, back = self.exchange
         again = (0.0, 0.0, 0)
         kept, working = residual + inner, 2.0 * size * self.rows * max(e.n_out for e in costs.linears) / box
         if self.machine.software.score_bytes:
-            scores_kept = 2.5 * size * self.sequences * self.heads * costs.context * costs.keys
+            scores_kept = 2.5 * size * self.scores
             kept += 0.0 if recompute == "attention" else scores_kept
             working += scores_kept if recompute == "attention" else 0.0
         if recompute == "block":
@@ -169,8 +193,11 @@ class Box:
         if self.z > 1:  # a weight is whole while it is used
             working += 2 * size * max(e.n_in * e.n_out for e in costs.linears) / box
         return Part(
-            self.finished(forward[0], operations, forward[1]),
-            self.finished(inputs[0] + again[0], 2 * operations + again[2], inputs[1] + again[1]),
+            self.finished(forward[0], operations, forward[1], there),
+            self.finished(
+                inputs[0] + again[0], 2 * operations + again[2], inputs[1] + again[1],
+                back + (there if recompute != "none" else 0.0),
+            ),
             self.finished(computes[2], len(costs.linears), tensors[2]),
             kept, working,
         )  # fmt: skip

@@ -107,7 +107,7 @@ class Search:
 
     def layout_bound(self, layout: Layout) -> float:
         """Seconds that any choice of this layout takes at least."""
-        choice = Choice(*layout, "1f1b", 0, "none", "ddp", self.given.algorithm)
+        choice = Choice(*layout, "1f1b", 0, "none", "ddp", *self.given[-3:])
         work = self.estimator.whole_microbatch(choice)
         return self._least(choice, layout.microbatches * work / layout.pipeline)
 

@@ -28,7 +28,8 @@ class Layout(NamedTuple):
 def layouts(job: Job, given: Choice, ranks: int) -> Iterator[Layout]:
     """Every grid of `ranks` that leaves no replica without a sequence and no stage without a layer, with every number
     of microbatches that cuts a replica's sequences evenly."""
-    for data, pipeline, box in all_grids(ranks):
+    shared = given.ring * given.ulysses
+    for data, pipeline, box in all_grids(ranks // shared) if ranks % shared == 0 else ():
         workers = data - job.servers
         if workers < 1 or workers > job.batch or pipeline > job.costs.layers or not _allowed(given.algorithm, box):
             continue
@@ -45,12 +46,12 @@ def choices(job: Job, given: Choice, layout: Layout) -> Iterator[Choice]:
     searched = given.schedule in ("gpipe", *SYNCHRONOUS) and job.partition is None
     orders = schedules(job.costs.layers, layout.pipeline) if searched else [(given.schedule, given.virtual_stages)]
     methods = ZERO if given.method in ZERO else (given.method,)
-    if layout.data == 1 and given.method in ZERO:
+    if layout.data * given.ring * given.ulysses == 1 and given.method in ZERO:
         methods = ("ddp",)
     for schedule, virtual_stages in orders:
         for recompute in RECOMPUTE if not job.slices else (given.recompute,):
             for method in methods:
-                yield Choice(*layout, schedule, virtual_stages, recompute, method, given.algorithm)
+                yield Choice(*layout, schedule, virtual_stages, recompute, method, *given[-3:])
 
 
 def schedules(layers: int, ranks: int) -> list[tuple[str, int]]:
