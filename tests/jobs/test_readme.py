@@ -117,6 +117,19 @@ def test_the_program(start, tmp_path, python):
     assert losses[0] > losses[1] > losses[2]
 
 
+def test_the_program_of_attention(start, tmp_path, python):
+    """On four ranks, each of which finds what one rank computes."""
+    (program,) = re.findall(
+        r"```python\n(.*?)```", section("hpctrain/layers/README.md", "Attention of sequences that are cut"), re.DOTALL
+    )
+    (tmp_path / "program.py").write_text(program)
+    ended = start(4, python, "-m", "mpi4py", str(tmp_path / "program.py")).wait(90)
+    assert ended.status == 0, ended.output
+    differ = [float(each) for each in re.findall(r"differs by (\S+)", ended.output)]
+    assert len(differ) == 4
+    assert max(differ) < 1e-5
+
+
 def test_the_files_exist():
     for name in re.findall(
         r"`(hpctrain/[\w/]+\.py|tests/[\w/]+\.py|train/\w+\.py)`", section("README.md", "Read these files first")
