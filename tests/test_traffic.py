@@ -76,6 +76,24 @@ def test_ledger_equals_formula_with_zero(world, method, way):
         assert sent["data"] == received["data"]
 
 
+SHARED = {
+    2: [((1, 2, 1), 1, 1), ((1, 1, 2), 1, 1)],
+    4: [((1, 2, 2), 1, 1), ((1, 4, 1), 1, 1), ((1, 1, 2), 1, (2, 1, 1)), ((1, 2, 1), 2, 1)],
+}  # fmt: skip
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(*SHARED)
+@pytest.mark.parametrize("shape", [EVEN, LLAMA, dataclasses.replace(LLAMA, kv_heads=2)])
+def test_ledger_equals_formula_where_ranks_share_sequences(world, shape):
+    for data, pipeline, tensor in SHARED[world.size]:
+        grid, shape = Grid(data, pipeline, tensor), dataclasses.replace(shape, layers=2)
+        received, _ = counted(grid, shape, batch=16, order=2)
+        expected = step_traffic(costs(shape), grid.shape, 16, 2, rank=grid.pipeline.rank)
+        assert received == pytest.approx(expected, abs=0), grid.shape
+        assert received["sequence"] > 0
+
+
 PLANES = [
     ("cannon", (1, 1, (2, 2, 1))), ("cannon", (1, 2, (2, 2, 1))), ("cannon", (2, 1, (2, 2, 1))),
     ("summa", (1, 1, (2, 1, 1))), ("summa", (1, 1, (1, 2, 1))), ("summa", (1, 1, (4, 1, 1))),
