@@ -45,7 +45,7 @@ def test_equals_one_rank(world, shape):
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize(("shape", "length"), [(UNEVEN, 103), (LLAMA, 103), (UNEVEN, 3), (LLAMA, 1)])
+@pytest.mark.parametrize(("shape", "length"), [(UNEVEN, 103), (LLAMA, 103), (UNEVEN, 3), (LLAMA, 2)])
 def test_long_sequences_and_fewer_tokens_than_ranks(world, shape, length):
     shape = dataclasses.replace(shape, layers=1, context=length + 1)
     for data in {2: [(1, 2, 1), (1, 1, 2)], 4: [(1, 2, 2), (1, 4, 1)]}[world.size]:
@@ -92,7 +92,7 @@ def test_tensor_algorithms(world, name, data, tensor):
 def test_zero(world, method, way):
     shape = fitting(GPT, 1)
     weights, losses, norms = serial(shape, 1.0)
-    for data in {2: [(1, 2, 1), (1, 1, 2)], 4: [(1, 2, 2), (2, 2, 1)]}[world.size]:
+    for data in {2: [(1, 2, 1), (1, 1, 2)], 4: [(1, 2, 2) if way == "windows" else (2, 2, 1)]}[world.size]:
         grid = Grid(data)
         if way == "messages":
             by_messages(grid)
@@ -115,7 +115,7 @@ def test_zero(world, method, way):
 @pytest.mark.parametrize("recompute", ["attention", "block"])
 def test_recompute(world, recompute):
     """The same bits, with dropout."""
-    for data, pipeline, tensor in {2: [((1, 2, 1), 1, 1)], 4: [((1, 2, 2), 1, 1), ((1, 1, 2), 2, 1)]}[world.size]:
+    for data, pipeline, tensor in {2: [((1, 1, 2), 1, 1)], 4: [((1, 2, 1), 2, 1)]}[world.size]:
         shape = fitting(LLAMA, pipeline)
         kept, again = (
             train_on(Grid(data, pipeline, tensor), shape, 2, 1.0, recompute=how)[1:] for how in ("none", recompute)
