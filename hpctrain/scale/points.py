@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod, sqrt
 
 from hpctrain.config import Config, load_config, to_toml
-from hpctrain.grid import all_grids, describe_shape, size_of
+from hpctrain.grid import all_grids, describe_shape
 from hpctrain.plan import Machine, predict
 from hpctrain.scale.work import received
 
@@ -59,7 +59,7 @@ def points(
                 f"the grid of {path} has {base.ranks} ranks, but the study begins with {ranks[0]}; give the grid of "
                 f"the first point, as grid.data={ranks[0]}, or begin with --ranks 1 or {base.ranks}"
             )
-        fixed += ["grid.data=1", "grid.pipeline=1", "grid.tensor=[1, 1, 1]"]
+        fixed += ["grid.data=1", "grid.sequence=1", "grid.pipeline=1", "grid.tensor=[1, 1, 1]"]
         base = load_config(path, fixed)
     fastest = []
     for count in ranks:
@@ -115,7 +115,8 @@ def _overrides(base, data, pipeline, box, weak):
     shape, model = base.grid_shape, base.model
     tensor = [shape[axis] * size for axis, size in zip("xyz", box)]
     overrides = [
-        f"grid.data={size_of(shape, 'data') * data}",
+        f"grid.data={[shape['replica'] * data, shape['ring'], shape['ulysses']]}",
+        "grid.sequence=1",
         f"grid.pipeline={shape['pipeline'] * pipeline}",
         f"grid.tensor={tensor}",
     ]
