@@ -204,6 +204,53 @@ def hidden():
     return table(["case", "sums alone / step", "part of them that backward hides"], rows)
 
 
+def ampnet():
+    found = [line for line in lines("ampnet") if line.get("peer")]
+    return pivot(
+        found, lambda line: (line["case"],), lambda line: line["peer"], ("GPT of 4 layers",), ("1f1b", "pipedream")
+    )
+
+
+def ampnet_steps():
+    """Of each side the steps to the loss, and who waits how much."""
+    rows, found = {}, [line for line in lines("ampnet") if "peer" in line and not line["peer"]]
+    for line in found:
+        what, kind, *name, ranks = line["case"].split(", ")
+        if what == "occupancy":
+            rows.setdefault((", ".join(name), ranks), {})[kind] = " ".join(f"{part:.2f}" for part in line["occupancy"])
+        else:
+            rows.setdefault((", ".join(name), ranks), {})["steps"] = str(line["steps"])
+    return table(
+        ["", "ranks", "occupancy, fixed lengths", "occupancy, variable lengths", "steps to the loss"],
+        ([*key, row.get("fixed lengths"), row.get("variable lengths"), row.get("steps")] for key, row in rows.items()),
+    )
+
+
+def ampnet_accuracy():
+    found = [line for line in lines("ampnet_accuracy") if line["case"].startswith("accuracy")]
+    rows = {line["case"].removeprefix("accuracy "): line for line in found}  # the last epoch of each
+    return table(
+        ["task", "criterion", "right", "epochs", "instances an epoch", "staleness"],
+        (
+            [case, f"{100 * line['goal']:.0f} %", f"{100 * line['right']:.1f} %", str(line["epoch"]),
+             str(line["instances"]), f"{line['staleness']:.1f}"]
+            for case, line in rows.items()
+        ),
+    )  # fmt: skip
+
+
+def ampnet_elastic():
+    found = [line for line in lines("ampnet_accuracy") if line["case"].startswith("elastic")]
+    return table(
+        ["task", "epochs", "keys", "staleness", "mean loss of the last epoch", "beside one key"],
+        (
+            [line["case"].removeprefix("elastic "), str(line["epoch"]), str(line["keys"]), f"{line['staleness']:.1f}",
+             f"{line['loss']:.3f}", f"{100 * line['beside_one_key']:+.1f} %"]
+            for line in found
+        ),
+    )  # fmt: skip
+
+
 def equality():
     rows = []
     for name in ("equivalence", "equivalence-algorithms", "equivalence_replicas"):
@@ -237,7 +284,7 @@ TABLES = {
     made.__name__: made
     for made in (
         machine, peers, summary, memory, pipeline, simulator, matmul, layer, elements, allreduce, weak_scaling,
-        hidden, equality, hdf5, reading, checkpoint,
+        hidden, equality, hdf5, reading, checkpoint, ampnet, ampnet_steps, ampnet_accuracy, ampnet_elastic,
     )
 }  # fmt: skip
 
