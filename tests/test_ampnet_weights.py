@@ -15,8 +15,7 @@ def weights_of(options, lr=0.5, value=4.0):
 
 
 def forward(weights, instance):
-    weights.begin(instance)
-    version, values = weights.take()
+    version, values = weights.take(instance)
     return version, values["w"], values["w"] ** 2
 
 
@@ -47,38 +46,49 @@ def test_a_gradient_is_that_of_its_forward():
 def test_weights_under_way_are_left_alone():
     weights, parameter, _ = weights_of(AMPNet(4), lr=0.25)
     memory = parameter.data_ptr()
-    first = forward(weights, 0)
-    backward(weights, 0, first)
-    weights.begin(1)
-    assert parameter.data_ptr() == memory  # nobody needs the old ones
-    under_way = forward(weights, 1)
-    done = forward(weights, 2)
-    backward(weights, 2, done)
-    weights.begin(3)
+    backward(weights, 0, forward(weights, 0))
+    under_way = forward(weights, 1)  # updates: 4 - 0.25·8 = 2
+    assert parameter.data_ptr() == memory  # nobody needed the old ones
+    backward(weights, 2, forward(weights, 2))
+    newest = forward(weights, 3)  # updates: 2 - 0.25·4 = 1
     assert parameter.data_ptr() != memory
     assert under_way[1].item() == 2.0
-    newest = forward(weights, 3)
     backward(weights, 1, under_way)  # an old one; the newest is still needed
-    before = newest[1].item()
-    weights.begin(4)
-    assert newest[1].item() == before
+    forward(weights, 4)  # updates: 1 - 0.25·4 = 0
+    assert (newest[1].item(), parameter.item()) == (1.0, 0.0)
+
+
+def test_an_update_is_by_instances_that_are_done():
+    """Instance 0 has two messages; the gradient of one waits for the other, and that of instance 1 does not."""
+    weights, parameter, _ = weights_of(AMPNet(4), lr=0.25)
+    first, second = forward(weights, 0), forward(weights, 0)
+    backward(weights, 0, first)
+    other = forward(weights, 1)
+    assert weights.updates == 0
+    backward(weights, 1, other)
+    forward(weights, 2)  # updates: 4 - 0.25·8 = 2
+    assert (weights.updates, parameter.item()) == (1, 2.0)
+    backward(weights, 0, second)
+    forward(weights, 3)  # updates: 2 - 0.25·16
+    assert (weights.updates, parameter.item()) == (2, -2.0)
+    assert weights.staleness == {0: 1, 1: 2}
 
 
 @pytest.mark.parametrize("correct", [False, True])
 def test_the_rate_is_divided_by_the_age(correct):
-    """Two gradients of age 0 (rate 0.5) and then one of age 2, at half the rate."""
-    weights, parameter, optimizer = weights_of(AMPNet(4, 1, correct), lr=0.5)
+    """Two gradients of age 0 (rate 0.25) and then one of age 2, at half the rate."""
+    weights, parameter, optimizer = weights_of(AMPNet(4, 1, correct), lr=0.25)
     old = forward(weights, 0)
-    for instance in (1, 2):
-        fresh = forward(weights, instance)
-        backward(weights, instance, fresh)
-    weights.begin(3)
+    for instance in (1, 2, 3):
+        taken = forward(weights, instance)
+        if instance < 3:
+            backward(weights, instance, taken)
     before = parameter.item()
     backward(weights, 0, old)
-    weights.finish()
+    forward(weights, 4)
     assert weights.staleness == {0: 2, 2: 1}
-    assert parameter.item() == before - 0.5 * 8.0 / (2 if correct else 1)
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert parameter.item() == before - 0.25 * 8.0 / (2 if correct else 1)
+    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_a_weight_without_gradient_is_taken_as_zero():

@@ -57,8 +57,7 @@ class Transform(Node):
         if not run.training:
             with torch.no_grad():
                 return self._outputs(functional_call(self.module, self.weights.newest, tuple(arguments))), ()
-        self.weights.begin(state[0])
-        version, weights = self.weights.take()
+        version, weights = self.weights.take(state[0])
         outputs = self._outputs(functional_call(self.module, weights, tuple(arguments)))
         return outputs, (inputs, outputs, version, [w for w in weights.values() if w.requires_grad])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,13 +14,27 @@ from hpctrain.pipeline.message_driven import AMPNet
 Gradients = list[torch.Tensor | None]
 
 
+@dataclass
+class _Instance:
+    """What one instance has at the node: forwards without their backward yet, and gradients.
+
+    Attributes: `sum` of those that may be added as they come; `by_state`, those that are kept apart; `versions`, that
+    each of them is of.
+    """
+
+    missing: int = 0
+    sum: Gradients | None = None
+    by_state: dict[State, Gradients] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+
+
 class Weights:
     """A forward computes with the newest weights, and its backward differentiates by the same ones, whatever was
     updated in between (the paper differentiates by the newest, which is the gradient of nothing). An update leaves
     older weights alone where a message still needs them, and is made in place where none does.
 
-    An update is made when an instance comes forward that has no gradient in the sum yet, so never in the middle of one
-    instance that is alone; `finish` makes the last.
+    An update is made when an instance comes that was not here before, by the gradients of those that have nothing left
+    here; so never in the middle of one instance that is alone. `finish` makes the last.
 
     Where one instance at a time is under way, its gradients are added in the reverse order of its states, whatever the
     order in which they came: then the sum is that of autograd on one rank, to the bit. Otherwise as they come.
@@ -40,22 +55,19 @@ class Weights:
         self.updates = 0
         self._users = 0  # messages that need the newest version
         self._newest: dict[str, torch.Tensor] | None = None
-        self._sum: Gradients = [None] * len(self.trained)
-        self._versions: list[int] = []  # of the gradients in the sum
-        self._instances: set[int] = set()  # of which the sum has gradients
-        self._alone: dict[State, Gradients] = {}  # of the one instance under way
+        self._here: dict[int, _Instance] = {}
+        self._sum: Gradients = self._none()  # of instances that are done
+        self._done, self._versions = 0, []  # how many, and of which versions their gradients are
         self._last: Gradients = []
 
-    def begin(self, instance: int) -> None:
-        """A message of an instance comes forward."""
-        if instance in self._instances:
-            return
-        self._add_up()
-        if len(self._instances) >= self.options.min_update_frequency:
-            self._update()
-
-    def take(self) -> tuple[int, dict[str, torch.Tensor]]:
+    def take(self, instance: int) -> tuple[int, dict[str, torch.Tensor]]:
         """The newest version and its number, for a forward whose backward calls `give`."""
+        if instance not in self._here:
+            self._collect()
+            if self._done >= self.options.min_update_frequency:
+                self._update()
+            self._here[instance] = _Instance()
+        self._here[instance].missing += 1
         self._users += 1
         return self.updates, self.newest
 
@@ -69,26 +81,35 @@ class Weights:
     def give(self, state: State, version: int, gradients: Gradients) -> None:
         """Those of one message, whose forward took this version."""
         self._users -= version == self.updates
-        self._instances.add(state[0])
-        self._versions.append(version)
+        here = self._here[state[0]]
+        here.missing -= 1
+        here.versions.append(version)
         if self.options.max_active_keys == 1:
-            self._alone[state] = gradients
+            here.by_state[state] = gradients
         else:
-            self._sum = _added(self._sum, gradients)
+            here.sum = _added(here.sum or self._none(), gradients)
 
     def finish(self) -> None:
         """Update by what is left; leaves the last gradient on the parameters, for whoever asks for its norm."""
-        self._add_up()
-        if self._instances:
+        self._collect()
+        if self._done:
             self._update()
         for parameter, gradient in zip(self.trained, self._last):
             parameter.grad = gradient
 
-    def _add_up(self) -> None:
-        total: Gradients = [None] * len(self.trained)
-        for _, gradients in sorted(self._alone.items(), reverse=True):
-            total = _added(total, gradients)
-        self._sum, self._alone = _added(self._sum, total), {}
+    def _none(self) -> Gradients:
+        return [None] * len(self.trained)
+
+    def _collect(self) -> None:
+        """Add up the instances that have nothing left here."""
+        for number in [number for number, here in self._here.items() if not here.missing]:
+            here = self._here.pop(number)
+            total = here.sum or self._none()
+            for _, gradients in sorted(here.by_state.items(), reverse=True):
+                total = _added(total, gradients)
+            self._sum = _added(self._sum, total)
+            self._done += 1
+            self._versions += here.versions
 
     def _update(self) -> None:
         stale = [self.updates - version for version in self._versions]
@@ -105,7 +126,7 @@ class Weights:
         self._step(sum(stale) / len(stale))
         self.updates += 1
         self._newest, self._users = None, 0
-        self._sum, self._versions, self._instances = [None] * len(self.trained), [], set()
+        self._sum, self._done, self._versions = self._none(), 0, []
 
     def _step(self, staleness: float) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]
