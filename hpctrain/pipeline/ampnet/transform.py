@@ -53,7 +53,6 @@ class Transform(Node):
     def _compute(self, state, inputs, run) -> tuple[list[torch.Tensor], tuple]:
         """Outputs, and what the backward needs of it."""
         arguments = [*inputs, self.given(state, run.instances[state[0]])] if self.given else inputs
-        self.module.train(run.training)
         if not run.training:
             with torch.no_grad():
                 return self._outputs(functional_call(self.module, self.weights.newest, tuple(arguments))), ()
