@@ -90,6 +90,9 @@ def test_commands(checkout, title):
             for name in ("zbv", "slices")
         )
         assert zbv == pytest.approx(slices, rel=1e-5)
+    elif title == "Message driven pipelines":
+        records = [json.loads(line) for line in (checkout / "runs/ampnet/metrics.jsonl").read_text().splitlines()]
+        assert [sum(record["nodes"]["stage 0"]["staleness"]) for record in records] == [4, 8]
     elif title == "Models":
         assert json.loads((checkout / "llama-small/config.json").read_text())["num_key_value_heads"] == 2
         assert "resumed after step 4" in ended.stdout
