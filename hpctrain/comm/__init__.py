@@ -28,7 +28,7 @@ from hpctrain.comm.rooted import broadcast, broadcast_start, gather, reduce, sca
 from hpctrain.comm.script_watchdog import start_watchdog
 from hpctrain.comm.sharded_buffer import ShardedBuffer
 from hpctrain.comm.watchdog import Watchdog, WatchedComm
-from hpctrain.comm.workspace import workspace
+from hpctrain.comm.workspace import reduce_rows, workspace
 
 __all__ = [
     "CollectiveChecker",
@@ -63,6 +63,7 @@ __all__ = [
     "recv",
     "recv_start",
     "reduce",
+    "reduce_rows",
     "reduce_scatter",
     "reduce_scatter_start",
     "scatter",

@@ -8,7 +8,8 @@ Backward is collective as well: the result must be used on every rank, or on non
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,9 +19,12 @@ from hpctrain.comm.reductions import all_reduce as _all_reduce
 from hpctrain.grid import Axis
 
 
-class _Op(torch.autograd.Function):
-    """`forward(x, *arguments)` and its adjoint, both taking (tensor, *arguments)."""
+def with_adjoint(x: torch.Tensor, forward: Callable, adjoint: Callable, *arguments: Any) -> torch.Tensor:
+    """`forward(x, *arguments)`, whose gradient g is `adjoint(g, *arguments)`."""
+    return _WithAdjoint.apply(x, forward, adjoint, *arguments)
 
+
+class _WithAdjoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, forward, adjoint, *arguments):
         ctx.forward_op, ctx.adjoint, ctx.arguments = forward, adjoint, arguments
@@ -29,7 +33,7 @@ class _Op(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():  # create_graph: the adjoint's adjoint is the operation itself
-            grad_x = _Op.apply(grad, ctx.adjoint, ctx.forward_op, *ctx.arguments)
+            grad_x = with_adjoint(grad, ctx.adjoint, ctx.forward_op, *ctx.arguments)
         else:
             grad_x = ctx.adjoint(grad, *ctx.arguments)
         return (grad_x, None, None, *[None] * len(ctx.arguments))
@@ -37,52 +41,52 @@ class _Op(torch.autograd.Function):
 
 def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over all ranks, on every rank. Adjoint: the same."""
-    return _Op.apply(x, _sum, _sum, axis)
+    return with_adjoint(x, _sum, _sum, axis)
 
 
 def all_gather(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None) -> torch.Tensor:
     """All ranks' rows on every rank. Adjoint: reduce-scatter."""
     counts = counts or (len(x),) * axis.size
-    return _Op.apply(x, _new(collectives.all_gather), _new(collectives.reduce_scatter), axis, counts)
+    return with_adjoint(x, _new(collectives.all_gather), _new(collectives.reduce_scatter), axis, counts)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's rows of the sum over all ranks. Adjoint: all-gather."""
     counts = counts or collectives.even_rows(len(x), axis.size)
-    return _Op.apply(x, _new(collectives.reduce_scatter), _new(collectives.all_gather), axis, counts)
+    return with_adjoint(x, _new(collectives.reduce_scatter), _new(collectives.all_gather), axis, counts)
 
 
 def broadcast(x: torch.Tensor, axis: Axis, root: int = 0) -> torch.Tensor:
     """The root's tensor on every rank. Adjoint: the sum over all ranks on the root, zeros elsewhere."""
-    return _Op.apply(x, _copied(rooted.broadcast), _new(rooted.reduce), axis, root)
+    return with_adjoint(x, _copied(rooted.broadcast), _new(rooted.reduce), axis, root)
 
 
 def reduce(x: torch.Tensor, axis: Axis, root: int = 0) -> torch.Tensor:
     """The sum over all ranks on the root, zeros elsewhere. Adjoint: broadcast."""
-    return _Op.apply(x, _new(rooted.reduce), _copied(rooted.broadcast), axis, root)
+    return with_adjoint(x, _new(rooted.reduce), _copied(rooted.broadcast), axis, root)
 
 
 def gather(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None, root: int = 0) -> torch.Tensor:
     """All ranks' rows on the root, no rows elsewhere. Adjoint: scatter."""
     counts = counts or (len(x),) * axis.size
-    return _Op.apply(x, _new(rooted.gather), _new(rooted.scatter), axis, counts, root)
+    return with_adjoint(x, _new(rooted.gather), _new(rooted.scatter), axis, counts, root)
 
 
 def scatter(x: torch.Tensor, axis: Axis, counts: Sequence[int], root: int = 0) -> torch.Tensor:
     """This rank's rows of the root's tensor; elsewhere x has no rows. Adjoint: gather."""
-    return _Op.apply(x, _new(rooted.scatter), _new(rooted.gather), axis, counts, root)
+    return with_adjoint(x, _new(rooted.scatter), _new(rooted.gather), axis, counts, root)
 
 
 def all_to_all(
     x: torch.Tensor, axis: Axis, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None
 ) -> torch.Tensor:
     """Rows `send_counts[r]` go to rank r. Adjoint: the rows go back, counts exchanged."""
-    return _Op.apply(x, _new(collectives.all_to_all), _send_back, axis, send_counts, recv_counts or send_counts)
+    return with_adjoint(x, _new(collectives.all_to_all), _send_back, axis, send_counts, recv_counts or send_counts)
 
 
 def halo(x: torch.Tensor, plan: Halo) -> torch.Tensor:
     """The rows that this rank needs, from the ranks that hold them. Adjoint: they go back and are summed."""
-    return _Op.apply(x, plan.exchange, plan.adjoint)
+    return with_adjoint(x, plan.exchange, plan.adjoint)
 
 
 def send(x: torch.Tensor, axis: Axis, dest: int, tag: int = 0) -> torch.Tensor:
@@ -90,7 +94,7 @@ def send(x: torch.Tensor, axis: Axis, dest: int, tag: int = 0) -> torch.Tensor:
 
     Returns a zero that depends on x: backward through it (`zero.backward()`, or adding it to a loss) receives.
     """
-    return _Op.apply(x, _send, _recv_like(x), axis, dest, tag)
+    return with_adjoint(x, _send, _recv_like(x), axis, dest, tag)
 
 
 def recv(like: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> torch.Tensor:
@@ -98,7 +102,7 @@ def recv(like: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> torch.Ten
 
     `like` must require gradients if the gradient is to be sent back; its values do not matter.
     """
-    return _Op.apply(like, _recv, _send_gradient, axis, source, tag)
+    return with_adjoint(like, _recv, _send_gradient, axis, source, tag)
 
 
 def _new(operation):

@@ -46,11 +46,6 @@ class MessageWorkspace:
     def reduce_start(self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> Work:
         return reduce_scatter_start(buffer, self.axis, counts, dtype)
 
-    def reduce_rows(self, buffer: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        width = buffer.shape[1]
-        flat = self.reduce(buffer.view(-1), [count * width for count in counts])
-        return flat.view(counts[self.axis.rank], width)
-
     @timed_method
     def reduce_columns(self, buffer: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         rows, local = len(buffer), widths[self.axis.rank]

@@ -106,11 +106,6 @@ class SharedMemoryWorkspace:
         axis.transport.traffic.add(axis.name, "all_gather", *moved)
         return whole
 
-    def reduce_rows(self, buffer: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        width = buffer.shape[1]
-        flat = self.reduce(buffer.view(-1), [count * width for count in counts])
-        return flat.view(counts[self.axis.rank], width)
-
     @timed_method
     def reduce_columns(self, buffer: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         axis = self.axis

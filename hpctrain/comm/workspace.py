@@ -42,10 +42,6 @@ class LocalWorkspace:
         """Begin `reduce`, which must be waited for before the next call of the same workspace."""
         return done(self.reduce(buffer, counts, dtype))
 
-    def reduce_rows(self, buffer: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        """This rank's rows of the sum of all ranks' buffers, viewed as matrices."""
-        return buffer
-
     def reduce_columns(self, buffer: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         """This rank's columns of the sum of all ranks' buffers, viewed as matrices."""
         return buffer
@@ -98,6 +94,14 @@ def workspace(axis: Axis, like: torch.Tensor, use: str = "blocking") -> Workspac
     if found is None:
         found = workspaces[axis, like.is_cpu, use] = new_workspace(axis, like)
     return found
+
+
+def reduce_rows(workspace: Workspace, buffer: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+    """This rank's rows of the sum of all ranks' buffers, viewed as matrices."""
+    width = buffer.shape[1]
+    return workspace.reduce(buffer.view(-1), tuple(count * width for count in counts)).view(
+        counts[workspace.axis.rank], width
+    )
 
 
 def new_workspace(axis: Axis, like: torch.Tensor) -> Workspace:

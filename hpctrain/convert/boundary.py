@@ -14,28 +14,28 @@ from __future__ import annotations
 import torch
 
 from hpctrain import comm
-from hpctrain.comm.functional import _Op
+from hpctrain.comm.functional import with_adjoint
 from hpctrain.grid import Axis
 
 
 def enter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A whole tensor for every rank to work on its part with. Adjoint: the sum of what the ranks made of it."""
-    return x if axis.size == 1 else _Op.apply(x, _same, _sum, axis)
+    return x if axis.size == 1 else with_adjoint(x, _same, _sum, axis)
 
 
 def leave(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The whole tensor, from summands on every rank. Adjoint: the gradient itself."""
-    return x if axis.size == 1 else _Op.apply(x, _sum, _same, axis)
+    return x if axis.size == 1 else with_adjoint(x, _sum, _same, axis)
 
 
 def take(x: torch.Tensor, axis: Axis, counts: tuple[int, ...], dim: int) -> torch.Tensor:
     """This rank's part of a whole tensor along `dim`; rank r takes counts[r]. Adjoint: `gather`."""
-    return x if axis.size == 1 else _Op.apply(x, _part, _whole, axis, counts, dim)
+    return x if axis.size == 1 else with_adjoint(x, _part, _whole, axis, counts, dim)
 
 
 def gather(x: torch.Tensor, axis: Axis, counts: tuple[int, ...], dim: int) -> torch.Tensor:
     """The whole tensor, from every rank's part along `dim`. Adjoint: `take`."""
-    return x if axis.size == 1 else _Op.apply(x, _whole, _part, axis, counts, dim)
+    return x if axis.size == 1 else with_adjoint(x, _whole, _part, axis, counts, dim)
 
 
 def _same(x, axis):

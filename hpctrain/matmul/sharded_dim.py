@@ -64,7 +64,7 @@ class Rows(ShardedDim):
         return comm.workspace(self.axis, block).gather(block, self.sizes)
 
     def reduce(self, partial: torch.Tensor):
-        return comm.workspace(self.axis, partial).reduce_rows(partial, self.sizes)
+        return comm.reduce_rows(comm.workspace(self.axis, partial), partial, self.sizes)
 
     def sum(self, matrix: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the sum of all ranks' matrices."""

@@ -34,7 +34,7 @@ class TwoHalfDRows(TwoHalfD):
         a = z.rows_to_columns(a, rows, widths)
         summand = z.buffer(len(a) * b.shape[1], b).view(len(a), b.shape[1])
         self._nn(a, b, depth, depth, out=summand)
-        return z.reduce_rows(summand, rows)
+        return comm.reduce_rows(z, summand, rows)
 
     def nt(self, a, b, sizes, rows=None):
         depth, widths = self._on_this_depth(sizes)

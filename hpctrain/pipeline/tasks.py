@@ -27,20 +27,21 @@ Need = tuple[str, tuple[int, int, int, int], int | None]
 
 def needs(action: Action, graph: StageGraph, slices: int) -> Iterator[Need]:
     """What must be finished before a piece of work, from the graph alone."""
-    kind, (replica, stage, m, part) = action.kind, action.unit
+    kind, unit = action.kind, action.unit
+    replica, stage, m, part = unit
     if kind == FORWARD:
         for edge, source in graph.into[stage]:
             yield (FORWARD, (replica, source, m, part), edge)
         if part:
             yield (FORWARD, (replica, stage, m, part - 1), None)
     elif kind in GRADIENT:
-        yield (FORWARD, (replica, stage, m, part), None)
+        yield (FORWARD, unit, None)
         for edge, target in graph.out[stage]:
             yield (INPUT_GRADIENT, (replica, target, m, part), edge)
         if part + 1 < slices:
             yield (INPUT_GRADIENT, (replica, stage, m, part + 1), None)
     elif kind == WEIGHT_GRADIENT:
-        yield (INPUT_GRADIENT, (replica, stage, m, part), None)
+        yield (INPUT_GRADIENT, unit, None)
 
 
 class Tasks:
@@ -89,9 +90,10 @@ class Tasks:
                     waits[task].append((previous, None))
                 previous = task
                 for action in actions:
-                    if action.kind == FORWARD:
+                    kind = action.kind
+                    if kind == FORWARD:
                         forwards[action.unit] = task
-                    elif action.kind in GRADIENT:
+                    elif kind in GRADIENT:
                         gradients[action.unit] = task
         for actions, before, ranks in zip(tasks, waits, carriers):
             for action in actions:
@@ -99,7 +101,7 @@ class Tasks:
                     giver = done[kind].get(unit)
                     if giver is None:
                         raise ValueError(f"{action} waits for {Action(kind, *unit)}, which no rank does")
-                    before.append((giver, None if carriers[giver] == ranks else edge))
+                    before.append((giver, None if edge is None or carriers[giver] == ranks else edge))
         self._graph, self._slices = graph, slices
         self.order = self._sort()
 
