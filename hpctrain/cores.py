@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 
 
 class Cores:
@@ -20,7 +21,9 @@ class Cores:
     the cores that the system allows its container, as under `taskset`.
     """
 
-    def __init__(self, packages, hardware_threads: int, quota: float | None = None, pinned: bool = False):
+    def __init__(
+        self, packages: Iterable[int], hardware_threads: int, quota: float | None = None, pinned: bool = False
+    ):
         self.packages = tuple(packages)
         self.hardware_threads = hardware_threads
         self.quota = quota

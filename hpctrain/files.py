@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 
@@ -62,7 +63,7 @@ class Disk:
     Attributes: `error`, the first one, or None.
     """
 
-    def __init__(self, raw):
+    def __init__(self, raw: io.RawIOBase):
         self.raw, self.error, self.place, self.end = raw, None, 0, 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -72,7 +73,7 @@ class Disk:
     def tell(self) -> int:
         return self.place
 
-    def write(self, data) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         data, done = memoryview(data).cast("B"), 0
         try:
             while not self.error and done < len(data):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ class GradSync:
         """Whether a later backward of the step may take this one's sum over ranks along."""
         return self.direct and self.state is not GradState.SYNCING
 
-    def defer(self, a: torch.Tensor, b: torch.Tensor, over) -> None:
+    def defer(self, a: torch.Tensor, b: torch.Tensor, over: Any) -> None:
         """Keep a @ b, to be summed over the ranks of `over` (`layers.sharded_dim.Rows`)."""
         if self._has_deferred:
             self._deferred.addmm_(a, b)

@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.traffic import Traffic
 
@@ -248,7 +248,7 @@ def size_of(shape: dict[str, int], name: str) -> int:
     return math.prod(shape[axis] for axis in parts_of(name))
 
 
-def grid_shape(data, pipeline, tensor) -> dict[str, int]:
+def grid_shape(data: Any, pipeline: int, tensor: Any) -> dict[str, int]:
     """Sizes of AXES by name.
 
     >>> grid_shape(2, 1, 4)
@@ -289,7 +289,7 @@ def describe_shape(shape: dict[str, int]) -> str:
     return f"data {data} × pipeline {pipeline} × tensor {tensor}"
 
 
-def grid_arguments(shape):
+def grid_arguments(shape: dict[str, int]):
     """(data, pipeline, tensor) as `Grid` takes them."""
     data = tuple(shape[axis] for axis in JOINED["data"])
     return data[0] if data[1:] == (1, 1) else data, shape["pipeline"], tuple(shape[axis] for axis in TENSOR)

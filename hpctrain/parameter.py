@@ -5,6 +5,7 @@ They are read as attributes of the `torch.nn.Parameter`, and set by `annotate`, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypedDict, Unpack
 
@@ -55,7 +56,7 @@ def forget_grad_sync(parameter: torch.nn.Parameter) -> None:
     vars(parameter).pop("grad_sync", None)
 
 
-def on_arrival(parameter: torch.nn.Parameter, hook) -> None:
+def on_arrival(parameter: torch.nn.Parameter, hook: Callable) -> None:
     """Call `hook` whenever a gradient has been added to the parameter's, and no longer that of an earlier strategy."""
     if (earlier := getattr(parameter, "arrival", None)) is not None:
         earlier.remove()

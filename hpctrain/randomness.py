@@ -11,6 +11,8 @@ import math
 import pickle
 import random
 import zlib
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -88,7 +90,17 @@ def drop_threshold(drop: float) -> int:
     return round(drop * 2**16)
 
 
-def fill_slice(out: torch.Tensor, shard, numbers, chunk: int = 2**20) -> None:
+class Slice(Protocol):
+    """Of a `shard.Shard`, where it lies."""
+
+    @property
+    def global_shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def slices(self) -> tuple[slice, ...]: ...
+
+
+def fill_slice(out: torch.Tensor, shard: Slice, numbers: Callable, chunk: int = 2**20) -> None:
     """Fill this rank's slice with `numbers(start, count)`, a function of the row-major index in the global tensor.
 
     Works through whole rows of the last dim, a few at a time, so that no more than `chunk` numbers, or one row if that

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Shard:
         return first and (not self.holders or coords["pipeline"] == self.holders[0])
 
 
-def check_shards(model) -> None:
+def check_shards(model: torch.nn.Module) -> None:
     """Raise ValueError for a parameter without its `Shard`."""
     for name, parameter in model.named_parameters():
         if not hasattr(parameter, "shard"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Sequence
 
 from hpctrain import __version__
 from hpctrain.cli import (
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 class Intermixed(argparse.ArgumentParser):
     """Options may stand between the arguments, as in `submit JOB --nodes 2 run.steps=3 --follow`."""
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
         self.parse_known_args = super().parse_known_args  # which the line below calls
         try:
             return self.parse_known_intermixed_args(args, namespace)

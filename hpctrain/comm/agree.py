@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING
 
 from hpctrain.comm.watchdog import PATIENCE, WatchedComm
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class RemoteError(RuntimeError):
     """Another rank failed; the message names it."""
 
 
-def agree(comm, error: BaseException | None) -> None:
+def agree(comm: MPI.Intracomm, error: BaseException | None) -> None:
     """Raise on every rank of `comm` (mpi4py) when any rank brings an error; the lowest such rank's error is reported.
 
     That rank raises its own error. The others raise a ValueError of its text where it is a ValueError or an OSError, as
@@ -32,7 +36,7 @@ def agree(comm, error: BaseException | None) -> None:
 
 
 @contextlib.contextmanager
-def together(comm):
+def together(comm: MPI.Intracomm):
     """The block runs on every rank of `comm`; if it fails on one of them, all leave it with an error.
 
     The block itself must not communicate.

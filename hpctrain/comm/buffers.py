@@ -12,7 +12,9 @@ be used without waiting.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from time import perf_counter, sleep
+from typing import Any
 
 import torch
 
@@ -155,7 +157,7 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     return flat[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def wait(request) -> None:
+def wait(request: Any) -> None:
     """MPI_Wait that leaves the core to others when it takes long.
 
     An MPI that spins costs whoever shares the core: the other hardware thread, a rank or thread where there are more of
@@ -179,7 +181,7 @@ class Work:
 
     __slots__ = ("_finish", "_keep", "_requests", "_result", "owner")
 
-    def __init__(self, requests: list, result: torch.Tensor | None, finish=None, keep=()):
+    def __init__(self, requests: list, result: torch.Tensor | None, finish: Callable | None = None, keep: tuple = ()):
         self._requests, self._result, self._finish, self._keep = requests, result, finish, keep
         self.owner = None  # (axis, name of the operation, the one other rank or None), set by `timed`
 
@@ -212,7 +214,7 @@ class Work:
         self._requests, self._finish, self._keep = [], None, ()
         return self._result
 
-    def then(self, further) -> Work:
+    def then(self, further: Callable) -> Work:
         """`further`, given the result, makes the result."""
         finish, result = self._finish, self._result
         self._finish = lambda: further(result if finish is None else finish())

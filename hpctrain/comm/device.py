@@ -7,8 +7,14 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from hpctrain.grid import Grid
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
 
 log = logging.getLogger("hpctrain")
 
@@ -26,7 +32,7 @@ sys.exit(0 if torch.equal(sent, received) else 1)
 """
 
 
-def local_device(wanted: str, comm):
+def local_device(wanted: str, comm: MPI.Intracomm):
     """The torch device of this rank: "cpu", or a CUDA device chosen round-robin among the ranks of its node.
 
     Args:
@@ -57,7 +63,7 @@ def local_device(wanted: str, comm):
     return device
 
 
-def decide_cuda_aware(grid: Grid, device) -> str:
+def decide_cuda_aware(grid: Grid, device: torch.device) -> str:
     """Decide, together with all ranks, whether CUDA tensors go to MPI directly; sets `grid.transport.cuda_aware`.
 
     The ladder: HPCTRAIN_CUDA_AWARE=0 or 1 by the user; MPIX_Query_cuda_support of the libmpi that is really loaded;
@@ -84,7 +90,7 @@ def decide_cuda_aware(grid: Grid, device) -> str:
     return verdict
 
 
-def claim(environment) -> tuple[bool, str]:
+def claim(environment: Mapping[str, str]) -> tuple[bool, str]:
     """What this process can tell without trying: (is MPI said to be CUDA-aware, by whom)."""
     if "HPCTRAIN_CUDA_AWARE" in environment:
         value = environment["HPCTRAIN_CUDA_AWARE"]
@@ -114,7 +120,7 @@ def query_library() -> bool | None:
     return None
 
 
-def probe(device) -> str | None:
+def probe(device: torch.device) -> str | None:
     """Send one CUDA message in a process of its own; None when it arrives, otherwise what went wrong."""
     # The launcher's variables would make the child believe that it belongs to this job.
     launcher = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "MPI_LOCAL", "HYDRA_")

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from hpctrain.comm.buffers import Work, deliver, message, reachable
 from hpctrain.grid import Axis
+
+if TYPE_CHECKING:
+    import torch
 
 # These messages have a tag of their own; callers of `send` and `recv` use lower ones. 32767 is the largest that every
 # MPI allows.
 TAG = 32767
 
 
-def exchange(axis: Axis, name: str, tensor, sends, out, receives, same=False, then=None) -> Work:
+def exchange(
+    axis: Axis,
+    name: str,
+    tensor: torch.Tensor,
+    sends: Sequence[int],
+    out: torch.Tensor,
+    receives: Sequence[int],
+    same: bool = False,
+    then: Callable | None = None,
+) -> Work:
     """Begin to send sends[r] elements of `tensor` to each rank r, and to receive receives[r] into `out`, both in order.
 
     With `same`, every rank is sent the same elements, from the start of `tensor`. `then` makes the result from `out`.

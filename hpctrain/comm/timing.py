@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 from hpctrain.comm.buffers import Work
 from hpctrain.grid import Axis
 
 
-def timed(function):
+def timed(function: Callable):
     """A communication function (tensor, axis, …) whose seconds are noted for its axis and name. What such a function
     calls in turn is part of it; waiting for the `Work` that it started is noted as "NAME wait"."""
     name = function.__name__.removesuffix("_start")
@@ -21,7 +23,7 @@ def timed(function):
     return call
 
 
-def timed_method(method):
+def timed_method(method: Callable):
     """The same for a method of something with an `axis`."""
     name = method.__name__.removesuffix("_start")
 
@@ -32,7 +34,7 @@ def timed_method(method):
     return call
 
 
-def time_call(axis: Axis, name: str, function, *arguments, **options):
+def time_call(axis: Axis, name: str, function: Callable, *arguments: Any, **options: Any):
     """`function(*arguments, **options)`, whose seconds are noted for the axis and name."""
     traffic = axis.transport.traffic
     if traffic.timing or axis.size == 1:

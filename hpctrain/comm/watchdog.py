@@ -11,8 +11,12 @@ import time
 import traceback
 import weakref
 from collections import deque
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.grid import Axis, Grid
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 REMEMBERED = 12  # operations
 GRACE = 2.0  # seconds after its report for which an operation may still end well; other ranks report meanwhile
@@ -138,19 +142,19 @@ class WatchedComm:
         self._watchdog, self._comm = watchdog, watchdog.grid.comm
         self.rank, self.size = self._comm.rank, self._comm.size
 
-    def allgather(self, value, patience: int = 1):
+    def allgather(self, value: Any, patience: int = 1):
         with self._watchdog.during(self._watchdog.grid.world, "allgather", patience):
             return self._comm.allgather(value)
 
-    def gather(self, value):
+    def gather(self, value: Any):
         with self._watchdog.during(self._watchdog.grid.world, "gather"):
             return self._comm.gather(value)
 
-    def bcast(self, value):
+    def bcast(self, value: Any):
         with self._watchdog.during(self._watchdog.grid.world, "bcast"):
             return self._comm.bcast(value)
 
-    def send(self, value, dest, tag: int):
+    def send(self, value: Any, dest: int, tag: int):
         with self._watchdog.during(self._watchdog.grid.world, "send"):
             self._comm.send(value, dest, tag)
 
@@ -159,7 +163,7 @@ class WatchedComm:
             return self._comm.recv(source=source, tag=tag)
 
 
-def abort(comm) -> None:
+def abort(comm: MPI.Intracomm) -> None:
     """End the job, from a thread beside one that is inside MPI."""
     from mpi4py import MPI
 

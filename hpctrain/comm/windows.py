@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import socket
+from collections.abc import Callable
 
 import torch
 
@@ -66,7 +67,7 @@ class Window:
         self._barrier()
         self._window.Sync()
 
-    def barrier_start(self, then) -> Work:
+    def barrier_start(self, then: Callable | None) -> Work:
         """Begin a barrier. `wait()` completes it and returns `then()`, which sees what any rank wrote before."""
         self._window.Sync()
 

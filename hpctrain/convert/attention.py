@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,11 @@ from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis
 from hpctrain.layers.softmax_attention import softmax_attention
 
+if TYPE_CHECKING:
+    from hpctrain.convert.plan import Plan
 
-def kept(shape, p: float, dim: int, part: slice, like: torch.Tensor) -> torch.Tensor:
+
+def kept(shape: Sequence[int], p: float, dim: int, part: slice, like: torch.Tensor) -> torch.Tensor:
     """This rank's part along `dim` of a dropout mask of `shape`, scaled by 1 / (1 - p).
 
     Every rank draws the whole mask from torch's generator. So the mask is the one that torch's dropout would have drawn
@@ -66,8 +71,11 @@ class SplitMultiheadAttention:
     Attributes: `axis`; `part`, the heads of this rank; `counts`, heads by rank; `gathers`, whether `out_proj` is whole.
     """
 
-    def forward(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None,
-                average_attn_weights=True, is_causal=False):  # fmt: skip
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True, attn_mask: torch.Tensor | None = None, average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ):  # fmt: skip
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # torch's own words
         if query.is_nested:
@@ -142,7 +150,7 @@ def _to_add(mask, dtype):
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)
 
 
-def split_multihead_attention(plan, module: torch.nn.Module) -> None:
+def split_multihead_attention(plan: Plan, module: torch.nn.Module) -> None:
     for option, is_on in (("add_bias_kv", module.bias_k is not None), ("add_zero_attn", module.add_zero_attn)):
         if is_on:
             raise ValueError(f"{option} is not supported")
@@ -163,7 +171,7 @@ def split_multihead_attention(plan, module: torch.nn.Module) -> None:
     )  # fmt: skip
 
 
-def split_feed_forward(plan, module: torch.nn.Module) -> None:
+def split_feed_forward(plan: Plan, module: torch.nn.Module) -> None:
     """linear1, activation, dropout, linear2 of nn.TransformerEncoderLayer and nn.TransformerDecoderLayer.
 
     Left to the layers themselves where one of them was exchanged.

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from hpctrain.convert.attention import drop
 from hpctrain.convert.plain import POINTWISE, is_plain
 from hpctrain.convert.products import SplitLinear, split_linear
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpctrain.convert.plan import Plan
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -21,7 +28,7 @@ class Chained:
 
     planned = ()
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor):
         hooked = any(getattr(module, hooks) for module in self for hooks in _HOOKS)  # they are shown whole activations
         if hooked or [id(module) for module in self] != [id(module) for module in self.planned]:
             return super().forward(x)
@@ -36,7 +43,7 @@ class Chained:
         return x
 
 
-def split_chain(plan, module) -> None:
+def split_chain(plan: Plan, module: torch.nn.Module) -> None:
     """Find pairs of linear layers whose hidden features are at least as many as those that go in and out."""
     divided, first, between = {}, None, []
     for position, child in enumerate(module):

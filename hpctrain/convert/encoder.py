@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from hpctrain.convert.plan import Plan
 
 
 class PaddedEncoder:
@@ -15,7 +20,13 @@ class PaddedEncoder:
     Attributes: `nests`, whether torch found the layers fit for nested tensors.
     """
 
-    def forward(self, src, mask: torch.Tensor | None = None, src_key_padding_mask=None, is_causal=None):
+    def forward(
+        self,
+        src: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+    ):
         if not (self.nests and mask is None and self._leaves_out(src, src_key_padding_mask)):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
         norm, self.norm = self.norm, None
@@ -43,7 +54,7 @@ def _padding(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask == -torch.inf
 
 
-def pad_encoder(plan, module: torch.nn.Module) -> None:
+def pad_encoder(plan: Plan, module: torch.nn.Module) -> None:
     """Unless it is a subclass with a forward of its own."""
     if type(module).forward is nn.TransformerEncoder.forward:
         plan.swap_class(module, PaddedEncoder, nests=module.use_nested_tensor)

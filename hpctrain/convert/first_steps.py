@@ -7,7 +7,7 @@ would go on with numbers of no model at all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -27,7 +27,7 @@ class FirstSteps:
     Costs a message a call of each divided module, and nothing after the first steps.
     """
 
-    def __init__(self, model: torch.nn.Module, grid: Grid, modules, steps: int):
+    def __init__(self, model: torch.nn.Module, grid: Grid, modules: Iterable[torch.nn.Module], steps: int):
         self._axis, self._left, self._model = grid.tensor, steps, model
         self._paths = {
             module: path or "the model itself" for path, module in model.named_modules() if module in modules

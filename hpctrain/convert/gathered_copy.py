@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -31,7 +34,7 @@ class GatheredCopy(torch.Tensor):
             return read(func, args, kwargs)
 
 
-def read(func, args, kwargs):
+def read(func: Callable, args: Any, kwargs: Any):
     """The result of a function; views of copies stay copies."""
     made = func(*args, **kwargs)
     copies = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, GatheredCopy)}

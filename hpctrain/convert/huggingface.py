@@ -9,6 +9,7 @@ Where a layer of a unit was exchanged, as for LoRA, the unit is left to its laye
 from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +23,14 @@ from hpctrain.convert.products import SplitConv1D, SplitLinear, split_conv1d, sp
 from hpctrain.layers.softmax_attention import softmax_attention
 from hpctrain.shard import split, split_sizes, subsplit
 
+if TYPE_CHECKING:
+    from hpctrain.convert.plan import Plan
+
 
 class Entered:
     """Mixin for a unit of which several layers take the input: it is brought inside once."""
 
-    def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
         return super().forward(enter(hidden_states, self.axis), *args, **kwargs)
 
 
@@ -36,7 +40,14 @@ class SplitAttention(Entered):
     Attributes: `axis`; `heads`, of all ranks; `part`, the query heads of this rank; `counts`, query heads by rank.
     """
 
-    def forward(self, hidden_states: torch.Tensor, *args, attention_mask=None, encoder_hidden_states=None, **kwargs):
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        **kwargs: Any,
+    ):
         mask = attention_mask = enter_learned(attention_mask, self.axis)
         local = self.counts[self.axis.rank]
         if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == self.heads > 1:
@@ -60,14 +71,14 @@ class FusedHeads(SplitConv1D):
     Attributes: `padding`, the features of that head's queries, keys and values; 0 where there are heads.
     """
 
-    def multiply(self, x: torch.Tensor, bias):
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
         return F.pad(super().multiply(x, bias), (0, self.padding))
 
 
 class HeadsBack(SplitConv1D):
     """Mixin for GPT-2's projection of all heads back."""
 
-    def multiply(self, x: torch.Tensor, bias):
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
         return super().multiply(x[..., : len(self.weight)], bias)
 
 
@@ -79,13 +90,13 @@ class SharedHead(SplitLinear):
     Attributes: `needed`, the features of this rank's head.
     """
 
-    def multiply(self, x: torch.Tensor, bias):
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
         part = super().multiply(x, bias)
         whole = functional.all_gather(part.flatten(0, -2).t(), self.axis, self.counts).t()
         return whole[:, self.needed].unflatten(0, part.shape[:-1])
 
 
-def split_gpt2_attention(plan, module: torch.nn.Module) -> None:
+def split_gpt2_attention(plan: Plan, module: torch.nn.Module) -> None:
     fused = {module.c_attn: 3}
     if module.is_cross_attention:
         fused = {module.c_attn: 2, module.q_attn: 1}
@@ -106,14 +117,14 @@ def split_gpt2_attention(plan, module: torch.nn.Module) -> None:
     plan.change(module, split_size=local or width)
 
 
-def split_gpt2_mlp(plan, module: torch.nn.Module) -> None:
+def split_gpt2_mlp(plan: Plan, module: torch.nn.Module) -> None:
     if not (is_plain(module.c_fc, "Conv1D") and is_plain(module.c_proj, "Conv1D") and is_pointwise(module.act)):
         return
     split_conv1d(plan, module.c_fc, by_output=True, leaves=False)
     split_conv1d(plan, module.c_proj, by_output=False, enters=False)
 
 
-def split_llama_attention(plan, module: torch.nn.Module) -> None:
+def split_llama_attention(plan: Plan, module: torch.nn.Module) -> None:
     if not all(is_plain(child, nn.Linear) for child in (module.q_proj, module.k_proj, module.v_proj, module.o_proj)):
         return
     width, groups = module.head_dim, module.num_key_value_groups
@@ -133,7 +144,7 @@ def split_llama_attention(plan, module: torch.nn.Module) -> None:
     plan.change(module, num_key_value_groups=(part.stop - part.start) // max(1, kept.stop - kept.start))
 
 
-def split_llama_mlp(plan, module: torch.nn.Module) -> None:
+def split_llama_mlp(plan: Plan, module: torch.nn.Module) -> None:
     linears = module.gate_proj, module.up_proj, module.down_proj
     if not (all(is_plain(linear, nn.Linear) for linear in linears) and is_pointwise(module.act_fn)):
         return

@@ -7,6 +7,7 @@ counter-based streams, so that they depend on the seed and the parameter's name 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from hpctrain.randomness import RngKey
 
 
-def initial_numbers(module: torch.nn.Module, name: str, path: str, config):
+def initial_numbers(module: torch.nn.Module, name: str, path: str, config: Any):
     """A function of a RngKey, giving the function (start, count) -> numbers that fills the parameter.
 
     Args:

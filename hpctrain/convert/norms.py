@@ -5,12 +5,14 @@ To divide it, each rank would have to send the others what it made of its part: 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from hpctrain.convert.boundary import gather
 from hpctrain.convert.plain import altered
-from hpctrain.convert.plan import Refused
+from hpctrain.convert.plan import Plan, Refused
 from hpctrain.convert.sharding import local
 from hpctrain.layers.batch_norm import batch_norm
 from hpctrain.shard import split_sizes
@@ -24,7 +26,7 @@ class Gathered:
         divided: {name of a parameter: (dim, counts by rank)}.
     """
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any):
         parts = dict(self._parameters)
         try:
             with local():
@@ -54,15 +56,15 @@ class GatheredBatchNorm(Gathered):
             return batch_norm(self, x, weight, bias, [self.data])
 
 
-def split_norm(plan, module: torch.nn.Module) -> None:
+def split_norm(plan: Plan, module: torch.nn.Module) -> None:
     plan.swap_class(module, Gathered, axis=plan.axis, divided=_divide(plan, module))
 
 
-def split_batch_norm(plan, module: torch.nn.Module) -> None:
+def split_batch_norm(plan: Plan, module: torch.nn.Module) -> None:
     plan.swap_class(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided=_divide(plan, module))
 
 
-def check_statistics(plan, module: torch.nn.Module) -> None:
+def check_statistics(plan: Plan, module: torch.nn.Module) -> None:
     """Of a norm that `parallelize` does not divide: refuse what would take statistics of one replica's batch."""
     batch = isinstance(module, nn.modules.batchnorm._BatchNorm)
     tracked = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
@@ -75,7 +77,7 @@ def check_statistics(plan, module: torch.nn.Module) -> None:
     raise Refused(f"its statistics would be those of one of {plan.data.size} replicas; {remedy}, or data=1")
 
 
-def replicate_batch_norm(plan, module: torch.nn.Module) -> None:
+def replicate_batch_norm(plan: Plan, module: torch.nn.Module) -> None:
     """Weights whole on every rank; statistics of all replicas nevertheless."""
     if _is_batch_norm(module):
         plan.swap_class(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided={})

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpctrain.choices import MIXING_OPTIMIZERS
 from hpctrain.convert.gradients import check_summed
+
+if TYPE_CHECKING:
+    import torch
 
 
 @functools.cache
@@ -25,7 +30,7 @@ def _before_step(optimizer, arguments, options) -> None:
     check_summed(parameters, "optimizer.step()")
 
 
-def check_elementwise(optimizer, parameters) -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
     """Raise ValueError where an optimizer mixes the elements of a weight and a rank holds a part of one."""
     kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     mixing = [kind for kind in kinds if kind in MIXING_OPTIMIZERS]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -31,7 +33,7 @@ def is_plain(module: nn.Module, kind: type | str) -> bool:
     return same and not altered(module)
 
 
-def is_pointwise(activation) -> bool:
+def is_pointwise(activation: Any) -> bool:
     """Whether an activation treats every feature by itself. Dropout does, but draws for the features it is given."""
     kind = type(activation)
     if activation in (F.relu, F.gelu, F.silu, torch.relu, torch.tanh, torch.sigmoid):

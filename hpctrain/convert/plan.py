@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -77,12 +79,12 @@ class Plan:
                 self._keep(module, name, Shard(tuple(parameter.shape), slices, TENSOR, partial=False))
         self.claimed.add(module)
 
-    def swap_class(self, module: torch.nn.Module, mixin: type, **attributes) -> None:
+    def swap_class(self, module: torch.nn.Module, mixin: type, **attributes: Any) -> None:
         """The module is given `mixin`'s methods before its own, and `attributes`. Names, hooks and identity stay."""
         self._changes.append((module, mixin, attributes))
         self.claimed.add(module)
 
-    def change(self, module: torch.nn.Module, **attributes) -> None:
+    def change(self, module: torch.nn.Module, **attributes: Any) -> None:
         """Attributes alone."""
         self._changes.append((module, None, attributes))
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from hpctrain import comm
 from hpctrain.convert.refusals import place
 from hpctrain.convert.state_dict import gather_state_dict
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DividedPretrained:
@@ -15,7 +21,13 @@ class DividedPretrained:
 
     prefix = ""  # the name of the type is written into config.json, and what can be recorded is looked up by it
 
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **options):
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        **options: Any,
+    ):
         """Whole weights, written by the first rank. Collective over the grid, unless a state dict is given."""
         if state_dict is not None:
             super().save_pretrained(save_directory, is_main_process, state_dict, **options)
@@ -25,7 +37,7 @@ class DividedPretrained:
             if self.hpctrain_grid.rank == 0:
                 super().save_pretrained(save_directory, is_main_process, state_dict, **options)
 
-    def resize_token_embeddings(self, *sizes, **options):
+    def resize_token_embeddings(self, *sizes: Any, **options: Any):
         if not sizes and not options:
             return self.get_input_embeddings()
         raise ValueError(
@@ -34,6 +46,6 @@ class DividedPretrained:
         )
 
 
-def is_pretrained(module) -> bool:
+def is_pretrained(module: torch.nn.Module) -> bool:
     kinds = type(module).__mro__
     return any(kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.") for kind in kinds)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.nn.functional as F
 
 from hpctrain.convert.boundary import enter, gather, leave, take
 from hpctrain.convert.sharding import local
 from hpctrain.shard import split_sizes
+
+if TYPE_CHECKING:
+    from hpctrain.convert.plan import Plan
 
 
 class SplitLinear:
@@ -45,14 +50,14 @@ class SplitLinear:
     def enter(self, x: torch.Tensor):
         return enter(x, self.axis)
 
-    def multiply(self, x: torch.Tensor, bias):
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
         return F.linear(x, self._parameters["weight"], bias)
 
 
 class SplitConv1D(SplitLinear):
     """Mixin for Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
 
-    def multiply(self, x: torch.Tensor, bias):
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
         return F.linear(x, self._parameters["weight"].t(), bias)
 
 
@@ -75,7 +80,7 @@ class SplitConv(SplitLinear):
             return enter(x, self.axis)
         return take(x, self.axis, self.input_counts, x.dim() + self.feature_dim)
 
-    def multiply(self, x: torch.Tensor, bias):
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
         if len(self.weight):
             return self._conv_forward(x, self.weight, bias)
         # torch refuses to make no channels: make one, which gives the shape and the place in the graph, and drop it.
@@ -86,18 +91,18 @@ class SplitConv(SplitLinear):
         return one.narrow(self.feature_dim, 0, 0)
 
 
-def split_linear(plan, module: torch.nn.Module, **how) -> None:
+def split_linear(plan: Plan, module: torch.nn.Module, **how: Any) -> None:
     """As `split_matrix`."""
     split_matrix(plan, module, SplitLinear, 0, 1, **how)
 
 
-def split_conv1d(plan, module: torch.nn.Module, **how) -> None:
+def split_conv1d(plan: Plan, module: torch.nn.Module, **how: Any) -> None:
     split_matrix(plan, module, SplitConv1D, 1, 0, **how)
 
 
 def split_matrix(
-    plan, module, mixin, out_dim, in_dim, *, by_output: bool | None = None, parts: list[slice] | None = None,
-    fused: int = 1, enters: bool = True, leaves: bool = True,
+    plan: Plan, module: torch.nn.Module, mixin: type, out_dim: int, in_dim: int, *, by_output: bool | None = None,
+    parts: list[slice] | None = None, fused: int = 1, enters: bool = True, leaves: bool = True,
 ) -> None:  # fmt: skip
     """Divide a matrix: by default its longer side, which moves less data and leaves fewer ranks without any.
 
@@ -118,7 +123,7 @@ def split_matrix(
     )  # fmt: skip
 
 
-def split_convolution(plan, module: torch.nn.Module) -> None:
+def split_convolution(plan: Plan, module: torch.nn.Module) -> None:
     size, groups = plan.axis.size, module.groups
     unit = module.out_channels // groups if groups > 1 else 1
     parts = plan.parts(module.out_channels, unit)

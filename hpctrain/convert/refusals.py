@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 
 import torch
 
@@ -41,7 +42,7 @@ def place() -> str:
     return "torch"
 
 
-def called_in_forward(frame) -> bool:
+def called_in_forward(frame: types.FrameType | None) -> bool:
     """Whether code of the user's, in the forward of a module, led to this frame; not that of torch or ours."""
     if _library(frame) in ("torch", "hpctrain"):
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 
 import torch
 
@@ -20,7 +21,7 @@ class ShardedModule:
 
     prefix = "Split"  # of the type's name
 
-    def apply(self, fn):
+    def apply(self, fn: Callable):
         """`fn` is given the module with its whole weights, and each rank keeps its part of what it made of them."""
         for child in self.children():
             child.apply(fn)

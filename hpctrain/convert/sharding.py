@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,7 @@ class Sharding:
         return (*shape[: self.dim - 1], shape[self.dim - 1] * shape[self.dim], *shape[self.dim + 1 :])
 
 
-def hooked(hook, sharding: Sharding):
+def hooked(hook: Callable, sharding: Sharding):
     """A hook on the gradient, for the whole of it: nobody knows whether it treats every element by itself.
 
     Raises:

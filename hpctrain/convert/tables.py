@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from hpctrain.convert.boundary import gather, leave
 from hpctrain.convert.sharding import local
 from hpctrain.layers.embedding import look_up
+
+if TYPE_CHECKING:
+    from hpctrain.convert.plan import Plan
 
 
 class SplitEmbedding:
@@ -44,7 +49,7 @@ def _check(ids, rows):
         raise IndexError(f"nn.Embedding of {rows} rows got the index {wrong}; indices must be from 0 to {rows - 1}")
 
 
-def split_embedding(plan, module: torch.nn.Module) -> None:
+def split_embedding(plan: Plan, module: torch.nn.Module) -> None:
     """Along the longer dim, as a linear layer of the same weight is, so that the two can share it."""
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):

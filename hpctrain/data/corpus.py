@@ -8,7 +8,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hpctrain import files
 
@@ -62,7 +62,7 @@ def suffix(path: Path) -> str:
     return Path(path.stem).suffix.lower() if outer in (".gz", ".zst") else outer
 
 
-def fingerprint(texts: list[Path], tokenizer, how: str = "") -> str:
+def fingerprint(texts: list[Path], tokenizer: Any, how: str = "") -> str:
     """Changes with the names, sizes and times of the files, with the tokenizer, and with how else they are packed."""
     facts = (f"{path.name}:{(s := path.stat()).st_size}:{s.st_mtime_ns}" for path in texts)
     return hashlib.blake2b("\n".join([tokenizer.description, how, *facts]).encode(), digest_size=8).hexdigest()

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from hpctrain.data.tokenizers import tokenizer_from_description
 TOGETHER = 1 << 20  # characters that a process is given at once
 
 
-def encoded(pieces: Iterable[Piece], tokenizer, processes: int = 1) -> Iterator[tuple[Piece, np.ndarray]]:
+def encoded(pieces: Iterable[Piece], tokenizer: Any, processes: int = 1) -> Iterator[tuple[Piece, np.ndarray]]:
     """Each piece with its tokens. With several processes a few batches of pieces are under way at a time, from as many
     inputs as they reach into; what comes out is the same, in the same order.
 

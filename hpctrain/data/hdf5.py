@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -34,7 +35,7 @@ class reading:
             raise ValueError(f"{self.path} {said}: {error}") from error
 
 
-def opened(path: Path, **how) -> h5py.File:
+def opened(path: Path, **how: Any) -> h5py.File:
     """A file to be read; `how` goes to h5py.
 
     Raises:

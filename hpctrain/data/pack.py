@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -27,7 +28,7 @@ LARGE = 16 << 20  # bytes, below which other processes would take longer to star
 def pack(
     sources: list[str],
     output: str | os.PathLike,
-    tokenizer=None,
+    tokenizer: Any = None,
     shard_tokens: int = SHARD_TOKENS,
     progress: Callable[[int, int], None] = lambda done, total: None,
     replace: bool = True,

@@ -11,6 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
@@ -22,6 +23,9 @@ from hpctrain.data.chunks import Chunks, Scratch
 from hpctrain.data.hdf5 import reading
 from hpctrain.data.index import read_index
 from hpctrain.data.tokenizers import tokenizer_from_description
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 OPEN = 32  # shards that a process has open at a time; a system may allow it 1,024 files of all kinds
 
@@ -45,7 +49,7 @@ class ShardedTokens:
             checksum or holds what it should not; the message names the file. At construction, on all ranks.
     """
 
-    def __init__(self, path: str | os.PathLike, comm=None):
+    def __init__(self, path: str | os.PathLike, comm: MPI.Intracomm | None = None):
         self.path = Path(path)
         rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
         with _together(comm):
@@ -100,7 +104,7 @@ class ShardedTokens:
                 with reading(self._path(number)):
                     self._chunked(number).will_need(self._files[number], at, part)
 
-    def digest(self, comm=None, places: int = 16, count: int = 256) -> str:
+    def digest(self, comm: MPI.Intracomm | None = None, places: int = 16, count: int = 256) -> str:
         """SHA-256 of a few tokens from all over the corpus: tells whether it is the same. Collective over `comm`, whose
         ranks read a part each, where that is given."""
         starts = np.linspace(0, max(0, self.tokens - count), places, dtype=np.int64).tolist()

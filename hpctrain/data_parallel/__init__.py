@@ -1,5 +1,9 @@
 """Keeping the replicas of a model alike."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from hpctrain.data_parallel.asynchronous import AsyncParameterServer
@@ -12,6 +16,9 @@ from hpctrain.data_parallel.strategy import DataParallelStrategy
 from hpctrain.data_parallel.zero import Zero1
 from hpctrain.data_parallel.zero2 import Zero2
 from hpctrain.data_parallel.zero3 import Zero3
+
+if TYPE_CHECKING:
+    from hpctrain.grid import Grid
 
 __all__ = [
     "AsyncParameterServer",
@@ -29,7 +36,9 @@ __all__ = [
 ]
 
 
-def make(options, model, grid, optimizer, precision: Precision = AS_GIVEN) -> DataParallelStrategy:
+def make(
+    options: Any, model: torch.nn.Module, grid: Grid, optimizer: torch.optim.Optimizer, precision: Precision = AS_GIVEN
+) -> DataParallelStrategy:
     """The method that the section `[data_parallel]` of the configuration asks for.
 
     Raises:

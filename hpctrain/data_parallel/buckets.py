@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from hpctrain import comm
 from hpctrain.grad_sync import GradSync
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 from hpctrain.parameter import annotate
 
 BUCKET_BYTES = 4 << 20
@@ -28,7 +28,7 @@ class GradBucket:
         holders: pipeline ranks that hold the same parameters.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane):
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane: Axis | None):
         self.parameters, self.plane, self.holders = parameters, plane, parameters[0].shard.holders
         sizes = [p.detach().numel() for p in parameters]
         self.flat = self._allocate(sum(sizes))
@@ -47,14 +47,14 @@ class GradBucket:
         if self.plane is not None:
             comm.all_reduce(self.flat, self.plane)
 
-    def sum_over_holders(self, pipeline) -> None:
+    def sum_over_holders(self, pipeline: Axis) -> None:
         sum_over_holders(self.flat, self.holders, pipeline)
 
 
 class AllReducedGradBucket(GradBucket):
     """The same, summed over the replicas as well: every rank gets all sums."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane, data):
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane: Axis | None, data: Axis):
         self.data = data
         super().__init__(parameters, plane)
 
@@ -67,7 +67,7 @@ class AllReducedGradBucket(GradBucket):
         self.work = self._sums.all_reduce_start()
 
 
-def sum_over_holders(gradient, holders, pipeline) -> None:
+def sum_over_holders(gradient: torch.Tensor, holders: Sequence[int], pipeline: Axis) -> None:
     """Add up what the pipeline ranks have, in the order of the ranks, so that all get the same bits."""
     others = [rank for rank in holders if rank != pipeline.rank]
     if not others:
@@ -89,7 +89,7 @@ def summed_over(parameter: torch.nn.Parameter, grid: Grid):
     return grid.plane(*axes) if axes else None
 
 
-def grouped(parameters: Iterable[torch.nn.Parameter], grid: Grid, limit):
+def grouped(parameters: Iterable[torch.nn.Parameter], grid: Grid, limit: int):
     """Groups of parameters for one bucket each, in the order in which they are closed: when they reach `limit` bytes.
 
     In a group all have the same dtype, the same holders and the same replication: ranks that hold the same parameters

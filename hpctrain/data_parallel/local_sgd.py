@@ -14,7 +14,7 @@ from hpctrain.data_parallel.clipping import local_square
 from hpctrain.data_parallel.data_parallel import DataParallel
 from hpctrain.grid import Grid
 from hpctrain.shard import Shard
-from hpctrain.shard_entries import Entry
+from hpctrain.shard_entries import Described, Entry
 
 
 class LocalSGD(DataParallel):
@@ -92,10 +92,10 @@ class LocalSGD(DataParallel):
         with torch.no_grad():
             torch._foreach_copy_(self.parameters, own)
 
-    def to_save(self, names):
+    def to_save(self, names: dict[torch.nn.Parameter, str]):
         return [self._count(), *optimizer_state.own_to_save(names, self.optimizer, self.grid)]
 
-    def to_load(self, names, saved):
+    def to_load(self, names: dict[torch.nn.Parameter, str], saved: dict[str, Described]):
         self._steps.zero_()
         counts = [self._count()] if optimizer_state.SINCE_AVERAGE in saved else []  # otherwise of another method
         return counts + optimizer_state.own_to_load(names, self.optimizer, saved, self.grid)

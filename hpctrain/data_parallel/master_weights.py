@@ -63,7 +63,7 @@ class MasterWeights:
         for piece, part in zip(self.pieces, self._parts):
             piece.local.grad = gradient[part]
 
-    def entries(self, names) -> list[Entry]:
+    def entries(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
         """Of the weights, for checkpoints."""
         return [
             entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +14,12 @@ from hpctrain.data_parallel.clipping import clip, square
 from hpctrain.data_parallel.data_parallel import DataParallel
 from hpctrain.data_parallel.master_weights import shard_optimizer
 from hpctrain.data_parallel.optimizer_state import ParameterSlice
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 from hpctrain.parameter import annotate
 from hpctrain.shard import Shard, split_sizes
+
+if TYPE_CHECKING:
+    from hpctrain.shard_entries import Described
 
 
 class ParameterServer(DataParallel):
@@ -78,13 +82,13 @@ class ParameterServer(DataParallel):
             self.optimizer.step()
         self.weights_changed()
 
-    def to_save(self, names):
+    def to_save(self, names: dict[torch.nn.Parameter, str]):
         # The servers' weights are the latest: nothing is communicated, as another rank may fail at the same time.
         trained, frozen = self._divided(names)
         pieces = optimizer_state.pieces_to_save(trained, self.pieces, self.optimizer, self.grid, weights=True)
         return pieces + optimizer_state.parameters_to_save(frozen, self.grid)
 
-    def to_load(self, names, saved):
+    def to_load(self, names: dict[torch.nn.Parameter, str], saved: dict[str, Described]):
         pieces = optimizer_state.pieces_to_load(names, self.pieces, self.optimizer, saved, weights=False)
         return optimizer_state.parameters_to_load(names, saved) + pieces
 
@@ -102,7 +106,7 @@ class ServedBucket(GradBucket):
     `own`, this rank's part of them, and `gradient`, that part's gradient.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane, data, workers):
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane: Axis | None, data: Axis, workers: int):
         super().__init__(parameters, plane)
         self.data = data
         self.counts = (0,) * workers + split_sizes(self.flat.numel(), data.size - workers)
@@ -140,5 +144,5 @@ class SummedServedBucket(ServedBucket):
         super().launch()
         self.work = comm.reduce_scatter_start(self.flat, self.data, self.counts).then(self.gradient.copy_)
 
-    def sum_over_holders(self, pipeline) -> None:
+    def sum_over_holders(self, pipeline: Axis) -> None:
         sum_over_holders(self.gradient, self.holders, pipeline)

@@ -18,9 +18,9 @@ from hpctrain.data_parallel.data_parallel import DataParallel
 from hpctrain.data_parallel.master_weights import MasterWeights, shard_optimizer, step_by_bucket
 from hpctrain.data_parallel.precision import AS_GIVEN, LossScale, Precision
 from hpctrain.data_parallel.strategy import DataParallelStrategy
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 from hpctrain.parameter import annotate
-from hpctrain.shard_entries import Entry
+from hpctrain.shard_entries import Described, Entry
 
 
 class ZeroStrategy(DataParallelStrategy):
@@ -34,7 +34,7 @@ class ZeroStrategy(DataParallelStrategy):
     def loss_scale(self):
         return self.scaling.scale if self.scaling else 1.0
 
-    def overflows(self, loss, norm):
+    def overflows(self, loss: float, norm: float):
         return self.scaling is not None and self.scaling.overflows(loss, norm)
 
     def report(self):
@@ -43,7 +43,7 @@ class ZeroStrategy(DataParallelStrategy):
         skipped = {"skipped": "the gradient overflows in fp16"} if self.scaling.overflowed else {}
         return {"loss_scale": self.loss_scale, **skipped}
 
-    def loss_and_grad_norm(self, loss):
+    def loss_and_grad_norm(self, loss: torch.Tensor):
         square = sum(bucket.masters.square(bucket.gradient, self.grid.coords) for bucket in self.buckets)
         totals = torch.stack([loss, torch.as_tensor(square, dtype=torch.float64)])
         comm.all_reduce(totals, self.grid.tensor)
@@ -53,7 +53,7 @@ class ZeroStrategy(DataParallelStrategy):
         self._scaled = self.loss_scale  # which may change before the update
         return loss / self._scaled, square**0.5 / self._scaled
 
-    def step(self, norm, max_norm):
+    def step(self, norm: float, max_norm: float):
         factor = (clipping_factor(norm, max_norm) if max_norm else 1.0) / self._scaled
         begun = [bucket.spread_start() for bucket in step_by_bucket(self.optimizer, self.buckets, factor)]
         for work in begun:
@@ -65,14 +65,14 @@ class ZeroStrategy(DataParallelStrategy):
         for work in [bucket.spread_start() for bucket in self.buckets]:
             work.wait()
 
-    def to_save(self, names):
+    def to_save(self, names: dict[torch.nn.Parameter, str]):
         pieces = self._pieces() if self.shards_state or self.grid.data.rank == 0 else []
         scale = self.scaling.entries() if self.scaling and self.grid.rank == 0 else []
         trained, frozen = self._divided(names)
         entries = optimizer_state.pieces_to_save(trained, pieces, self.optimizer, self.grid, weights=True)
         return entries + optimizer_state.parameters_to_save(frozen, self.grid) + scale
 
-    def to_load(self, names, saved):
+    def to_load(self, names: dict[torch.nn.Parameter, str], saved: dict[str, Described]):
         trained, frozen = self._divided(names)
         entries = optimizer_state.pieces_to_load(trained, self._pieces(), self.optimizer, saved, weights=True)
         entries += optimizer_state.parameters_to_load(frozen, saved)
@@ -108,7 +108,7 @@ class Zero1(ZeroStrategy, DataParallel):
         grid: Grid,
         optimizer: torch.optim.Optimizer,
         bucket_bytes: int = BUCKET_BYTES,
-        precision=AS_GIVEN,
+        precision: Precision = AS_GIVEN,
     ):
         self.precision, self.scaling = precision, scaling_of(precision)
         super().__init__(parameters, grid, optimizer, bucket_bytes)
@@ -121,7 +121,7 @@ class Zero1(ZeroStrategy, DataParallel):
 class ReduceScatteredGradBucket(GradBucket):
     """A bucket of whose gradients every rank has its own summands, and the sums of its range."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane, data, precision):
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane: Axis | None, data: Axis, precision: Precision):
         numel = sum(p.detach().numel() for p in parameters)
         self._weights = comm.ReplicatedBuffer(data, numel, parameters[0], precision.compute)
         self._summands = comm.ReplicatedBuffer(data, numel, parameters[0], precision.reduce)
@@ -144,7 +144,7 @@ class ReduceScatteredGradBucket(GradBucket):
         super().launch()
         self.work = self._summands.sum_start(self._comm_dtype)
 
-    def sum_over_holders(self, pipeline):
+    def sum_over_holders(self, pipeline: Axis):
         sum_over_holders(self.gradient, self.holders, pipeline)
 
     def spread_start(self) -> comm.Work:

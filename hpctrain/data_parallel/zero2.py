@@ -10,9 +10,9 @@ import torch
 from hpctrain import comm
 from hpctrain.data_parallel.buckets import BUCKET_BYTES, grouped, sum_over_holders, summed_over
 from hpctrain.data_parallel.master_weights import MasterWeights, shard_optimizer
-from hpctrain.data_parallel.precision import AS_GIVEN
+from hpctrain.data_parallel.precision import AS_GIVEN, Precision
 from hpctrain.data_parallel.zero import ZeroStrategy, scaling_of
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 from hpctrain.parameter import on_arrival
 
 
@@ -39,7 +39,7 @@ class Zero2(ZeroStrategy):
         grid: Grid,
         optimizer: torch.optim.Optimizer,
         bucket_bytes: int = BUCKET_BYTES,
-        precision=AS_GIVEN,
+        precision: Precision = AS_GIVEN,
     ):
         super().__init__(parameters, grid, optimizer)
         self.scaling = scaling_of(precision)
@@ -141,7 +141,7 @@ class ShardedGradBucket:
         gradient: this rank's range of the sums.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane, data, precision):
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane: Axis | None, data: Axis, precision: Precision):
         self.parameters, self.plane, self.data = parameters, plane, data
         self._sizes = [p.detach().numel() for p in parameters]
         self._hold(precision.compute)

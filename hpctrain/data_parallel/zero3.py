@@ -11,7 +11,7 @@ from torch.utils.module_tracker import ModuleTracker
 from hpctrain import comm
 from hpctrain.data_parallel.buckets import BUCKET_BYTES, grouped
 from hpctrain.data_parallel.master_weights import MasterWeights
-from hpctrain.data_parallel.precision import AS_GIVEN
+from hpctrain.data_parallel.precision import AS_GIVEN, Precision
 from hpctrain.data_parallel.zero2 import ShardedGradBucket, Zero2
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate
@@ -50,7 +50,7 @@ class Zero3(Zero2):
         grid: Grid,
         optimizer: torch.optim.Optimizer,
         bucket_bytes: int = BUCKET_BYTES,
-        precision=AS_GIVEN,
+        precision: Precision = AS_GIVEN,
     ):
         modules = _layers(model)
         uses = Counter(p for module in modules for p in set(module.parameters()))

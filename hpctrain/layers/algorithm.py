@@ -8,7 +8,7 @@ Two families. Between layers, both have matrices in the residual layout: rows ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hpctrain.choices import DEFAULT_OVERLAP, check_overlap, check_product
 from hpctrain.grid import Grid
@@ -57,7 +57,7 @@ class Algorithm:
 class BoxAlgorithm(Algorithm):
     """Agarwal's family: a layer gathers its operands and scatters its result."""
 
-    def __init__(self, grid: Grid, name: str, overlap):
+    def __init__(self, grid: Grid, name: str, overlap: Iterable[str]):
         super().__init__(grid, name)
         self.columns, self.rows = grid.plane("x", "y"), self.z
         self.overlap = frozenset(overlap)

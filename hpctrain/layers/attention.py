@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.grid import Grid
-from hpctrain.layers.algorithm import algorithm_of
+from hpctrain.layers.algorithm import Algorithm, algorithm_of
 from hpctrain.layers.context.attention import Context, attend
 from hpctrain.layers.context.dropout import AttentionDropout
 from hpctrain.layers.context.mask import Mask
@@ -60,8 +60,9 @@ class Attention(torch.nn.Module):
         self, grid: Grid, width: int, heads: int, dropout: float = 0.0, *, kv_heads: int | None = None,
         head_width: int | None = None, causal: bool = True, window: int = 0, rotary: float | None = None,
         rope_scaling: RopeScaling | None = None, qk_norm: bool = False, norm_eps: float | None = None,
-        qkv_bias: bool = True, proj_bias: bool = True, recompute: bool = False, algorithm="agarwal",
-        std: float | None = None, std_out: float | None = None, key: RngKey | None = None, dtype=None, device=None,
+        qkv_bias: bool = True, proj_bias: bool = True, recompute: bool = False, algorithm: str | Algorithm = "agarwal",
+        std: float | None = None, std_out: float | None = None, key: RngKey | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         if head_width is None and width % heads:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from hpctrain import comm
 from hpctrain.comm import functional
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 from hpctrain.layers.parameter import drawn_key, parameter
 from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard, split
@@ -34,8 +36,10 @@ class BatchNorm2d(torch.nn.Module):
             channel.
     """
 
-    def __init__(self, grid: Grid, features: int, eps: float = 1e-5, momentum: float | None = 0.1, *,
-                 key: RngKey | None = None, dtype=None, device: torch.device | None = None):  # fmt: skip
+    def __init__(
+        self, grid: Grid, features: int, eps: float = 1e-5, momentum: float | None = 0.1, *, key: RngKey | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | None = None,
+    ):  # fmt: skip
         super().__init__()
         grid.check_whole_sequences("BatchNorm2d")
         self.features, self.eps, self.momentum = features, eps, momentum
@@ -60,7 +64,13 @@ class BatchNorm2d(torch.nn.Module):
         return f"{self.features}, eps={self.eps}, momentum={self.momentum}"
 
 
-def batch_norm(layer: torch.nn.Module, x: torch.Tensor, weight, bias, axes) -> torch.Tensor:
+def batch_norm(
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    axes: Sequence[Axis],
+) -> torch.Tensor:
     """Normalise in training by the statistics of all ranks of `axes`, and add these to the layer's running ones.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +14,9 @@ from hpctrain.matmul.operands import Gathered
 from hpctrain.matmul.sharded_dim import Columns, Rows
 from hpctrain.shard import Shard, split, split_sizes, subsplit
 
+if TYPE_CHECKING:
+    from hpctrain.layers.algorithm import BoxAlgorithm
+
 
 class BoxProduct:
     """y = x Wᵀ + b; `weight` and `bias` say what a rank holds of W and b.
@@ -21,7 +25,9 @@ class BoxProduct:
     rows sharded over its third axis, the one in the inner layout its columns.
     """
 
-    def __init__(self, algorithm, in_features: int, out_features: int, to_inner: bool, in_unit: int, out_unit: int):
+    def __init__(
+        self, algorithm: BoxAlgorithm, in_features: int, out_features: int, to_inner: bool, in_unit: int, out_unit: int
+    ):
         x, y, z = algorithm.x, algorithm.y, algorithm.z
         self.matmul, self.to_inner, self.overlap = algorithm.matmul, to_inner, algorithm.overlap
         self.split_backward = None  # the `layers.split_backward.SplitBackward` of a model whose backwards are split
@@ -56,7 +62,7 @@ class BoxProduct:
             return sync.defer(grad.whole.t(), x.whole, sharding.a)
         return mm.nt(grad, x, sharding, plus=sync.deferred())
 
-    def late_weight_gradient(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, sharding) -> None:
+    def late_weight_gradient(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, sharding: Any) -> None:
         """The weight gradient that backward left to be computed."""
         grad, x = self.matmul.gathered_c(grad, sharding), self.matmul.gathered_b(x, sharding)
         accumulate(weight, self.weight_gradient(grad, x, weight, sharding))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from hpctrain import comm
-from hpctrain.grid import Axis
+from hpctrain.grid import Axis, Grid
 from hpctrain.layers.parameter import drawn_key, parameter
 from hpctrain.layers.spatial import Stencil
 from hpctrain.matmul.sharded_dim import Rows
@@ -51,8 +52,10 @@ class Conv2d(torch.nn.Module):
     """
 
     def __init__(
-        self, grid, in_channels: int, out_channels: int, kernel_size, stride=1, padding=0, dilation=1, groups: int = 1,
-        bias: bool = True, *, std: float | None = None, key: RngKey | None = None, dtype=None, device=None,
+        self, grid: Grid, in_channels: int, out_channels: int, kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1, padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1,
+        groups: int = 1, bias: bool = True, *, std: float | None = None, key: RngKey | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         x, plane = grid.tensor.x, grid.plane("y", "z")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from hpctrain import comm
@@ -10,6 +12,9 @@ from hpctrain.layers.parameter import drawn_key, parameter
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard, split, split_sizes, subsplit
+
+if TYPE_CHECKING:
+    from hpctrain.grid import Grid
 
 
 class Embedding(torch.nn.Module):
@@ -21,8 +26,10 @@ class Embedding(torch.nn.Module):
     in the residual layout. Ids must be below `vocabulary`.
     """
 
-    def __init__(self, grid, vocabulary: int, width: int, *, std: float = 1.0, key: RngKey | None = None, dtype=None,
-                 device: torch.device | None = None):  # fmt: skip
+    def __init__(
+        self, grid: Grid, vocabulary: int, width: int, *, std: float = 1.0, key: RngKey | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.tensor = grid.tensor
         x, y, z = grid.tensor.x, grid.tensor.y, grid.tensor.z

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.grid import Grid
-from hpctrain.layers.algorithm import BoxAlgorithm, algorithm_of
+from hpctrain.layers.algorithm import Algorithm, BoxAlgorithm, algorithm_of
 from hpctrain.layers.box import BoxProduct
 from hpctrain.layers.parameter import drawn_key, parameter
 from hpctrain.layers.plane import PlaneProduct
@@ -38,8 +38,8 @@ class Linear(torch.nn.Module):
     """
 
     def __init__(
-        self, grid: Grid, in_features: int, out_features: int, bias: bool = True, *, to: str,
-        in_unit: int = 1, out_unit: int = 1, algorithm="agarwal", std: float | None = None, key: RngKey | None = None,
+        self, grid: Grid, in_features: int, out_features: int, bias: bool = True, *, to: str, in_unit: int = 1,
+        out_unit: int = 1, algorithm: str | Algorithm = "agarwal", std: float | None = None, key: RngKey | None = None,
         dtype: torch.dtype | None = None, device: torch.device | None = None,
     ):  # fmt: skip
         super().__init__()

@@ -8,7 +8,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.grid import Grid
-from hpctrain.layers.algorithm import algorithm_of
+from hpctrain.layers.algorithm import Algorithm, algorithm_of
 
 
 class CrossEntropy(torch.nn.Module):
@@ -33,7 +33,7 @@ class CrossEntropy(torch.nn.Module):
     """
 
     def __init__(self, grid: Grid, vocabulary: int, label_smoothing: float = 0.0, ignore_index: int = -100,
-                 algorithm="agarwal", z_loss: float = 0.0):  # fmt: skip
+                 algorithm: str | Algorithm = "agarwal", z_loss: float = 0.0):  # fmt: skip
         super().__init__()
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.grid import Grid
-from hpctrain.layers.algorithm import algorithm_of
+from hpctrain.layers.algorithm import Algorithm, algorithm_of
 from hpctrain.layers.gelu import gelu_tanh
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.parameter import drawn_key
@@ -29,9 +29,11 @@ class MLP(torch.nn.Module):
         ValueError: when the activation is none of these.
     """
 
-    def __init__(self, grid: Grid, width: int, hidden: int, activation: str = "gelu_tanh", *, bias: bool = True,
-                 algorithm="agarwal", std: float | None = None, std_out: float | None = None, key: RngKey | None = None,
-                 dtype: torch.dtype | None = None, device: torch.device | None = None):  # fmt: skip
+    def __init__(
+        self, grid: Grid, width: int, hidden: int, activation: str = "gelu_tanh", *, bias: bool = True,
+        algorithm: str | Algorithm = "agarwal", std: float | None = None, std_out: float | None = None,
+        key: RngKey | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None,
+    ):  # fmt: skip
         super().__init__()
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")

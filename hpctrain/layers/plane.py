@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from hpctrain.layers.parameter import accumulate
 from hpctrain.shard import Shard, split, subsplit
+
+if TYPE_CHECKING:
+    from hpctrain.layers.algorithm import PlaneAlgorithm
 
 
 class PlaneProduct:
@@ -15,7 +20,15 @@ class PlaneProduct:
     (see `matmul.plane`), and forward and both gradients are the three products of that one dim.
     """
 
-    def __init__(self, algorithm, in_features: int, out_features: int, to_inner: bool, in_unit: int, out_unit: int):
+    def __init__(
+        self,
+        algorithm: PlaneAlgorithm,
+        in_features: int,
+        out_features: int,
+        to_inner: bool,
+        in_unit: int,
+        out_unit: int,
+    ):
         x, y, z = algorithm.x, algorithm.y, algorithm.z
         self.matmul = algorithm.matmul
         self.split_backward = None  # the `layers.split_backward.SplitBackward` of a model whose backwards are split

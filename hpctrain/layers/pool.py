@@ -6,6 +6,7 @@ Channels and images do not mix, so that nothing moves over x and z.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,14 @@ class MaxPool2d(torch.nn.Module):
         ValueError: as `Conv2d`, and when the padding is more than half of the kernel.
     """
 
-    def __init__(self, grid: Grid, kernel_size, stride=None, padding=0, dilation=1):
+    def __init__(
+        self,
+        grid: Grid,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+    ):
         super().__init__()
         self.stencil = _stencil(grid, kernel_size, stride, padding, dilation)
 
@@ -44,7 +52,14 @@ class AvgPool2d(torch.nn.Module):
     Elements received and errors as of `MaxPool2d`.
     """
 
-    def __init__(self, grid: Grid, kernel_size, stride=None, padding=0, count_include_pad: bool = True):
+    def __init__(
+        self,
+        grid: Grid,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        count_include_pad: bool = True,
+    ):
         super().__init__()
         self.stencil = _stencil(grid, kernel_size, stride, padding, 1)
         self.count_include_pad = count_include_pad
@@ -71,7 +86,7 @@ class AdaptiveAvgPool2d(torch.nn.Module):
     (1 - 1/y) · n · C/x · h' · w' elements, the same backward, and y - 1 heights.
     """
 
-    def __init__(self, grid: Grid, output_size):
+    def __init__(self, grid: Grid, output_size: int | Sequence[int]):
         super().__init__()
         self.y = grid.tensor.y
         self.height, self.width = pair("output_size", output_size, 1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
 
-def recomputed(function, *arguments):
+def recomputed(function: Callable, *arguments: Any):
     """function(*arguments), of which only the arguments are kept for backward; the gradients have the same bits.
 
     The first of its saved tensors that backward needs makes it run again, with its communication, on all ranks alike:

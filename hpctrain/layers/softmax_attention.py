@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -10,7 +11,13 @@ from hpctrain import comm
 
 
 def softmax_attention(
-    q, k, v, mask: torch.Tensor | None = None, *, scale: float, drop=None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    scale: float,
+    drop: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """drop(softmax(scale q kᵀ + mask)) v, and what v was multiplied by.
 

@@ -9,11 +9,13 @@ networks", SPAA 2018.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hpctrain import comm
 from hpctrain.comm import Halo
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 from hpctrain.shard import split, split_sizes
 
 
@@ -33,7 +35,14 @@ class Stencil:
         ValueError: when one of them is not an integer or a pair, or is out of range.
     """
 
-    def __init__(self, y, kernel, stride, padding, dilation):
+    def __init__(
+        self,
+        y: Axis,
+        kernel: int | Sequence[int],
+        stride: int | Sequence[int],
+        padding: int | Sequence[int],
+        dilation: int | Sequence[int],
+    ):
         self.y = y
         self.kernel = pair("kernel_size", kernel, 1)
         self.stride = pair("stride", stride, 1)
@@ -86,7 +95,7 @@ class Stencil:
         return slice(first, last + self._span(0))
 
 
-def whole_height(x: torch.Tensor, y) -> int:
+def whole_height(x: torch.Tensor, y: Axis) -> int:
     """Height of the images of which this rank holds the block x. One number from each rank of y.
 
     Raises:
@@ -103,7 +112,7 @@ def whole_height(x: torch.Tensor, y) -> int:
     return sum(heights)
 
 
-def pair(option: str, value, least: int) -> tuple[int, int]:
+def pair(option: str, value: int | Sequence[int], least: int) -> tuple[int, int]:
     """
     >>> pair("stride", 2, 1), pair("padding", (0, 3), 0)
     ((2, 2), (0, 3))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hpctrain.grid import Grid
-from hpctrain.layers.algorithm import algorithm_of
+from hpctrain.layers.algorithm import Algorithm, algorithm_of
 from hpctrain.layers.context.spans import Spans, part_of, sequence_spans, span_length
 from hpctrain.layers.kv_cache import KVCache
 from hpctrain.matmul.sharded_dim import Rows
@@ -46,8 +46,9 @@ class Tokens:
 
     @classmethod
     def of(
-        cls, grid: Grid, sequences: int, length: int, first: int = 0, step: int = 0, algorithm="agarwal",
-        part: slice | None = None, kv_cache: KVCache | None = None, balance: str = "zigzag",
+        cls, grid: Grid, sequences: int, length: int, first: int = 0, step: int = 0,
+        algorithm: str | Algorithm = "agarwal", part: slice | None = None, kv_cache: KVCache | None = None,
+        balance: str = "zigzag",
     ) -> Tokens:  # fmt: skip
         """The part of this rank's z block in a microbatch of `sequences` that starts at sequence `first`.
 

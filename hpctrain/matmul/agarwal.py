@@ -60,7 +60,9 @@ class Agarwal(Matmul):
 
     layouts = ((("x", "z"), ("y",)), (("y", "x"), ("z",)), (("x", "y"), ("z",)))
 
-    def nn(self, a: torch.Tensor, b: torch.Tensor, sharding: Sharding, bias=None) -> torch.Tensor:
+    def nn(
+        self, a: torch.Tensor, b: torch.Tensor, sharding: Sharding, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """C = A B, plus `bias` where C is stored transposed."""
         b = sharding.b.gather(b)
         if in_place(sharding.a.axis, b) and (not sharding.panels_in_c or in_place(sharding.c.axis, b)):
@@ -76,7 +78,14 @@ class Agarwal(Matmul):
         c = map_panels(source, target, lambda panel: _factors_of_c(panel, b, sharding))
         return c if bias is None else c.add_(bias)
 
-    def nt(self, c: torch.Tensor | Gathered, b: torch.Tensor | Gathered, sharding: Sharding, out=None, plus=None):
+    def nt(
+        self,
+        c: torch.Tensor | Gathered,
+        b: torch.Tensor | Gathered,
+        sharding: Sharding,
+        out: torch.Tensor | None = None,
+        plus: torch.Tensor | None = None,
+    ):
         """A = C Bᵀ; `out` and `plus` as in `Rows.multiply`."""
         b = b.whole if isinstance(b, Gathered) else sharding.b.gather(b)
         c = self._c(c, sharding, whole=plus is not None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hpctrain import comm
@@ -12,7 +14,7 @@ from hpctrain.matmul.sharded_dim import ShardedDim
 class Gathered:
     """An operand that was gathered: nothing travels. `order`, of panels, is needed where those of others do."""
 
-    def __init__(self, whole: torch.Tensor, dim: int, order=()):
+    def __init__(self, whole: torch.Tensor, dim: int, order: Sequence = ()):
         self.whole, self.dim, self.order = whole, dim, order
 
     def start(self, step: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class Scratch:
     def __init__(self):
         self._flat: dict = {}
 
-    def take(self, name: str, shape, like: torch.Tensor) -> torch.Tensor:
+    def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Uninitialised memory, of the dtype and device of `like`."""
         key = name, like.dtype, like.device
         flat, numel = self._flat.get(key), shape[0] * shape[1]

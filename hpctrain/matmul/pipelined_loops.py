@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
 from hpctrain import comm
@@ -9,7 +12,9 @@ from hpctrain.matmul.operands import Gathered
 from hpctrain.matmul.results import WholeSum, add_product
 
 
-def contract(left, right, shape, transpose: bool = False, out=None) -> torch.Tensor:
+def contract(
+    left: Any, right: Any, shape: Sequence[int], transpose: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The product of two operands whose panels meet in the dim that is summed over; of left's transpose if asked."""
     if isinstance(left, Gathered) and isinstance(right, Gathered):
         return torch.mm(left.whole.t() if transpose else left.whole, right.whole, out=out)
@@ -29,7 +34,9 @@ def contract(left, right, shape, transpose: bool = False, out=None) -> torch.Ten
     return total.to(like.dtype) if out is None else out.copy_(total)
 
 
-def map_panels(source, target, factors) -> torch.Tensor:
+def map_panels(
+    source: Any, target: Any, factors: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
     """Products with each panel of `source`, summed into `target`; `factors` makes the two factors from the panel."""
     if isinstance(source, Gathered) and isinstance(target, WholeSum):
         torch.mm(*factors(source.whole), out=target.partial)

@@ -13,6 +13,9 @@ be cut anywhere. The other dims are what the blocks say, and may be cut anywhere
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from hpctrain.matmul.base import Matmul
@@ -40,15 +43,33 @@ class Plane(Matmul):
         """The balanced `sizes` of a dim that is cut only at multiples of `unit`."""
         return split_sizes(length, self.x.size, unit), split_sizes(length, self.y.size, unit)
 
-    def nn(self, a: torch.Tensor, b: torch.Tensor, sizes, rows=None) -> torch.Tensor:
+    def nn(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        sizes: tuple[Sequence[Any], Sequence[int]],
+        rows: Sequence[int] | None = None,
+    ) -> torch.Tensor:
         """C(m/x, n/y) = A(m/x, k/y) B(k/x, n/y); `sizes` of k. `rows` is for `TwoHalfDRows`."""
         return self._nn(a, b, *sizes)
 
-    def nt(self, a: torch.Tensor, b: torch.Tensor, sizes, rows=None) -> torch.Tensor:
+    def nt(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        sizes: tuple[Sequence[Any], Sequence[int]],
+        rows: Sequence[int] | None = None,
+    ) -> torch.Tensor:
         """C(m/x, n/y) = A(m/x, k/y) B(n/x, k/y)ᵀ; `sizes` of n. `rows` is for `TwoHalfDRows`."""
         return self._nt(a, b, *sizes)
 
-    def tn(self, a: torch.Tensor, b: torch.Tensor, sizes, rows=None) -> torch.Tensor:
+    def tn(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        sizes: tuple[Sequence[Any], Sequence[int]],
+        rows: Sequence[int] | None = None,
+    ) -> torch.Tensor:
         """C(m/x, n/y) = A(k/x, m/y)ᵀ B(k/x, n/y); `sizes` of m. `rows` is for `TwoHalfDRows`."""
         return self._tn(a, b, *sizes)
 

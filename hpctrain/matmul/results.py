@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hpctrain import comm
@@ -24,7 +26,9 @@ class PanelSums:
         scratch: holds what arrives and leaves.
     """
 
-    def __init__(self, sharded: ShardedDim, side: int, shape, like: torch.Tensor, orders: list, scratch: Scratch):
+    def __init__(
+        self, sharded: ShardedDim, side: int, shape: Sequence[int], like: torch.Tensor, orders: list, scratch: Scratch
+    ):
         self.axis, self.dim, self.side, self.orders = sharded.axis, sharded.dim, side, orders
         self.order, self._scratch, self._like = orders[self.axis.rank], scratch, like
         wide = comm.accumulation_dtype(like.dtype)
@@ -87,7 +91,7 @@ class WholeSum:
         order: this rank's panels in the order of its steps.
     """
 
-    def __init__(self, sharded: ShardedDim, shape, like: torch.Tensor, dim: int, order):
+    def __init__(self, sharded: ShardedDim, shape: Sequence[int], like: torch.Tensor, dim: int, order: Sequence):
         self._sharded, self._dim, self.order = sharded, dim, order
         self.partial = summand_buffer(sharded.axis, shape, like)
 

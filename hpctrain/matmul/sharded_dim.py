@@ -5,6 +5,8 @@ Gathered matrices are scratch memory, valid until the next call; see `comm.works
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hpctrain import comm
@@ -28,7 +30,14 @@ class ShardedDim:
         """This rank's block of the sum of all ranks' matrices, each of which lies in what `summand_buffer` gives."""
         raise NotImplementedError
 
-    def multiply(self, a: torch.Tensor, b: torch.Tensor, bias=None, out=None, plus=None) -> torch.Tensor:
+    def multiply(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        plus: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """This rank's block of the sum over the axis of a @ b, plus `bias`. On an axis of size 1, into `out`.
 
         `plus` is one more summand of each rank, of the shape of a @ b; for rows, and not on an axis of size 1.
@@ -101,7 +110,7 @@ class Columns(ShardedDim):
         return flat, counts
 
 
-def summand_buffer(axis: Axis, shape, like: torch.Tensor) -> torch.Tensor:
+def summand_buffer(axis: Axis, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """A matrix in the axis's workspace to write this rank's summand in."""
     return comm.workspace(axis, like).buffer(shape[0] * shape[1], like).view(shape)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,10 +16,15 @@ from hpctrain.pipeline import LayerCosts, partition
 from hpctrain.pipeline.profile import Layer, profile
 from hpctrain.randomness import RngKey
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpctrain.layers.algorithm import Algorithm
+
 
 def profile_blocks(
-    spec: ModelSpec, shape: Any, sequences: int, *, algorithm="agarwal", dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None, repeats: int = 5,
+    spec: ModelSpec, shape: Any, sequences: int, *, algorithm: str | Algorithm = "agarwal",
+    dtype: torch.dtype = torch.float32, device: torch.device | None = None, repeats: int = 5,
 ) -> LayerCosts:  # fmt: skip
     """Costs of a model's blocks on a microbatch of `sequences`, measured by this process alone.
 
@@ -57,8 +62,9 @@ def profile_blocks(
 
 
 def layers_per_stage(
-    world, spec: ModelSpec, shape: Any, method: str | Sequence[int], sequences: int, ranks: int, microbatches: int, *,
-    algorithm="agarwal", dtype: torch.dtype = torch.float32, device: torch.device | None = None, **options,
+    world: MPI.Intracomm, spec: ModelSpec, shape: Any, method: str | Sequence[int], sequences: int, ranks: int,
+    microbatches: int, *, algorithm: str | Algorithm = "agarwal", dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None, **options: Any,
 ) -> list[int]:  # fmt: skip
     """How many blocks each stage gets, for `ModelSpec.build`; the same on all ranks of `world`.
 

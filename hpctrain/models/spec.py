@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from hpctrain.layers import Tokens
+    from hpctrain.layers.algorithm import Algorithm
     from hpctrain.models.huggingface import Format
     from hpctrain.randomness import RngKey
 
@@ -63,14 +64,14 @@ class ModelSpec(abc.ABC):
     @abc.abstractmethod
     def build(
         self, grid: Grid, shape: Any, layers_per_stage: Sequence[int] | None = None,
-        placement: Mapping[tuple[int, int], int] | None = None, *, algorithm="agarwal", recompute: str = "none",
-        key: RngKey, dtype: torch.dtype | None = None, device: torch.device | None = None,
+        placement: Mapping[tuple[int, int], int] | None = None, *, algorithm: str | Algorithm = "agarwal",
+        recompute: str = "none", key: RngKey, dtype: torch.dtype | None = None, device: torch.device | None = None,
     ) -> torch.nn.Module:  # fmt: skip
         """This rank's pipeline stages, with what `models.staged.StagedTransformer` gives the trainer; see there."""
 
     def tokens(
-        self, grid: Grid, sequences: int, length: int, first: int = 0, step: int = 0, algorithm="agarwal",
-        balance: str = "zigzag",
+        self, grid: Grid, sequences: int, length: int, first: int = 0, step: int = 0,
+        algorithm: str | Algorithm = "agarwal", balance: str = "zigzag",
     ) -> Tokens:  # fmt: skip
         """This rank's part of a microbatch of `sequences` that starts at sequence `first` of the global batch, which
         ring ranks cut as `balance` says."""

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from hpctrain.layers.recompute import recomputed
 from hpctrain.parameter import annotate
 from hpctrain.randomness import RngKey
 from hpctrain.shard import split, split_sizes
+
+if TYPE_CHECKING:
+    from hpctrain.layers.algorithm import Algorithm
 
 STD = 0.02  # standard deviation of initial embeddings and of the projection onto the vocabulary
 
@@ -52,8 +55,8 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
 
     def __init__(
         self, grid: Grid, shape: Any, layers_per_stage: Sequence[int] | None = None,
-        placement: Mapping[tuple[int, int], int] | None = None, *, algorithm="agarwal", recompute: str = "none",
-        key: RngKey, dtype: torch.dtype | None = None, device: torch.device | None = None,
+        placement: Mapping[tuple[int, int], int] | None = None, *, algorithm: str | Algorithm = "agarwal",
+        recompute: str = "none", key: RngKey, dtype: torch.dtype | None = None, device: torch.device | None = None,
     ):  # fmt: skip
         super().__init__()
         if recompute not in RECOMPUTE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -72,7 +73,7 @@ class Fused(NamedTuple):
     backward: Action
 
 
-def flat(order):
+def flat(order: Iterable[Action | Fused]):
     """The actions of one rank's order, fused pairs opened."""
     for entry in order:
         if isinstance(entry, Fused):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpctrain import comm
 from hpctrain.randomness import generator_states
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class DrawCheck:
@@ -17,11 +21,11 @@ class DrawCheck:
         world: the communicator (mpi4py) of all ranks of the grid.
     """
 
-    def __init__(self, world):
+    def __init__(self, world: MPI.Intracomm):
         self._world, self._done = world, False
         self._drawing: dict[int, str] = {}  # stages, and the generators from which they drew
 
-    def call(self, stage: int, training: bool, function: Callable, *arguments):
+    def call(self, stage: int, training: bool, function: Callable, *arguments: Any):
         """`function(*arguments)`, watched until `check` has been called."""
         if self._done or not training:
             return function(*arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -78,7 +78,7 @@ class Executor:
             backwards where `split_backward` is missing.
     """
 
-    def __init__(self, axis: Axis, schedule: Schedule, split_backward=None, costs: Costs = COSTS):
+    def __init__(self, axis: Axis, schedule: Schedule, split_backward: Any = None, costs: Costs = COSTS):
         if schedule.ranks != axis.size:
             raise ValueError(
                 f"schedule {schedule.name} is for {schedule.ranks} ranks, axis {axis.name} has {axis.size}"

@@ -12,11 +12,15 @@ import heapq
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hpctrain.pipeline.actions import FORWARD, GRADIENT, INPUT_GRADIENT, RECEIVE, REDUCE, SEND, WORK, Action
 from hpctrain.pipeline.graph import StageGraph
 from hpctrain.pipeline.simulate import Simulation
 from hpctrain.pipeline.tasks import Tasks, needs
+
+if TYPE_CHECKING:
+    from hpctrain.pipeline.schedule_like import ScheduleLike
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class Lowered:
                 here[rank].add((INPUT_GRADIENT, *action.unit))
 
 
-def lower(schedule, tasks: Tasks, simulation: Simulation) -> Lowered:
+def lower(schedule: ScheduleLike, tasks: Tasks, simulation: Simulation) -> Lowered:
     """Programs with messages for a validated schedule, replayed. See `Schedule.lower`."""
     programs: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     for item in _global_order(tasks, simulation):

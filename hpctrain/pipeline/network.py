@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +14,9 @@ from hpctrain.pipeline.draws import DrawCheck, refuse_dropout
 from hpctrain.pipeline.schedules import Schedule
 from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard
+
+if TYPE_CHECKING:
+    from hpctrain.grid import Grid
 
 
 class Network(torch.nn.Module):
@@ -58,8 +62,8 @@ class Network(torch.nn.Module):
     """
 
     def __init__(
-        self, grid, schedule: Schedule, stages: Sequence[Callable[[], torch.nn.Module]], *, key: RngKey | None = None,
-        shape: Callable | None = None, device: torch.device | None = None,
+        self, grid: Grid, schedule: Schedule, stages: Sequence[Callable[[], torch.nn.Module]], *,
+        key: RngKey | None = None, shape: Callable | None = None, device: torch.device | None = None,
     ):  # fmt: skip
         super().__init__()
         grid.check_whole_sequences("pipeline.Network")
@@ -125,13 +129,13 @@ class Network(torch.nn.Module):
         """Those of one stage of this rank."""
         return self.stage[str(stage)].parameters()
 
-    def message_spec(self, edge: int, microbatch) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    def message_spec(self, edge: int, microbatch: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Shape, dtype and device of a microbatch's message along an edge, given by its number."""
         edge = self.graph.edges[edge]
         shape = self._shape(edge, microbatch) if self._shape else (len(microbatch[0]), *edge.shape[1:])
         return tuple(shape), getattr(torch, edge.dtype), self.device
 
-    def forward(self, stage: int, inputs: list[torch.Tensor], microbatch):
+    def forward(self, stage: int, inputs: list[torch.Tensor], microbatch: Any):
         """One stage of this rank on a microbatch, a pair (input, target)."""
         x, target = microbatch
         module = self.stage[str(stage)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
 def profile(
-    layers: Sequence[Layer], make_input: Callable[[], torch.Tensor], repeats: int = 5, split_backward=None
+    layers: Sequence[Layer], make_input: Callable[[], torch.Tensor], repeats: int = 5, split_backward: Any = None
 ) -> LayerCosts:
     """Least seconds of each layer of a chain after a pass to warm up, and its bytes. What others do to the machine
     only ever adds to a time.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hpctrain.pipeline.actions import (
     BACKWARD,
@@ -22,6 +23,9 @@ from hpctrain.pipeline.actions import (
     flat,
 )
 from hpctrain.pipeline.tasks import Tasks
+
+if TYPE_CHECKING:
+    from hpctrain.pipeline.schedule_like import ScheduleLike
 
 PerStage = float | Sequence[float]
 
@@ -142,7 +146,7 @@ class Simulation:
         return spans
 
 
-def simulate(schedule, costs: Costs, tasks: Tasks) -> Simulation:
+def simulate(schedule: ScheduleLike, costs: Costs, tasks: Tasks) -> Simulation:
     """Run the sorted tasks of a schedule. See `Schedule.simulate`."""
     starts, ends, cause = run(schedule, costs, tasks)
     path, task = [], max(reversed(tasks.order), key=ends.__getitem__, default=-1)
@@ -161,7 +165,7 @@ def simulate(schedule, costs: Costs, tasks: Tasks) -> Simulation:
     )
 
 
-def run(schedule, costs: Costs, tasks: Tasks) -> tuple[list[float], list[float], list[int]]:
+def run(schedule: ScheduleLike, costs: Costs, tasks: Tasks) -> tuple[list[float], list[float], list[int]]:
     """When each task starts and ends, and the task that it waited for last, or -1."""
     times, parts = costs.tables(schedule.graph.stages, schedule.slices)
     latency = _table("latency", costs.latency, len(schedule.graph.edges))
@@ -188,7 +192,7 @@ def run(schedule, costs: Costs, tasks: Tasks) -> tuple[list[float], list[float],
     return starts, ends, cause
 
 
-def busy(schedule, tasks: Tasks, starts: Sequence[float], ends: Sequence[float]) -> list[float]:
+def busy(schedule: ScheduleLike, tasks: Tasks, starts: Sequence[float], ends: Sequence[float]) -> list[float]:
     """Time that each rank works."""
     times: list[list[float]] = [[] for _ in range(schedule.ranks)]
     for task, ranks in enumerate(tasks.ranks):
@@ -197,7 +201,7 @@ def busy(schedule, tasks: Tasks, starts: Sequence[float], ends: Sequence[float])
     return [math.fsum(each) for each in times]
 
 
-def staleness(schedule) -> dict[tuple[int, int], int]:
+def staleness(schedule: ScheduleLike) -> dict[tuple[int, int], int]:
     """Updates between the weights a gradient was computed with and those it is applied to, the most by stage.
 
     Read from the order alone: it holds whatever the costs are.
@@ -214,7 +218,7 @@ def staleness(schedule) -> dict[tuple[int, int], int]:
     return worst
 
 
-def peaks(schedule, costs: Costs, done: Simulation) -> list[float]:
+def peaks(schedule: ScheduleLike, costs: Costs, done: Simulation) -> list[float]:
     """The most bytes each rank holds at once in a simulation that is done, for the memory of other costs."""
     return _peaks(schedule, costs, done.tasks, done.starts, done.ends)
 

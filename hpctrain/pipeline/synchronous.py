@@ -100,7 +100,12 @@ def forward_only(
 
 
 def with_flush(
-    name: str, order, placement: Mapping[tuple[int, int], int], microbatches: int, slices: int = 1, graph=None
+    name: str,
+    order: list,
+    placement: Mapping[tuple[int, int], int],
+    microbatches: int,
+    slices: int = 1,
+    graph: StageGraph | None = None,
 ) -> Schedule:
     """The schedule that ends with a reduction and an update of every stage, without the microbatches that are too many.
 

@@ -7,6 +7,7 @@ stage over its replicas join ranks: they are one task of all these ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from hpctrain.pipeline.actions import (
     FORWARD,
@@ -18,6 +19,9 @@ from hpctrain.pipeline.actions import (
     Fused,
 )
 from hpctrain.pipeline.graph import StageGraph
+
+if TYPE_CHECKING:
+    from hpctrain.pipeline.schedule_like import ScheduleLike
 
 # What an action needs: (FORWARD or INPUT_GRADIENT, unit, edge), the result of that kind (a whole backward gives an
 # input gradient too) and the edge along which another stage gives it, else None. A plain tuple: there are hundreds of
@@ -57,7 +61,7 @@ class Tasks:
         ValueError: when something waits for work that no rank does, or the order is impossible, naming the cycle.
     """
 
-    def __init__(self, schedule):
+    def __init__(self, schedule: ScheduleLike):
         graph, slices, replicas = schedule.graph, schedule.slices, schedule.replicas
         tasks: list[tuple[Action, ...]] = []
         carriers: list[tuple[int, ...]] = []

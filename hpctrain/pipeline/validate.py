@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 from hpctrain.pipeline.actions import (
     BACKWARD,
@@ -19,8 +20,11 @@ from hpctrain.pipeline.actions import (
 )
 from hpctrain.pipeline.tasks import Tasks
 
+if TYPE_CHECKING:
+    from hpctrain.pipeline.schedule_like import ScheduleLike
 
-def validate(schedule) -> Tasks:
+
+def validate(schedule: ScheduleLike) -> Tasks:
     """Every unit of work exactly once and where its stage is placed; gradients of weights after those of inputs;
     every gradient reduced and then in an update, versions used only while they exist; an order that can be carried out.
 

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,9 @@ from hpctrain.scale import work
 from hpctrain.train.dtypes import DTYPES
 from hpctrain.train.loop import train_step
 from hpctrain.train.session import Session, build
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 WARM_UP = 3  # steps
 
@@ -51,7 +55,7 @@ def main() -> int:
     return 0
 
 
-def measure(session: Session, world, steps: int) -> dict:
+def measure(session: Session, world: MPI.Intracomm, steps: int) -> dict:
     """What a step takes, by parts, in seconds, bytes and memory; the same on every rank.
 
     Time is cut into reading, communication of each axis, the waiting of pipeline stages for their neighbours
@@ -100,7 +104,7 @@ def measure(session: Session, world, steps: int) -> dict:
     }
 
 
-def gemm_rate(world, session: Session, size: int = 1024, seconds: float = 0.3) -> float:
+def gemm_rate(world: MPI.Intracomm, session: Session, size: int = 1024, seconds: float = 0.3) -> float:
     """Floating-point operations a second of all ranks in matrix products at the same time: the peak there is here."""
     a = torch.ones(size, size, dtype=DTYPES[session.config.precision.compute], device=session.device)
     out = torch.mm(a, a)

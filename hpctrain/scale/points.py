@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
+from pathlib import Path
 
 from hpctrain.config import Config, load_config, to_toml
 from hpctrain.grid import all_grids, describe_shape
@@ -33,7 +34,12 @@ class Point:
 
 
 def points(
-    path, overrides: Sequence[str], ranks: Sequence[int], mode: str, vary: str, machine: Machine | None = None
+    path: str | Path,
+    overrides: Sequence[str],
+    ranks: Sequence[int],
+    mode: str,
+    vary: str,
+    machine: Machine | None = None,
 ) -> list[Point]:
     """The points of a study on `ranks`.
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.scale.points import Point
@@ -29,7 +30,14 @@ def describe_study(points: list[Point], mode: str, vary: str, steps: int, thread
 
 
 def measure(
-    path, points: list[Point], folder: Path, repeats: int, steps: int, threads: int, about: dict, say=print
+    path: str | Path,
+    points: list[Point],
+    folder: Path,
+    repeats: int,
+    steps: int,
+    threads: int,
+    about: dict,
+    say: Callable[[str], None] = print,
 ) -> None:
     """Every point `repeats` times, round after round, so that all see the same hours of a shared machine.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -136,7 +136,7 @@ class Running(Work):
 
     __slots__ = ("_steps",)
 
-    def __init__(self, steps: Iterator[list], finish):
+    def __init__(self, steps: Iterator[list], finish: Callable | None):
         super().__init__([], None, finish)
         self._steps = steps
         self.test()

@@ -49,7 +49,9 @@ class CpuFlash:
         )
 
     @staticmethod
-    def backward(b: Block, grad, out, lse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(
+        b: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, b.q, b.k, b.v, out, lse, 0.0, b.tile.kind == "causal", attn_mask=_bias_of(b), scale=b.scale
         )
@@ -69,7 +71,7 @@ class CudaFlash:
         return out, lse
 
     @staticmethod
-    def backward(b: Block, grad, out, lse):
+    def backward(b: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor):
         unused = torch.empty(0, dtype=torch.int64, device=b.q.device)  # of dropout, and of sequences of several lengths
         return aten._scaled_dot_product_flash_attention_backward(
             grad, b.q, b.k, b.v, out, lse.contiguous(), None, None, *b.tile.shape, 0.0, b.tile.kind == "causal",
@@ -92,7 +94,7 @@ class CudaEfficient:
         return out, lse[..., : b.q.shape[2]]
 
     @classmethod
-    def backward(cls, b: Block, grad, out, lse):
+    def backward(cls, b: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor):
         k, v = (_repeated(part, b.q) for part in (b.k, b.v))
         bias, causal = _bias_of(b), b.tile.kind == "causal"
         bias = None if bias is None else bias.expand(*b.q.shape[:3], k.shape[2])
@@ -123,7 +125,7 @@ class Explicit:
         return out, lse
 
     @classmethod
-    def backward(cls, b: Block, grad, out, lse):
+    def backward(cls, b: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor):
         wide = comm.accumulation_dtype(b.q.dtype)
         q, k, v, grad = (part.to(wide) for part in (b.q, b.k, b.v, grad))
         delta = (grad * out).sum(-1, keepdim=True)

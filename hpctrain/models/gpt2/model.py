@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from hpctrain.grid import Grid
@@ -10,6 +12,9 @@ from hpctrain.layers.embedding import scatter_rows
 from hpctrain.models.gpt2.shape import GPT2Shape
 from hpctrain.models.staged import STD, StagedTransformer
 from hpctrain.randomness import RngKey
+
+if TYPE_CHECKING:
+    from hpctrain.layers.algorithm import Algorithm
 
 
 class GPT2(StagedTransformer):
@@ -23,12 +28,12 @@ class GPT2(StagedTransformer):
     def embedding_modules(self):
         return [self.wte, self.wpe]
 
-    def embed(self, ids: torch.Tensor, tokens):
+    def embed(self, ids: torch.Tensor, tokens: Tokens):
         found = self.wte.lookup(ids).view(tokens.sequences, tokens.length, self.local_width)
         found = found + self.wpe.lookup(tokens.positions(ids.device))
         return self.drop(scatter_rows(found.flatten(0, 1), tokens), tokens)
 
-    def make_block(self, index):
+    def make_block(self, index: int):
         return Block(
             self.grid, self.shape, algorithm=self.algorithm, recompute=self.recompute, key=self.key / "blocks" / index,
             **self.factory,
@@ -41,8 +46,10 @@ class GPT2(StagedTransformer):
 class Block(torch.nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), in the residual layout."""
 
-    def __init__(self, grid: Grid, shape: GPT2Shape, *, algorithm, recompute: str = "none", key: RngKey, dtype=None,
-                 device: torch.device | None = None):  # fmt: skip
+    def __init__(
+        self, grid: Grid, shape: GPT2Shape, *, algorithm: str | Algorithm, recompute: str = "none", key: RngKey,
+        dtype: torch.dtype | None = None, device: torch.device | None = None,
+    ):  # fmt: skip
         super().__init__()
         factory = {"dtype": dtype, "device": device}
         products = {"std": STD, "std_out": STD / (2 * shape.layers) ** 0.5, "algorithm": algorithm, **factory}

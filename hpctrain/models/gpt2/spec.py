@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.grid import Grid
@@ -24,7 +24,14 @@ class GPT2Spec(ModelSpec):
             options["tied"],
         )  # fmt: skip
 
-    def build(self, grid: Grid, shape, layers_per_stage=None, placement=None, **options):
+    def build(
+        self,
+        grid: Grid,
+        shape: GPT2Shape,
+        layers_per_stage: Sequence[int] | None = None,
+        placement: Mapping[tuple[int, int], int] | None = None,
+        **options: Any,
+    ):
         from hpctrain.models.gpt2.model import GPT2
 
         return GPT2(grid, shape, layers_per_stage, placement, **options)

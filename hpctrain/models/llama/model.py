@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from hpctrain.grid import Grid
@@ -11,6 +13,9 @@ from hpctrain.models.llama.shape import LlamaShape
 from hpctrain.models.staged import STD, StagedTransformer
 from hpctrain.randomness import RngKey
 
+if TYPE_CHECKING:
+    from hpctrain.layers.algorithm import Algorithm
+
 
 class Llama(StagedTransformer):
     """This rank's part of a Llama; arguments as of `StagedTransformer`, with a `LlamaShape`."""
@@ -18,10 +23,10 @@ class Llama(StagedTransformer):
     def extend_embedding(self):
         self.drop = Dropout(self.grid, self.shape.dropout, self.shape.width, key=self.key / "drop")
 
-    def embed(self, ids: torch.Tensor, tokens):
+    def embed(self, ids: torch.Tensor, tokens: Tokens):
         return self.drop(super().embed(ids, tokens), tokens)
 
-    def make_block(self, index):
+    def make_block(self, index: int):
         return Block(
             self.grid, self.shape, algorithm=self.algorithm, recompute=self.recompute, key=self.key / "blocks" / index,
             **self.factory,
@@ -34,8 +39,10 @@ class Llama(StagedTransformer):
 class Block(torch.nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), in the residual layout."""
 
-    def __init__(self, grid: Grid, shape: LlamaShape, *, algorithm, recompute: str = "none", key: RngKey, dtype=None,
-                 device: torch.device | None = None):  # fmt: skip
+    def __init__(
+        self, grid: Grid, shape: LlamaShape, *, algorithm: str | Algorithm, recompute: str = "none", key: RngKey,
+        dtype: torch.dtype | None = None, device: torch.device | None = None,
+    ):  # fmt: skip
         super().__init__()
         factory = {"dtype": dtype, "device": device}
         products = {"std": STD, "std_out": STD / (2 * shape.layers) ** 0.5, "algorithm": algorithm, **factory}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.grid import Grid
@@ -48,7 +48,14 @@ class LlamaSpec(ModelSpec):
             qkv_bias=options["qkv_bias"], qk_norm=options["qk_norm"], dropout=options["dropout"], tied=options["tied"],
         )  # fmt: skip
 
-    def build(self, grid: Grid, shape, layers_per_stage=None, placement=None, **options):
+    def build(
+        self,
+        grid: Grid,
+        shape: LlamaShape,
+        layers_per_stage: Sequence[int] | None = None,
+        placement: Mapping[tuple[int, int], int] | None = None,
+        **options: Any,
+    ):
         from hpctrain.models.llama.model import Llama
 
         return Llama(grid, shape, layers_per_stage, placement, **options)

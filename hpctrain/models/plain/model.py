@@ -195,7 +195,7 @@ class PlainModel(torch.nn.Module):
             x = self.layers[str(i)](x)
         return x
 
-    def loss(self, output, targets: torch.Tensor, scale: float) -> torch.Tensor:
+    def loss(self, output: Any, targets: torch.Tensor, scale: float) -> torch.Tensor:
         """The mean of the microbatch's losses, times the number of its targets and `scale`."""
         targets = targets.view(-1, self.shape.context)
         if not targets.numel():  # a replica may have no sequence; the mean of none is no number

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.grid import Grid
 from hpctrain.models.plain.shape import PlainShape
 from hpctrain.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpctrain.layers.algorithm import Algorithm
+    from hpctrain.randomness import RngKey
 
 
 class PlainSpec(ModelSpec):
@@ -42,17 +48,19 @@ class PlainSpec(ModelSpec):
     def __init__(self, kind: str, factory: Callable[[SimpleNamespace], Any]):
         self.kind, self.factory = kind, factory
 
-    def shape(self, options):
+    def shape(self, options: Mapping[str, Any]):
         """Every key of [model] is the function's own matter."""
         return self.make_shape(options)
 
-    def make_shape(self, options):
+    def make_shape(self, options: Mapping[str, Any]):
         sizes = (options[key] for key in ("layers", "width", "context", "vocabulary"))
         return PlainShape(*sizes, options=dict(options))
 
     def build(
-        self, grid: Grid, shape, layers_per_stage=None, placement=None, *, algorithm="agarwal", recompute="none", key,
-        dtype=None, device=None,
+        self, grid: Grid, shape: PlainShape, layers_per_stage: Sequence[int] | None = None,
+        placement: Mapping[tuple[int, int], int] | None = None, *, algorithm: str | Algorithm = "agarwal",
+        recompute: str = "none", key: RngKey, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):  # fmt: skip
         from hpctrain.models.plain.model import PlainModel
 
@@ -67,15 +75,24 @@ class PlainSpec(ModelSpec):
             dtype=dtype, device=device,
         )  # fmt: skip
 
-    def tokens(self, grid: Grid, sequences: int, length: int, first=0, step=0, algorithm="agarwal", balance="zigzag"):
+    def tokens(
+        self,
+        grid: Grid,
+        sequences: int,
+        length: int,
+        first: int = 0,
+        step: int = 0,
+        algorithm: str | Algorithm = "agarwal",
+        balance: str = "zigzag",
+    ):
         from hpctrain.models.plain.model import WholeSequences
 
         return WholeSequences(sequences, length, first, step)
 
-    def costs(self, shape):
+    def costs(self, shape: PlainShape):
         raise ValueError(
             f"model.kind = {self.kind} makes plain torch modules, of which no formula tells the costs; give a ModelSpec"
         )
 
-    def describe(self, shape):
+    def describe(self, shape: PlainShape):
         return f"{self.kind}: context {shape.context}, vocabulary {shape.vocabulary}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hpctrain.pipeline.ampnet.node import BACKWARD, FORWARD, Emission, Message, Node, State, remember
+from hpctrain.pipeline.ampnet.node import BACKWARD, FORWARD, Emission, Message, Node, Run, State, remember
 
 
 class Condition(Node):
@@ -14,13 +14,13 @@ class Condition(Node):
     def __init__(self, choose: Callable[[State, Any], int], outputs: int = 2):
         self.choose, self.outputs = choose, outputs
 
-    def forward(self, port, message, run):
+    def forward(self, port: int, message: Message, run: Run):
         out = int(self.choose(message.state, run.instances[message.state[0]]))
         if not 0 <= out < self.outputs:
             raise ValueError(f"choose gave port {out} for state {message.state}; there are {self.outputs}")
         return [Emission(FORWARD, out, message)]
 
-    def backward(self, port, message, run):
+    def backward(self, port: int, message: Message, run: Run):
         return [Emission(BACKWARD, 0, message)]
 
 
@@ -31,11 +31,11 @@ class Join(Node):
         self.inputs = inputs
         self._origin: dict[State, int] = {}
 
-    def forward(self, port, message, run):
+    def forward(self, port: int, message: Message, run: Run):
         remember(self._origin, message.state, port)
         return [Emission(FORWARD, 0, message)]
 
-    def backward(self, port, message, run):
+    def backward(self, port: int, message: Message, run: Run):
         return [Emission(BACKWARD, self._origin.pop(message.state), message)]
 
     def waiting(self):
@@ -49,14 +49,14 @@ class Restate(Node):
         self.change = change
         self._before: dict[State, State] = {}
 
-    def forward(self, port, message, run):
+    def forward(self, port: int, message: Message, run: Run):
         state = tuple(map(int, self.change(message.state, run.instances[message.state[0]])))
         if state[:1] != message.state[:1]:
             raise ValueError(f"change gave {state} for state {message.state}, which is of another instance")
         remember(self._before, state, message.state)
         return [Emission(FORWARD, 0, Message(state, message.payload))]
 
-    def backward(self, port, message, run):
+    def backward(self, port: int, message: Message, run: Run):
         return [Emission(BACKWARD, 0, Message(self._before.pop(message.state), message.payload))]
 
     def waiting(self):

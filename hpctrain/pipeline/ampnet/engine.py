@@ -43,7 +43,7 @@ class Engine:
     """
 
     def __init__(
-        self, axis: Axis, everybody, graph: MessageGraph, placement: Mapping[str, int], max_active_keys: int,
+        self, axis: Axis, everybody: Any, graph: MessageGraph, placement: Mapping[str, int], max_active_keys: int,
         device: torch.device | None, metrics: Metrics,
     ):  # fmt: skip
         self.axis, self.everybody, self.graph, self.metrics = axis, everybody, graph, metrics

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.pipeline.ampnet.node import BACKWARD, FORWARD, Emission, Message, Node, State, remember
+from hpctrain.pipeline.ampnet.node import BACKWARD, FORWARD, Emission, Message, Node, Run, State, remember
 
 
 class Broadcast(Node):
@@ -18,11 +18,11 @@ class Broadcast(Node):
         self.outputs = outputs
         self._gradients: dict[State, dict[int, torch.Tensor | None]] = {}
 
-    def forward(self, port, message, run):
+    def forward(self, port: int, message: Message, run: Run):
         remember(self._gradients, message.state, {})
         return [Emission(FORWARD, out, message) for out in range(self.outputs)]
 
-    def backward(self, port, message, run):
+    def backward(self, port: int, message: Message, run: Run):
         found = self._gradients[message.state]
         found[port] = message.payload
         if len(found) < self.outputs:
@@ -54,7 +54,7 @@ class Group(Node):
         self._members: dict[State, dict[int, Message]] = {}
         self._sizes: dict[State, list[tuple[State, int]]] = {}
 
-    def forward(self, port, message, run):
+    def forward(self, port: int, message: Message, run: Run):
         state, place, count = self.group(message.state, run.instances[message.state[0]])
         members = self._members.setdefault(state, {})
         remember(members, place, message)
@@ -64,7 +64,7 @@ class Group(Node):
         remember(self._sizes, state, [(member.state, len(member.payload)) for member in messages])
         return [Emission(FORWARD, 0, Message(state, torch.cat([member.payload for member in messages])))]
 
-    def backward(self, port, message, run):
+    def backward(self, port: int, message: Message, run: Run):
         members = self._sizes.pop(message.state)
         parts = [None] * len(members)
         if message.payload is not None:
@@ -87,7 +87,7 @@ class Ungroup(Node):
         self._parts: dict[State, tuple[list[torch.Tensor], dict[int, torch.Tensor | None]]] = {}  # by the whole's state
         self._whole: dict[State, tuple[State, int]] = {}
 
-    def forward(self, port, message, run):
+    def forward(self, port: int, message: Message, run: Run):
         made = self.ungroup(message.state, run.instances[message.state[0]])
         rows = [count for _, count in made]
         if not made or sum(rows) != len(message.payload):
@@ -98,7 +98,7 @@ class Ungroup(Node):
             remember(self._whole, state, (message.state, place))
         return [Emission(FORWARD, 0, Message(state, part)) for (state, _), part in zip(made, parts)]
 
-    def backward(self, port, message, run):
+    def backward(self, port: int, message: Message, run: Run):
         state, place = self._whole.pop(message.state)
         parts, found = self._parts[state]
         found[place] = message.payload

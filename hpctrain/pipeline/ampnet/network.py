@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +14,9 @@ from hpctrain.pipeline.ampnet.transform import Transform
 from hpctrain.pipeline.draws import refuse_dropout
 from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard
+
+if TYPE_CHECKING:
+    from hpctrain.grid import Grid
 
 
 class MessageNetwork(torch.nn.Module):
@@ -41,7 +45,7 @@ class MessageNetwork(torch.nn.Module):
     """
 
     def __init__(
-        self, grid, graph: MessageGraph, placement: Mapping[str, int] | None = None, *, key: RngKey | None = None,
+        self, grid: Grid, graph: MessageGraph, placement: Mapping[str, int] | None = None, *, key: RngKey | None = None,
         device: torch.device | None = None,
     ):  # fmt: skip
         super().__init__()
@@ -75,5 +79,5 @@ class MessageNetwork(torch.nn.Module):
                 whole = tuple(parameter.shape)
                 annotate(parameter, shard=Shard(whole, tuple(slice(0, size) for size in whole)))
 
-    def forward(self, *inputs):
+    def forward(self, *inputs: Any):
         raise TypeError("a MessageNetwork is run by ht.Trainer with a pipeline.AMPNet, not called")

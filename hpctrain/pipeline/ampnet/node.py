@@ -55,7 +55,7 @@ class Node:
         return 0
 
 
-def remember(cache: dict, state: State, value) -> None:
+def remember(cache: dict, state: State, value: Any) -> None:
     """Put under a state that must not be there yet."""
     if state in cache:
         raise ValueError(f"two messages of state {state} are at one node; give each a state of its own")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.pipeline.ampnet.node import FORWARD, Emission, Message, Node
+from hpctrain.pipeline.ampnet.node import FORWARD, Emission, Message, Node, Run
 
 
 class Source(Node):
@@ -46,7 +46,7 @@ class Source(Node):
         """Instances under way."""
         return len(self._away)
 
-    def backward(self, port, message, run):
+    def backward(self, port: int, message: Message, run: Run):
         instance = message.state[0]
         self._away[instance] -= 1
         if not self._away[instance]:

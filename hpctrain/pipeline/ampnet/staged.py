@@ -9,7 +9,7 @@ from hpctrain.pipeline.ampnet.source import Source
 from hpctrain.pipeline.ampnet.transform import Loss, Transform
 
 
-def chain_of(model) -> tuple[MessageGraph, dict[str, int]]:
+def chain_of(model: torch.nn.Module) -> tuple[MessageGraph, dict[str, int]]:
     """The graph and its placement; the nodes of this rank have their modules.
 
     Args:

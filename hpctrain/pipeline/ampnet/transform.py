@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from hpctrain.pipeline.ampnet.node import BACKWARD, FORWARD, Emission, Message, Node, State, remember
+from hpctrain.pipeline.ampnet.node import BACKWARD, FORWARD, Emission, Message, Node, Run, State, remember
 from hpctrain.pipeline.ampnet.weights import Weights
 
 
@@ -36,7 +36,7 @@ class Transform(Node):
         self._saved: dict[State, tuple] = {}  # inputs, outputs and version, from a forward to its backward
         self._gradients: dict[State, dict[int, torch.Tensor | None]] = {}
 
-    def forward(self, port, message, run):
+    def forward(self, port: int, message: Message, run: Run):
         state = message.state
         arrived = self._arrived.setdefault(state, {})
         remember(arrived, port, message.payload)
@@ -70,7 +70,7 @@ class Transform(Node):
         remember(self._saved, state, saved)
         return [Emission(FORWARD, port, Message(state, y.detach())) for port, y in enumerate(outputs)]
 
-    def backward(self, port, message, run):
+    def backward(self, port: int, message: Message, run: Run):
         state = message.state
         gradients = self._gradients.setdefault(state, {})
         gradients[port] = message.payload

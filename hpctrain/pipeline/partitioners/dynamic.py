@@ -62,7 +62,9 @@ def leanest(problem: Problem) -> list[int]:
     return optimum(problem.layers, problem.stages, cost, max)
 
 
-def optimum(layers: int, stages: int, cost: Callable[[int, int, int], float], join) -> list[int] | None:
+def optimum(
+    layers: int, stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]
+) -> list[int] | None:
     """The partition with the least cost(stage, start, stop), joined over the stages by `join`: a sum, or max.
 
     A stage of infinite cost is not allowed, nor is any longer one with the same start. None if there is no partition.
