@@ -2,8 +2,8 @@
 
 Of a model of 600 parameters of 1,024 × 1,024 with AdamW: replicas that all have it (ddp), and replicas that share each
 parameter (zero1), where every rank has a piece of every tensor. Manifests are made and read by the package's functions,
-with files that do not exist: of ddp all, of zero1 those of the first group and the checkpoint's, told of the other
-groups what those would have told.
+with files that do not exist: of ddp all, of zero1 those of the first group and the checkpoint's, to which the other
+groups report what they would have.
 """
 
 import functools
@@ -75,21 +75,21 @@ def summary(folder, method, ranks, rank):
     return index.write_rank(path, 1, rank, tensors, {}, files)
 
 
-def told_by_group(folder, told, members):
+def group_summary(folder, reported, members):
     """A group's manifest, from what its ranks sent."""
     path = folder / manifests.group_name(members[0] // manifests.GROUP)
     path.mkdir(exist_ok=True)
     again(path / manifests.NAME, path / manifests.HOLDERS)
-    return index.write_group(path, 1, [pickle.loads(text) for text in told])
+    return index.write_group(path, 1, [pickle.loads(text) for text in reported])
 
 
-def told_by_checkpoint(folder, told):
+def checkpoint_summary(folder, reported):
     again(*(folder / name for name in (manifests.NAME, manifests.SUM, manifests.HOLDERS)))
-    return index.write(folder, 1, [pickle.loads(text) for text in told], {})
+    return index.write(folder, 1, [pickle.loads(text) for text in reported], {})
 
 
 def as_if(first, ranks, members):
-    """What a group of zero1 would tell, from what the first one told."""
+    """What a group of zero1 would report, from what the first one reported."""
     flat = slice(split(SIDE * SIDE, ranks, members[0]).start, split(SIDE * SIDE, ranks, members[-1]).stop)
     parts = rectangles(WHOLE, flat.start, flat.stop)
     table = first.rows.copy()
@@ -112,14 +112,14 @@ def save(folder, method, ranks):
             continue
         sent = [pickle.dumps(summary(folder, method, ranks, rank) if rank else own) for rank in members]
         if start:
-            groups.append(told_by_group(folder, sent, members))
+            groups.append(group_summary(folder, sent, members))
         else:
-            result, *busiest = cost(lambda sent=sent, members=members: told_by_group(folder, sent, members))
+            result, *busiest = cost(lambda sent=sent, members=members: group_summary(folder, sent, members))
             groups.append(result)
             busiest += [len(sent) - 1, sum(map(len, sent[1:]))]
     yield "the first of a group", *busiest
-    sent = [pickle.dumps(told) for told in groups]
-    _, seconds, memory = cost(lambda: told_by_checkpoint(folder, sent))
+    sent = [pickle.dumps(each) for each in groups]
+    _, seconds, memory = cost(lambda: checkpoint_summary(folder, sent))
     yield "rank 0", seconds, memory, len(sent) - 1, sum(map(len, sent[1:]))
 
 

@@ -86,15 +86,20 @@ def rows(ranks):
         ran = subprocess.run(
             [sys.executable, "-c", code], cwd=Path(__file__).parent, check=True, capture_output=True, text=True
         )
-        told = json.loads(ran.stdout)
+        measured = json.loads(ran.stdout)
     case = f"data of {SHARDS} shards, "
     return [
         {"case": case + "stats of files at start", "value": looked, "unit": "calls", "limit": 20},
-        {"case": case + "collectives at start", "value": told["calls"], "unit": "calls", "limit": 8},
-        {"case": case + "sent and received at start", "value": told["sent"], "unit": "bytes", "limit": 1 << 20},
-        {"case": case + "memory after the start", "value": told["memory"], "unit": "bytes", "limit": 4 << 20},
-        {"case": case + "files open at once when all are read", "value": told["files"], "unit": "files", "limit": 33},
-        {"case": case + "memory when all were read", "value": told["all"], "unit": "bytes", "limit": 10 << 20},
+        {"case": case + "collectives at start", "value": measured["calls"], "unit": "calls", "limit": 8},
+        {"case": case + "sent and received at start", "value": measured["sent"], "unit": "bytes", "limit": 1 << 20},
+        {"case": case + "memory after the start", "value": measured["memory"], "unit": "bytes", "limit": 4 << 20},
+        {
+            "case": case + "files open at once when all are read",
+            "value": measured["files"],
+            "unit": "files",
+            "limit": 33,
+        },
+        {"case": case + "memory when all were read", "value": measured["all"], "unit": "bytes", "limit": 10 << 20},
     ]
 
 

@@ -5,6 +5,8 @@ import torch
 from hpctrain.shard import Shard
 from hpctrain.shard_entries import Entry
 
+SHARDS = "ranks-00000/rank-00000.h5"  # of the first rank
+
 
 class Alone:
     """What the checkpointer asks of a communicator, for one rank."""

@@ -36,14 +36,14 @@ class GatheredCopy(torch.Tensor):
 
 def read(func: Callable, args: Any, kwargs: Any):
     """The result of a function; views of copies stay copies."""
-    made = func(*args, **kwargs)
+    result = func(*args, **kwargs)
     copies = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, GatheredCopy)}
 
     def keep(x):
         is_view = copies and type(x) is torch.Tensor and x.untyped_storage()._cdata in copies
         return x.as_subclass(GatheredCopy) if is_view else x
 
-    return tree_map(keep, made)
+    return tree_map(keep, result)
 
 
 def writes(name: str) -> bool:

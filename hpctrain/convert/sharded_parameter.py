@@ -185,8 +185,8 @@ def _as_whole(func, name, args, kwargs):
     if not torch.is_grad_enabled() and name.removeprefix("_foreach_").strip("_") in _POINTWISE:
         sharding = _common_sharding(name, args, kwargs)
         if sharding is not None:
-            made = func(*args, **kwargs)
-            return _tagged(made, sharding) if isinstance(sharding, Sharding) else made
+            result = func(*args, **kwargs)
+            return _tagged(result, sharding) if isinstance(sharding, Sharding) else result
     return read(func, *tree_map(_whole_of, (args, kwargs)))
 
 
@@ -228,14 +228,14 @@ def _write(func, name, parameter, args, kwargs):
     sharding = parameter.sharding
     full = sharding.gather(parameter.detach())
     args, kwargs = tree_map(lambda x: full if x is parameter else _whole_of(x), (args, kwargs))
-    made = func(*args, **kwargs)
+    result = func(*args, **kwargs)
     if tuple(full.shape) != sharding.whole_shape:
         raise ValueError(
             f"{place()}: {name} gives the weight {sharding.path!r}, which is divided over ranks, another shape; do it"
             " before parallelize"
         )
     parameter.detach().copy_(sharding.take(full))
-    return parameter if made is full else made
+    return parameter if result is full else result
 
 
 def _refuse_initial():

@@ -28,7 +28,7 @@ class GradBucket:
         holders: pipeline ranks that hold the same parameters.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane: Axis | None):
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None):
         self.parameters, self.plane, self.holders = parameters, plane, parameters[0].shard.holders
         sizes = [p.detach().numel() for p in parameters]
         self.flat = self._allocate(sum(sizes))
@@ -54,7 +54,7 @@ class GradBucket:
 class AllReducedGradBucket(GradBucket):
     """The same, summed over the replicas as well: every rank gets all sums."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane: Axis | None, data: Axis):
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, data: Axis):
         self.data = data
         super().__init__(parameters, plane)
 

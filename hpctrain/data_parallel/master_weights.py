@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ class MasterWeights:
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter],
+        parameters: Sequence[torch.nn.Parameter],
         weights: torch.Tensor,
         own: slice,
         local: torch.Tensor | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,7 +106,7 @@ class ServedBucket(GradBucket):
     `own`, this rank's part of them, and `gradient`, that part's gradient.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane: Axis | None, data: Axis, workers: int):
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, data: Axis, workers: int):
         super().__init__(parameters, plane)
         self.data = data
         self.counts = (0,) * workers + split_sizes(self.flat.numel(), data.size - workers)

@@ -6,7 +6,7 @@ Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: memory optimizations toward t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -121,7 +121,7 @@ class Zero1(ZeroStrategy, DataParallel):
 class ReduceScatteredGradBucket(GradBucket):
     """A bucket of whose gradients every rank has its own summands, and the sums of its range."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane: Axis | None, data: Axis, precision: Precision):
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, data: Axis, precision: Precision):
         numel = sum(p.detach().numel() for p in parameters)
         self._weights = comm.ReplicatedBuffer(data, numel, parameters[0], precision.compute)
         self._summands = comm.ReplicatedBuffer(data, numel, parameters[0], precision.reduce)

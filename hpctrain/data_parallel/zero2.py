@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -141,7 +141,7 @@ class ShardedGradBucket:
         gradient: this rank's range of the sums.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], plane: Axis | None, data: Axis, precision: Precision):
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, data: Axis, precision: Precision):
         self.parameters, self.plane, self.data = parameters, plane, data
         self._sizes = [p.detach().numel() for p in parameters]
         self._hold(precision.compute)

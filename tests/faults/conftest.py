@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from running import start, text
 from tiny_jobs import command
+from two_checkpoints import root
 
 collect_ignore = ["faulty.py"]  # a job's program, which needs its rank
 
-__all__ = ["start", "text", "tiny"]
+__all__ = ["root", "start", "text", "tiny"]
 
 
 def pytest_collection_modifyitems(items):
