@@ -46,7 +46,7 @@ def main() -> int:
 
 def measure(grid: Grid) -> dict:
     """The figures, the same on every rank. Collective over the grid's data axis, which has all its ranks."""
-    torch.mm(torch.ones(8, 8), torch.ones(8, 8))  # what the first call loads counts as reserved
+    _load_libraries()
     reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = comm.local_device("auto", grid.comm)
     nodes = max(grid.world.nodes.count(node) for node in set(grid.world.nodes))
@@ -158,6 +158,16 @@ def memory(device: torch.device, ranks: int) -> float:
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         most = min(most, int(text))
     return most / ranks
+
+
+def _load_libraries() -> None:
+    """What the first product, the first step of an optimizer and the first file load is reserved by every training."""
+    import h5py  # noqa: F401
+
+    weight = torch.nn.Parameter(torch.ones(8, 8))
+    optimizer = torch.optim.AdamW([weight])
+    (weight @ weight).sum().backward()
+    optimizer.step()
 
 
 def _wait(device):
