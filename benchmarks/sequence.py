@@ -13,7 +13,7 @@ cores where these are fewer. All use torch's fused CPU kernel. Prints one JSON o
 the pairs of theirs / ours in seconds, above 1 ours is faster.
 
 With --memory one side of ours alone takes a step: `peak_mib` is the most memory that a rank had of its own and its
-share of what it shares with others, less what it had before, and `formula_mib` what it should be.
+share of what it shares with others, less what it had before.
 """
 
 import argparse

@@ -280,11 +280,20 @@ def checkpoint():
     return pivot(lines("checkpoint"), lambda line: (line["case"],), lambda line: line["peer"], ["case"])
 
 
+def sequence():
+    def row(line):
+        way, length, ranks = line["case"].split(", ")
+        return length, ranks, way
+
+    return pivot(lines("sequence"), row, lambda line: line["peer"], ["length", "on", "ours"])
+
+
 TABLES = {
     made.__name__: made
     for made in (
         machine, peers, summary, memory, pipeline, simulator, matmul, layer, elements, allreduce, weak_scaling,
         hidden, equality, hdf5, reading, checkpoint, ampnet, ampnet_steps, ampnet_accuracy, ampnet_elastic,
+        sequence,
     )
 }  # fmt: skip
 
