@@ -39,6 +39,8 @@ RECOMPUTE = ("none", "attention", "block")  # what of a model's activations is c
 SEQUENCE_METHODS = ("auto", "ulysses", "ring")
 SEQUENCE_BALANCES = ("zigzag", "work", "none")
 
+DOCUMENTS = ("packed", "masked")  # what a token attends to: what is before it, or of that its own document
+
 # The parallel matrix products; see hpctrain/matmul.
 PRODUCTS = ("agarwal", "megatron", "cannon", "summa", "two_half_d")
 PLANE_PRODUCTS = ("cannon", "summa", "two_half_d")  # whose inner layout is the residual one; see layers.algorithm

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 
-def gpt2_logits(w, ids, layers, heads, keep=lambda name, x: x):
-    """Logits (sequences, length, vocabulary) of whole weights `w` by name. `keep` applies dropout at a named place."""
-    length = ids.shape[1]
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    x = keep("drop", w["wte.weight"][ids] + w["wpe.weight"][:length])
+def gpt2_logits(w, ids, layers, heads, keep=lambda name, x: x, end=None):
+    """Logits (sequences, length, vocabulary) of whole weights `w` by name. `keep` applies dropout at a named place.
+    Where token `end` ends a document, the next one starts at position 0 and sees nothing of those before."""
+    unseen, places = unseen_keys(ids, end), places_in_documents(ids, end)
+    x = keep("drop", w["wte.weight"][ids] + w["wpe.weight"][places])
     width = x.shape[-1]
 
     def norm(x, name):
@@ -26,7 +26,7 @@ def gpt2_logits(w, ids, layers, heads, keep=lambda name, x: x):
         p = f"blocks.{i}."
         qkv = linear(norm(x, p + "ln_1"), p + "attention.qkv").unflatten(-1, (heads, 3, width // heads))
         q, k, v = qkv.permute(3, 0, 2, 1, 4)
-        scores = (q @ k.mT / math.sqrt(width // heads)).masked_fill(later, -math.inf)
+        scores = (q @ k.mT / math.sqrt(width // heads)).masked_fill(unseen, -math.inf)
         mixed = (keep(p + "attention", scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
         x = x + keep(p + "drop_1", linear(mixed, p + "attention.proj"))
         hidden = linear(norm(x, p + "ln_2"), p + "mlp.up")
@@ -35,12 +35,11 @@ def gpt2_logits(w, ids, layers, heads, keep=lambda name, x: x):
     return norm(x, "ln_f") @ w.get("head.weight", w["wte.weight"]).T
 
 
-def llama_logits(w, ids, shape, keep=lambda name, x: x):
+def llama_logits(w, ids, shape, keep=lambda name, x: x, end=None):
     """The same of a Llama of the sizes of `shape`, with biases and norms of heads where there are weights for them."""
     length, width = ids.shape[1], shape.head_width
     groups, queries = shape.kv_heads, shape.heads // shape.kv_heads
-    back = torch.arange(length)[:, None] - torch.arange(length)  # how far back a key is
-    unseen = (back < 0) | (back >= (shape.window or length))
+    unseen = unseen_keys(ids, end, shape.window)
     turns = torch.polar(*torch.broadcast_tensors(torch.ones((), dtype=torch.float64), rotary_angles(shape, length)))
     x = keep("drop", w["wte.weight"][ids])
 
@@ -68,6 +67,27 @@ def llama_logits(w, ids, shape, keep=lambda name, x: x):
     return norm(x, "ln_f") @ w.get("head.weight", w["wte.weight"]).T
 
 
+def unseen_keys(ids, end, window=0):
+    """Of each sequence's queries and keys, for all heads: (sequences, 1, length, length)."""
+    length = ids.shape[1]
+    back = torch.arange(length)[:, None] - torch.arange(length)  # how far back a key is
+    unseen = ((back < 0) | (back >= (window or length))).expand(len(ids), 1, length, length).clone()
+    for sequence, row in enumerate(ids.tolist()):
+        for last in (position for position, token in enumerate(row) if token == end):
+            unseen[sequence, :, last + 1 :, : last + 1] = True
+    return unseen
+
+
+def places_in_documents(ids, end):
+    places = torch.empty_like(ids)
+    for sequence, row in enumerate(ids.tolist()):
+        place = 0
+        for position, token in enumerate(row):
+            places[sequence, position] = place
+            place = 0 if token == end else place + 1
+    return places
+
+
 def rotary_angles(shape, length):
     """By how much each pair of features turns at each position, (length, head width / 2)."""
     frequencies = [shape.rope_base ** (-2 * i / shape.head_width) for i in range(shape.head_width // 2)]
@@ -79,10 +99,10 @@ def rotary_angles(shape, length):
     return torch.outer(torch.arange(length, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64))
 
 
-def train(weights, batches, logits, *, lr, clip, weight_decay, keep=lambda step: lambda name, x: x):
+def train(weights, batches, logits, *, lr, clip, weight_decay, keep=lambda step: lambda name, x: x, end=None):
     """Losses and gradient norms of AdamW on whole batches of (sequences, length + 1) ids; weights change in place.
 
-    `logits` is a function of weights, ids and `keep`.
+    `logits` is a function of weights, ids and `keep`. What follows token `end` counts in no loss.
     """
     parameters = {name: torch.nn.Parameter(w) for name, w in weights.items()}
     optimizer = torch.optim.AdamW(
@@ -96,7 +116,8 @@ def train(weights, batches, logits, *, lr, clip, weight_decay, keep=lambda step:
     losses, norms = [], []
     for step, batch in enumerate(batches):
         scores = logits(parameters, batch[:, :-1], keep=keep(step))
-        loss = F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+        targets = batch[:, 1:] if end is None else batch[:, 1:].masked_fill(batch[:, :-1] == end, -100)
+        loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), clip or math.inf)

@@ -24,24 +24,58 @@ STEPS, BATCH, LENGTH = 3, 5, 7  # the length of a sequence is the context less o
 UNEVEN = GPT2Shape(layers=9, width=15, heads=3, context=8, vocabulary=23)
 
 
-def batches(shape, steps=STEPS):
+END = 1  # ends documents, where sequences are of several
+
+
+def batches(shape, steps=STEPS, documents=False):
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(shape.vocabulary, (BATCH, shape.context), generator=generator) for _ in range(steps)]
+    made = [torch.randint(shape.vocabulary, (BATCH, shape.context), generator=generator) for _ in range(steps)]
+    return [with_documents(batch, step) for step, batch in enumerate(made)] if documents else made
 
 
-def microbatches(grid, batch, step, count, algorithm="agarwal", idle=0, balance="zigzag"):
+def with_documents(batch, step):
+    """The first sequence of two documents; one of a part of a document; of many of one token; of one that just fits;
+    and of one token and the rest. Other steps have them in other sequences."""
+    batch = batch.where(batch != END, END + 1)
+    length = batch.shape[1] - 1
+    two, _, short, fits, rest = (batch[(number + step) % BATCH] for number in range(BATCH))
+    two[length // 3] = short[: length // 2 + 1] = fits[length - 1] = rest[0] = END
+    return batch
+
+
+def microbatches(grid, batch, step, count, algorithm="agarwal", idle=0, balance="zigzag", documents=False):
     """This rank's part of a global batch, cut by hand; none for the last `idle` ranks of the replica axis."""
+    following, counted, lengths = batch[:, 1:], batch[:, 1:].numel(), []
+    if documents:
+        following = following.masked_fill(batch[:, :-1] == END, -100)
+        counted = int((following != -100).sum())
+        lengths = [document_lengths(row) for row in batch[:, :-1].tolist()]
     working, rank, length = grid.replica.size - idle, grid.replica.rank, batch.shape[1] - 1
     mine = split(len(batch), working, rank) if rank < working else slice(0, 0)
     made = []
     for m in range(count):
         part = subsplit(mine, count, m)
-        tokens = Tokens.of(grid, part.stop - part.start, length, part.start, step, algorithm, balance=balance)
+        tokens = Tokens.of(
+            grid, part.stop - part.start, length, part.start, step, algorithm, balance=balance, documents=lengths[part]
+        )
         here = [position for span in tokens.spans for position in span]
         ids = batch[tokens.first : tokens.first + tokens.sequences, here].reshape(-1)
-        targets = batch[tokens.inner.start : tokens.inner.stop, [at + 1 for at in here]].reshape(-1)
-        made.append(Microbatch(tokens, ids, targets, 1 / (len(batch) * length)))
+        targets = following[tokens.inner.start : tokens.inner.stop, here].reshape(-1)
+        made.append(Microbatch(tokens, ids, targets, 1 / counted))
     return made
+
+
+def document_lengths(row, end=END):
+    """Of one sequence's documents, one token after the other.
+
+    >>> document_lengths([5, 6, 1, 1, 7]), document_lengths([5, 1])
+    ([3, 1, 1], [2])
+    """
+    lengths = [0]
+    for token in row:
+        lengths[-1] += 1
+        lengths += [0] if token == end else []
+    return lengths if lengths[-1] else lengths[:-1]
 
 
 def made(grid, shape, *arguments, **options):
@@ -50,16 +84,17 @@ def made(grid, shape, *arguments, **options):
     return kind(grid, shape, *arguments, key=RngKey(3), dtype=torch.float64, **options)
 
 
-def logits_of(shape):
+def logits_of(shape, end=None):
     """The reference's function of weights, ids and `keep`."""
     if isinstance(shape, LlamaShape):
-        return functools.partial(reference.llama_logits, shape=shape)
-    return functools.partial(reference.gpt2_logits, layers=shape.layers, heads=shape.heads)
+        return functools.partial(reference.llama_logits, shape=shape, end=end)
+    return functools.partial(reference.gpt2_logits, layers=shape.layers, heads=shape.heads, end=end)
 
 
 def train_on(
     grid, shape, count, clip, steps=STEPS, algorithm="agarwal", overlap=OVERLAPS, pipeline="1f1b", slices=(),
     layers_per_stage=None, recompute="none", balance="zigzag",
+    documents=False,
 ):  # fmt: skip
     products = algorithm_of(grid, algorithm, overlap)
     order = schedule(pipeline, grid.pipeline.size, count, slices=len(slices) or None)
@@ -68,22 +103,22 @@ def train_on(
     for group in trainer.optimizer.param_groups:
         group["lr"] = 1e-2
     results = [
-        trainer.step(microbatches(grid, batch, step, count, algorithm, balance=balance))
-        for step, batch in enumerate(batches(shape, steps))
+        trainer.step(microbatches(grid, batch, step, count, algorithm, balance=balance, documents=documents))
+        for step, batch in enumerate(batches(shape, steps, documents))
     ]
     return model, [loss for loss, _ in results], [norm for _, norm in results]
 
 
 @functools.cache
-def serial(shape, clip):
+def serial(shape, clip, documents=False):
     """Weights, losses and norms of the reference, which rank 0 computes for all."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    return world.bcast(computed(shape, clip) if world.rank == 0 else None)
+    return world.bcast(computed(shape, clip, documents) if world.rank == 0 else None)
 
 
-def computed(shape, clip):
+def computed(shape, clip, documents=False):
     """By the reference, from the whole weights of a grid of one rank."""
     from mpi4py import MPI
 
@@ -91,9 +126,11 @@ def computed(shape, clip):
     model = made(alone, shape)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     keep = masks(model, shape)
+    end = END if documents else None
     losses, norms = reference.train(
-        weights, batches(shape), logits_of(shape), lr=1e-2, clip=clip, weight_decay=0.1, keep=keep
-    )
+        weights, batches(shape, documents=documents), logits_of(shape, end), lr=1e-2, clip=clip, weight_decay=0.1,
+        keep=keep, end=end,
+    )  # fmt: skip
     return weights, losses, norms
 
 
@@ -113,9 +150,9 @@ def masks(model, shape):
     return at
 
 
-def check(grid, shape, count, clip, **how):
-    weights, losses, norms = serial(shape, clip)
-    model, *got = train_on(grid, shape, count, clip, **how)
+def check(grid, shape, count, clip, documents=False, **how):
+    weights, losses, norms = serial(shape, clip, documents)
+    model, *got = train_on(grid, shape, count, clip, documents=documents, **how)
     assert got[0] == pytest.approx(losses, rel=1e-12)
     assert got[1] == pytest.approx(norms, rel=1e-11)
     for name, whole in whole_parameters(model, grid):

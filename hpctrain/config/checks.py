@@ -28,6 +28,7 @@ def check(config: Config) -> None:
     models.get(config.model.kind).shape(vars(config.model))
     pipeline_schedule(config)
     check_data_parallel(config)
+    check_documents(config)
     check_train(config)
     if config.data.mixture and (config.data.path or config.data.text):
         raise ValueError("data.mixture takes the place of data.path and data.text; give one of them")
@@ -69,6 +70,24 @@ def check_data_parallel(config: Config) -> None:
             f'cannot be skipped, and one that is not finite ends the job; use sanity.nonfinite = "stop" and '
             f'sanity.spike = "stop" or "rollback", got "{sanity.nonfinite}" and "{sanity.spike}"'
         )
+
+
+def check_documents(config: Config) -> None:
+    """Raise ValueError where documents of a sequence cannot be told apart."""
+    if config.data.documents == "packed":
+        return
+    model, staleness = config.model.kind, config.data_parallel.staleness
+    refused = {
+        f"model.kind = {model}": not models.get(model).documents,
+        "pipeline.schedule = terapipe": config.pipeline.schedule == "terapipe",
+        f"data_parallel.staleness = {staleness}": staleness > 0,
+    }
+    for option, wrong in refused.items():
+        if wrong:
+            raise ValueError(
+                f"data.documents = {config.data.documents} has documents attend to themselves alone, and all ranks "
+                f"count the targets of a step together, which {option} does not; use data.documents=packed"
+            )
 
 
 def check_grid(config: Config, ranks: int) -> None:

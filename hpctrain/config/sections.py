@@ -91,6 +91,12 @@ class DataConfig:
         "batch is of all, in this proportion; metrics tell the epochs of each", check=choices.check_mixture,
     )  # fmt: skip
     validation_path: str = option("", "packed data to validate on, in place of a part that is held out")
+    documents: str = option(
+        "packed",
+        "packed: tokens attend to all before them in the sequence; masked: to those of their own document alone, where "
+        "learned positions start, and what follows its end counts in no loss",
+        choices=choices.DOCUMENTS,
+    )
     tokenizer: str = option("bytes", '"bytes" or a Hugging Face tokenizers JSON file; only for packing')
     validation: float = option(0.05, "part of the samples of each source that is held out", above=0, below=1)
 

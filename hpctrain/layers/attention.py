@@ -122,7 +122,7 @@ class Attention(torch.nn.Module):
 
     def _attend(self, q, k, v, tokens):
         dropout = self._dropout(tokens) if self.training and self.p > 0 else None
-        if self.grid.sequence.size > 1 or (self.window and tokens.kv_cache is None):
+        if self.grid.sequence.size > 1 or ((self.window or tokens.documents) and tokens.kv_cache is None):
             return attend(q, k, v, self._context(tokens, dropout))
         if dropout is not None:
             return self._attend_with_dropout(q, k, v, tokens, dropout)
@@ -132,7 +132,7 @@ class Attention(torch.nn.Module):
         )
 
     def _context(self, tokens: Tokens, dropout: AttentionDropout | None) -> Context:
-        masks = (Mask(self.causal, self.window),) * len(tokens.inner)
+        masks = tuple(Mask(self.causal, self.window, lengths) for lengths in tokens.inner_documents)
         return Context(
             self.grid.ring, self.grid.ulysses, tokens.over_sequence, masks, self.head_width**-0.5, dropout
         )  # fmt: skip

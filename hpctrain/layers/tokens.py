@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import Algorithm, algorithm_of
+from hpctrain.layers.context.mask import Mask
 from hpctrain.layers.context.spans import Spans, part_of, sequence_spans, span_length
 from hpctrain.layers.kv_cache import KVCache
 from hpctrain.matmul.sharded_dim import Rows
@@ -28,6 +31,8 @@ class Tokens:
         inner: numbers, within the global batch, of the sequences that this rank holds in the inner layout.
         over_z: residual rows of the ranks of z at this rank's x.
         whole: tokens of a whole sequence.
+        documents: lengths of the documents that each sequence of the z block is packed of, within which its tokens
+            attend; () for one document of each sequence.
         over_sequence: positions, within each sequence, of the tokens that the ranks of the sequence axis have.
         kv_cache: what attention keeps of the tokens before these; None where there are none.
     """
@@ -40,6 +45,7 @@ class Tokens:
     inner: range
     over_z: tuple[int, ...]
     whole: int
+    documents: tuple[tuple[int, ...], ...]
     over_sequence: tuple[Spans, ...]
     kv_cache: KVCache | None
     _given: tuple = field(repr=False, compare=False)  # what these are a part of: grid, sequences, first, algorithm
@@ -49,18 +55,30 @@ class Tokens:
         cls, grid: Grid, sequences: int, length: int, first: int = 0, step: int = 0,
         algorithm: str | Algorithm = "agarwal", part: slice | None = None, kv_cache: KVCache | None = None,
         balance: str = "zigzag",
+        documents: Sequence[Sequence[int]] = (), window: int = 0,
     ) -> Tokens:  # fmt: skip
         """The part of this rank's z block in a microbatch of `sequences` that starts at sequence `first`.
 
         `algorithm` is that of the layers which the tokens pass through. With `part`, these tokens of every sequence;
         those before them have passed already, with the same `kv_cache`. `balance` is how the ring cuts sequences; see
-        `context.spans.sequence_spans`.
+        `context.spans.sequence_spans`; "work" goes by the `documents` of the microbatch's sequences and by the `window`
+        of the layers, alike on all ranks.
 
         Raises:
-            ValueError: for `part` on a grid with sequence axes.
+            ValueError: for `part` on a grid with sequence axes or beside documents, and for documents that are not of
+                these sequences.
         """
-        whole, over_sequence = length, _cut(length, grid.ring.size, grid.ulysses.size, balance)
+        documents = tuple(map(tuple, documents))
+        if documents and len(documents) != sequences:
+            raise ValueError(f"documents must be lengths for each of {sequences} sequences, got {documents}")
+        masks = tuple(Mask(window=window, documents=lengths) for lengths in documents or ((),))
+        for mask in masks:
+            mask.document_ranges(length)
+        cut_by = masks if balance == "work" else (Mask(),)
+        whole, over_sequence = length, _cut(length, grid.ring.size, grid.ulysses.size, balance, cut_by)
         if part is not None:
+            if documents:
+                raise ValueError("token slices attend to all tokens before them, got documents; use another schedule")
             if grid.sequence.size > 1:
                 raise ValueError(
                     f"token slices and sequence axes both cut sequences, got grid.data = (…, {grid.ring.size}, "
@@ -77,7 +95,7 @@ class Tokens:
         inner = algorithm.inner_sequences(mine)
         return cls(
             mine, length, start, step, Rows(x, over[z.rank]), range(start + inner.start, start + inner.stop),
-            tuple(counts[x.rank] for counts in over), whole, over_sequence, kv_cache,
+            tuple(counts[x.rank] for counts in over), whole, documents[block], over_sequence, kv_cache,
             (grid, sequences, first, algorithm),
         )  # fmt: skip
 
@@ -94,6 +112,21 @@ class Tokens:
     def positions(self, device: torch.device | None = None) -> torch.Tensor:
         """The same as a tensor, (length,) int64."""
         return torch.cat([torch.arange(0), *(torch.arange(span.start, span.stop) for span in self.spans)]).to(device)
+
+    def document_positions(self, device: torch.device | None = None) -> torch.Tensor:
+        """Those of all sequences within their documents, (sequences × length,) int64."""
+        here, found = self.positions(), [torch.empty(0, dtype=torch.int64)]
+        for lengths in self.documents:
+            starts = torch.tensor([0, *itertools.accumulate(lengths)][:-1])
+            found.append(here - starts.repeat_interleave(torch.tensor(lengths))[here])
+        return torch.cat(found).to(device)
+
+    @property
+    def inner_documents(self) -> tuple[tuple[int, ...], ...]:
+        """Those of each sequence that this rank holds in the inner layout; () for one document."""
+        if not self.documents:
+            return ((),) * len(self.inner)
+        return self.documents[self.inner.start - self.first : self.inner.stop - self.first]
 
     @property
     def holder_of_last(self) -> int:
@@ -121,5 +154,5 @@ class Tokens:
 
 
 @functools.lru_cache(maxsize=64)  # every microbatch asks for the same one
-def _cut(length, ring, ulysses, balance):
-    return tuple(sequence_spans(length, ring, ulysses, balance))
+def _cut(length, ring, ulysses, balance, masks):
+    return tuple(sequence_spans(length, ring, ulysses, balance, masks))

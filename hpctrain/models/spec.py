@@ -32,6 +32,7 @@ class ModelSpec(abc.ABC):
         keys: the keys of [model] that this kind has beside the common ones. 0 or false is the kind's own default.
         sequence_axes: whether ring and Ulysses ranks may share a sequence.
         own_loss: whether the model computes its loss otherwise than by `layers.CrossEntropy`.
+        documents: whether tokens attend to their own document alone where `tokens` are given `documents`.
         token_slices: whether a sequence may pass through the stages in slices, as the schedule "terapipe" has it.
         huggingface: how a model is written and read in Hugging Face's format. Without it, weights are exported under
             their own names, and no model starts from a folder.
@@ -41,6 +42,7 @@ class ModelSpec(abc.ABC):
     keys: frozenset[str] = frozenset()
     sequence_axes: bool = True
     own_loss: bool = False
+    documents: bool = True
     token_slices: bool = True
 
     def shape(self, options: Mapping[str, Any]) -> Any:
@@ -72,12 +74,15 @@ class ModelSpec(abc.ABC):
     def tokens(
         self, grid: Grid, sequences: int, length: int, first: int = 0, step: int = 0,
         algorithm: str | Algorithm = "agarwal", balance: str = "zigzag",
+        documents: Sequence[Sequence[int]] = (), window: int = 0,
     ) -> Tokens:  # fmt: skip
         """This rank's part of a microbatch of `sequences` that starts at sequence `first` of the global batch, which
-        ring ranks cut as `balance` says."""
+        ring ranks cut as `balance` says. Other arguments as of `Tokens.of`."""
         from hpctrain.layers import Tokens
 
-        return Tokens.of(grid, sequences, length, first, step, algorithm, balance=balance)
+        return Tokens.of(
+            grid, sequences, length, first, step, algorithm, balance=balance, documents=documents, window=window
+        )
 
     @abc.abstractmethod
     def costs(self, shape: Any) -> TransformerCosts:

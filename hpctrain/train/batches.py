@@ -42,7 +42,8 @@ class Samples:
 
     Several sources are mixed in the proportion of `weights`. The last `validation` part of each one's samples is held
     out, or `validation_tokens` where these are given. `tokens_of` gives a rank's part of a microbatch, as
-    `ModelSpec.tokens`; the last `idle` ranks of the replica axis get none of a batch.
+    `ModelSpec.tokens`; the last `idle` ranks of the replica axis get none of a batch. Where `documents` are "masked",
+    tokens know their documents, and what follows the last token of one counts in no loss.
 
     Attributes: `held_out`, how many samples are validated on at most: as many as repeat none of any source.
 
@@ -53,9 +54,10 @@ class Samples:
     def __init__(
         self, tokens: ShardedTokens | Sequence[ShardedTokens], context: int, validation: float, key: RngKey,
         tokens_of: Callable[..., Tokens] = Tokens.of, idle: int = 0, weights: Sequence[float] = (1.0,),
-        validation_tokens: ShardedTokens | None = None,
+        validation_tokens: ShardedTokens | None = None, documents: str = "packed",
     ):  # fmt: skip
         self.context, self.tokens_of, self.idle = context, tokens_of, idle
+        self.masked_documents = documents == "masked"
         self.sources = list(tokens) if isinstance(tokens, Sequence) else [tokens]
         apart = [validation_tokens] if validation_tokens else []
         totals = [(each.tokens - 1) // context for each in self.sources + apart]
@@ -113,12 +115,14 @@ class Samples:
         if self.masked:
             vocabulary = self.sources[0].vocabulary
             ids, targets = ids % vocabulary, targets.masked_fill(targets >= vocabulary, IGNORED)
+        if self.masked_documents:
+            targets[ids == self.sources[0].end_of_document] = IGNORED
         return ids, targets
 
     @property
     def masked(self) -> bool:
         """Whether some tokens count in no loss."""
-        return any(tokens.masked for tokens in self.sources)
+        return self.masked_documents or any(tokens.masked for tokens in self.sources)
 
     def training_step(
         self, grid: Grid, number: int, batch: int, schedule: Schedule, device: torch.device, step: int
@@ -134,7 +138,7 @@ class Samples:
         """Have the system read what this replica's ranks will ask for next, while they train."""
         working = grid.replica.size - self.idle
         if grid.replica.rank < working:
-            spans = self.tokens_of(grid, 1, self.context).spans
+            spans = (range(self.context),) if self.masked_documents else self.tokens_of(grid, 1, self.context).spans
             for number in order[split(len(order), working, grid.replica.rank)].tolist():
                 tokens, start = self._place(number)
                 for span in spans:
@@ -179,10 +183,19 @@ class Samples:
             first = schedule.placement[replica, 0] == here
             last = schedule.placement[replica, schedule.graph.stages - 1] == here
             scale = 1 / ((total or sequences[m]) * length)
-            tokens = self.tokens_of(grid, part.stop - part.start, length, part.start, step)
+            known, whole = {}, None
+            if self.masked_documents:  # which all ranks that share the sequences know
+                whole = self.read(order[part], (range(length),))
+                known["documents"] = self.document_lengths(whole[0])
+            tokens = self.tokens_of(grid, part.stop - part.start, length, part.start, step, **known)
             ids = targets = None
             if first or last:
-                held, following = self.read(order[tokens.first : tokens.first + tokens.sequences], tokens.spans)
+                block = slice(tokens.first, tokens.first + tokens.sequences)
+                if whole is None:
+                    held, following = self.read(order[block], tokens.spans)
+                else:
+                    rows = slice(block.start - part.start, block.stop - part.start)
+                    held, following = (each[rows][:, tokens.positions()] for each in whole)
                 ids = held.reshape(-1).to(device) if first else None
                 inner = slice(tokens.inner.start - tokens.first, tokens.inner.stop - tokens.first)
                 targets = following[inner].reshape(-1).to(device) if last else None

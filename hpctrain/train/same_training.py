@@ -21,7 +21,7 @@ SAME = {
     "model": tuple(f.name for f in dataclasses.fields(ModelConfig) if f.name != "init"),
     "run": ("seed",),
     "train": ("batch", "optimizer", "ema_decay"),
-    "data": ("validation",),
+    "data": ("validation", "documents"),
     "precision": None,
 }
 

@@ -69,11 +69,14 @@ def samples_of(config: Config, sources: list[ShardedTokens], key: RngKey) -> Sam
         )
     apart = sources.pop() if config.data.validation_path else None
     tokens_of = functools.partial(
-        models.get(config.model.kind).tokens, algorithm=config.tensor.algorithm, balance=config.sequence.balance
-    )
+        models.get(config.model.kind).tokens, algorithm=config.tensor.algorithm, balance=config.sequence.balance,
+        window=config.model.window,
+    )  # fmt: skip
     context, idle = config.model.context, config.data_parallel.idle
     weights = [weight for _, weight in config.data.mixture] or [1.0]
-    return Samples(sources, context, config.data.validation, key / "order", tokens_of, idle, weights, apart)
+    return Samples(
+        sources, context, config.data.validation, key / "order", tokens_of, idle, weights, apart, config.data.documents
+    )
 
 
 def check_vocabulary(config: Config, vocabulary: int, source: str | Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from dataclasses import dataclass
 
 
@@ -50,8 +51,11 @@ class Mask:
 
     def work(self, part: range, ranges: list[range]) -> int:
         """Pairs whose query is in `part`, of a sequence of these document ranges."""
-        cut = ((overlap(part, document), document) for document in ranges)
-        return sum(self.pairs(queries, document) for queries, document in cut if queries)
+        if not part:
+            return 0
+        first = bisect_right(ranges, part.start, key=lambda document: document.start) - 1
+        last = bisect_right(ranges, part.stop - 1, key=lambda document: document.start)
+        return sum(self.pairs(overlap(part, document), document) for document in ranges[first:last])
 
 
 def overlap(first: range, second: range) -> range:

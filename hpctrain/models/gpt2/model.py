@@ -30,7 +30,10 @@ class GPT2(StagedTransformer):
 
     def embed(self, ids: torch.Tensor, tokens: Tokens):
         found = self.wte.lookup(ids).view(tokens.sequences, tokens.length, self.local_width)
-        found = found + self.wpe.lookup(tokens.positions(ids.device))
+        if tokens.documents:
+            found = found + self.wpe.lookup(tokens.document_positions(ids.device)).view_as(found)
+        else:
+            found = found + self.wpe.lookup(tokens.positions(ids.device))
         return self.drop(scatter_rows(found.flatten(0, 1), tokens), tokens)
 
     def make_block(self, index: int):

@@ -43,6 +43,7 @@ class PlainSpec(ModelSpec):
 
     sequence_axes = False
     own_loss = True
+    documents = False
     token_slices = False
 
     def __init__(self, kind: str, factory: Callable[[SimpleNamespace], Any]):
@@ -84,6 +85,8 @@ class PlainSpec(ModelSpec):
         step: int = 0,
         algorithm: str | Algorithm = "agarwal",
         balance: str = "zigzag",
+        documents: Sequence[Sequence[int]] = (),
+        window: int = 0,
     ):
         from hpctrain.models.plain.model import WholeSequences
 
