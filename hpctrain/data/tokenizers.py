@@ -27,6 +27,20 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
+    def huggingface(self) -> dict:
+        """The same as a tokenizers JSON file: GPT-2's letters for bytes, and no merges."""
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        letters = dict.fromkeys(range(256)) | {byte: chr(byte) for byte in printable}
+        others = iter(range(256, 512))
+        vocabulary = {letter or chr(next(others)): byte for byte, letter in letters.items()}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        end = {"id": self.end_of_document, "content": "<|endoftext|>", "special": True}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        model = {"type": "BPE", "vocab": vocabulary | {"<|endoftext|>": self.end_of_document}, "merges": []}
+        parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
+        return {"version": "1.0", **parts, "added_tokens": [end | flags], "pre_tokenizer": level, "decoder": level,
+                "model": model}  # fmt: skip
+
 
 class FileTokenizer:
     """A tokenizer.json of Hugging Face's `tokenizers`. It must have one of END's tokens to end documents.
@@ -74,6 +88,9 @@ class FileTokenizer:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise ValueError(f"the tokenizer cannot encode a text that starts with {text[:40]!r}: {error}") from error
+
+    def huggingface(self) -> dict:
+        return json.loads(self.description)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -5,6 +5,20 @@ from __future__ import annotations
 import torch
 
 
+class InferenceCache:
+    """Keys and values of all tokens so far, which nothing differentiates."""
+
+    def __init__(self):
+        self._seen: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def extend(self, layer: torch.nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `KVCache`."""
+        if layer in self._seen:
+            k, v = (torch.cat(parts, 2) for parts in zip(self._seen[layer], (k, v)))
+        self._seen[layer] = k, v
+        return k, v
+
+
 class KVCache:
     """Keys and values of the slices of one microbatch, in one pipeline stage.
 

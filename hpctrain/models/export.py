@@ -14,17 +14,20 @@ from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.huggingface import Format
 from hpctrain.models.spec import ModelSpec
 
+TOKENIZER, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 FILE_BYTES = 4 << 30  # larger models are cut into files of about this size, so that one rank never holds more
 
 
 def export(
-    spec: ModelSpec, model: torch.nn.Module, grid: Grid, folder: Path, end_of_document: int | None = None
-) -> None:
+    spec: ModelSpec, model: torch.nn.Module, grid: Grid, folder: Path, end_of_document: int | None = None,
+    tokenizer: Any = None,
+) -> None:  # fmt: skip
     """Write the weights, in their own precision, to `folder` on the first rank; collective over the grid.
 
     Args:
         model: of this spec, with its `shape`.
         end_of_document: the token that config.json names so.
+        tokenizer: of `data.tokenizers`, on the first rank, written beside the weights.
 
     Raises:
         ValueError: on every rank, when the folder cannot be written.
@@ -33,6 +36,8 @@ def export(
     with comm.together(grid.comm):
         if grid.rank == 0:
             writer = HuggingFaceWriter(folder, spec, model.shape, end_of_document)
+            if tokenizer is not None and (folder / "config.json").exists():
+                write_tokenizer(folder, tokenizer, model.shape.context)
     for name, weight in whole_parameters(model, grid):
         with comm.together(grid.comm):
             if writer:
@@ -40,6 +45,19 @@ def export(
     with comm.together(grid.comm):
         if writer:
             writer.close()
+
+
+def write_tokenizer(folder: Path, tokenizer: Any, context: int) -> None:
+    """So that `transformers.AutoTokenizer` loads it from the folder."""
+    kind = "bytes" if tokenizer.description == "bytes" else "file"
+    description = tokenizer.huggingface()
+    end = next(each["content"] for each in description["added_tokens"] if each["id"] == tokenizer.end_of_document)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end, "model_max_length": context,
+        "clean_up_tokenization_spaces": False, "hpctrain_tokenizer": kind,
+    }  # fmt: skip
+    for name, content in ((TOKENIZER, description), (TOKENIZER_SETTINGS, settings)):
+        (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def to_hugging_face(name: str, weight: torch.Tensor, format: Format, shape: Any) -> dict[str, torch.Tensor]:

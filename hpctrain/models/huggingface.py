@@ -36,6 +36,7 @@ class Format(abc.ABC):
         required: keys that an export leaves out, and the value that a folder's config.json must have.
         free: keys of `config` that a model.init folder may have as it likes.
         known: all tensors that a folder may have; others are refused.
+        model_types: of the config.json that `options` takes.
         prefix: of the names, which files of a model without the projection onto the vocabulary leave out.
     """
 
@@ -43,11 +44,20 @@ class Format(abc.ABC):
     required: Mapping[str, Any] = {}
     free: tuple[str, ...] = ("architectures", "bos_token_id", "eos_token_id")
     known: re.Pattern[str]
+    model_types: tuple[str, ...] = ()
     prefix: str
 
     @abc.abstractmethod
     def config(self, shape: Any, end_of_document: int | None) -> dict[str, Any] | None:
         """config.json of a model of this shape; None where there is none, and no model starts from a folder."""
+
+    def options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The section [model] for a config.json of one of `model_types`; what that says beside is for `differences`.
+
+        Raises:
+            ValueError: naming a key that is missing.
+        """
+        raise ValueError("a model of this kind has no config.json")
 
     @abc.abstractmethod
     def source(self, name: str, shape: Any) -> Source:
@@ -59,6 +69,13 @@ class Format(abc.ABC):
         wanted |= self.required
         found = {key: settings.get(key, self.defaults.get(key)) for key in wanted}
         return [f"{key} = {found[key]}, not {value}" for key, value in wanted.items() if found[key] != value]
+
+
+def taken(settings: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """{our key: the setting of theirs}; raises ValueError for one that is missing."""
+    if missing := [theirs for theirs in keys.values() if settings.get(theirs) is None]:
+        raise ValueError(f"config.json has no {missing[0]}")
+    return {ours: settings[theirs] for ours, theirs in keys.items()}
 
 
 class OwnNames(Format):

@@ -45,7 +45,7 @@ def load(spec: ModelSpec, model: torch.nn.Module, folder: Path) -> None:
 def check_config(format: Format, shape: Any, folder: Path) -> None:
     """Raise ValueError unless the folder holds a model of this shape."""
     try:
-        settings = _json(folder / "config.json")
+        settings = read_settings(folder / "config.json")
     except ValueError as error:
         raise ValueError(f"model.init = {folder} holds no readable config.json: {error}") from error
     if wrong := format.differences(settings, shape):
@@ -110,7 +110,7 @@ class _Safetensors:
         index = folder / "model.safetensors.index.json"
         self.where = None
         if files.status(index):
-            self.where = _json(index).get("weight_map")
+            self.where = read_settings(index).get("weight_map")
             if not isinstance(self.where, dict):
                 raise ValueError(f"{index} has no weight_map")
             for name, file in self.where.items():
@@ -156,7 +156,7 @@ class _Safetensors:
         return self.open[name]
 
 
-def _json(path: Path) -> dict:
+def read_settings(path: Path) -> dict:
     """Raises ValueError, naming the file, for what cannot be read or is no object."""
     try:
         settings = json.loads(files.read_bounded(path, LARGEST_JSON))

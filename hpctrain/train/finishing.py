@@ -16,10 +16,11 @@ def finish(session: Session) -> None:
     """Export the trained weights and generate. Collective."""
     config, grid, tokens = session.config, session.grid, session.data.tokens
     end, sample = tokens.end_of_document, None
+    tokenizer = tokens.tokenizer if session.folder else None
     strategy = session.trainer.strategy
     average = strategy.averaged_weights() if "export" in config.train.ema_use else contextlib.nullcontext()
     with average, strategy.full_weights():
-        export(session.spec, session.model, grid, config.folder / "model", end)
+        export(session.spec, session.model, grid, config.folder / "model", end, tokenizer)
         if count := config.run.sample:
             ids = generate(session.model, grid, [end], count, tokens.vocabulary, session.key / "sample")
             sample = tokens.tokenizer.decode(ids)

@@ -6,42 +6,76 @@ import torch
 
 from hpctrain import comm
 from hpctrain.grid import Grid
+from hpctrain.layers.kv_cache import InferenceCache
 from hpctrain.pipeline import Executor, forward_only
 from hpctrain.randomness import RngKey
 
 
 def generate(
     model: torch.nn.Module, grid: Grid, prompt: list[int], count: int, vocabulary: int, key: RngKey,
-    temperature: float = 0.8,
+    temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0, end: int | None = None,
 ) -> list[int]:  # fmt: skip
-    """`count` tokens that follow `prompt`, drawn below `vocabulary`; the same on every rank, and on every grid.
+    """Up to `count` tokens that follow `prompt`, drawn below `vocabulary`; the same on every rank, and on every grid.
 
-    The replicas all do the same work. The last `context` tokens are seen.
+    Keys and values of earlier tokens are kept, until there are more tokens than `context`, of which the last are seen.
+    The replicas all do the same work.
+
+    Args:
+        temperature: of the softmax; 0 takes the likeliest token.
+        top_k: how many of the likeliest are drawn from; 0: all.
+        top_p: draw from the fewest likeliest that have this probability together.
+        end: a token after which nothing follows.
     """
     executor = Executor(grid.pipeline, forward_only(grid.pipeline.size, 1, model.placement))
-    ids = list(prompt)
-    draws = key.uniform(0, count).tolist()
+    ids, context = list(prompt), model.shape.context
+    cache = InferenceCache() if hasattr(model.tokens(1, 1), "part") and grid.sequence.size == 1 else None
+    passed = 0  # tokens that the cache has
     model.eval()
     with torch.no_grad():
-        for draw in draws:
-            stages = _LastLogits(model, torch.tensor(ids[-model.shape.context :]))
-            logits = executor.run(stages)
+        for draw in key.uniform(0, count).tolist():
+            window = torch.tensor(ids[-context:])
+            tokens = model.tokens(1, len(window))
+            if cache is not None and len(ids) <= context:
+                tokens, passed = tokens.part(slice(passed, len(ids)), cache), len(ids)
+            logits = executor.run(_LastLogits(model, window, tokens))
             chosen = torch.zeros(1, dtype=torch.int64)
             if logits:
-                probabilities = (logits[0][:vocabulary].double() / temperature).softmax(0)
-                chosen[0] = min(int(torch.searchsorted(probabilities.cumsum(0), draw)), vocabulary - 1)
+                chosen[0] = chosen_by(logits[0][:vocabulary].double(), draw, temperature, top_k, top_p)
             comm.broadcast(chosen, grid.pipeline, root=model.placement[0, model.last])
             ids.append(int(chosen))
+            if ids[-1] == end:
+                break
     return ids[len(prompt) :]
+
+
+def chosen_by(logits: torch.Tensor, draw: float, temperature: float, top_k: int = 0, top_p: float = 1.0) -> int:
+    """The token at `draw`, from 0 to 1, of the distribution; arguments as of `generate`.
+
+    >>> logits = torch.tensor([1.0, 4.0, 3.0, 2.0])
+    >>> [chosen_by(logits, draw, 1.0, top_k=2) for draw in (0.0, 0.7, 0.75, 1.0)], chosen_by(logits, 0.9, 0.0)
+    ([1, 1, 2, 2], 1)
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    probabilities = (logits / temperature).softmax(0)
+    ordered, by_size = probabilities.sort(descending=True, stable=True)
+    if top_k:
+        ordered[top_k:] = 0
+    before = (ordered / ordered.sum()).cumsum(0).roll(1)
+    before[0] = 0
+    ordered[before >= top_p] = 0
+    kept = torch.zeros_like(probabilities)
+    kept[by_size] = ordered
+    reached = int(torch.searchsorted(kept.cumsum(0), draw * kept.sum(), right=True))
+    return min(reached, int(kept.nonzero().max()))
 
 
 class _LastLogits:
     """The stages over one sequence, of which the last returns the logits of the last position, (vocabulary,)."""
 
-    def __init__(self, model, ids):
-        self.model = model
-        self.tokens = model.tokens(1, len(ids))
-        self.ids = ids[self.tokens.positions()].repeat(self.tokens.sequences).to(model.device)
+    def __init__(self, model, window, tokens):
+        self.model, self.tokens = model, tokens
+        self.ids = window[tokens.positions()].repeat(tokens.sequences).to(model.device)
 
     def message_spec(self, action):
         return self.model.message_spec(self.tokens)

@@ -109,6 +109,15 @@ def packed(config: Config) -> str:
     return path
 
 
+def packed_text(text: list[str], tokenizer, out: str) -> str:
+    """The path of text that is packed in the folder `out` unless it is there."""
+    path = str(Path(out) / "data" / f"{fingerprint(text_files(text), tokenizer)}-{VERSION}.h5")
+    if not files.status(path):
+        with contextlib.suppress(FileExistsError):
+            pack(text, path, tokenizer, replace=False)
+    return path
+
+
 def find_packed(config: Config) -> tuple[str, Any]:
     """The path of the packed data, and the tokenizer to pack `data.text` with where that is still to be done.
 

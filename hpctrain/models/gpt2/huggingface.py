@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from hpctrain.models.gpt2.shape import GPT2Shape
-from hpctrain.models.huggingface import Format, Source
+from hpctrain.models.huggingface import Format, Source, taken
 
 # Our names, Hugging Face's, and whether their matrix is the transpose of ours.
 _NAMES = [
@@ -35,6 +36,7 @@ class GPT2Format(Format):
         r"(transformer\.)?(wte\.weight|wpe\.weight|ln_f\.(weight|bias)|h\.\d+\.(ln_[12]|attn\.c_attn|attn\.c_proj"
         r"|mlp\.c_fc|mlp\.c_proj)\.(weight|bias)|h\.\d+\.attn\.(masked_)?bias)|lm_head\.weight"
     )
+    model_types = ("gpt2",)
     prefix = "transformer."
 
     def config(self, shape: GPT2Shape, end_of_document: int | None) -> dict[str, Any]:
@@ -55,6 +57,11 @@ class GPT2Format(Format):
             "bos_token_id": end_of_document,
             "eos_token_id": end_of_document,
         }
+
+    def options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        keys = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "context": "n_positions"}
+        found = taken(settings, {**keys, "vocabulary": "vocab_size"})
+        return {"kind": "gpt2", **found, "tied": settings.get("tie_word_embeddings", True)}
 
     def source(self, name: str, shape: GPT2Shape) -> Source:
         """

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.models.huggingface import Format, Source
+from hpctrain.models.huggingface import Format, Source, taken
 from hpctrain.models.llama.shape import LlamaShape
 
 _ARCHITECTURES = {
@@ -61,6 +61,7 @@ class LlamaFormat(Format):
         r"\.weight|post_attention_layernorm\.weight|self_attn\.([qkvo]_proj\.weight|[qkv]_proj\.bias|[qk]_norm\.weight"
         r"|rotary_emb\.inv_freq)))|lm_head\.weight"
     )
+    model_types = tuple(_ARCHITECTURES)
     prefix = "model."
 
     def config(self, shape: LlamaShape, end_of_document: int | None) -> dict[str, Any]:
@@ -93,6 +94,22 @@ class LlamaFormat(Format):
             "bos_token_id": end_of_document,
             "eos_token_id": end_of_document,
         }
+
+    def options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        kind = settings["model_type"]
+        settings = {**_LEFT_OUT[kind], **settings}
+        keys = {
+            "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
+            "context": "max_position_embeddings", "vocabulary": "vocab_size", "ffn": "intermediate_size",
+            "norm_eps": "rms_norm_eps",
+        }  # fmt: skip
+        found = taken(settings, keys)
+        for ours, theirs in (("kv_heads", "num_key_value_heads"), ("head_width", "head_dim")):
+            found[ours] = settings.get(theirs) or _derived(settings, theirs)
+        base, scaling = _rotary(settings)
+        found["rope_scaling"] = [] if scaling is None else list(taken(scaling, {key: key for key in _SCALING}).values())
+        tied, of = settings.get("tie_word_embeddings", False), {"qwen2": "qkv_bias", "qwen3": "qk_norm"}.get(kind)
+        return {"kind": "llama", **found, "rope_base": base, "tied": tied, **({of: True} if of else {})}
 
     def source(self, name: str, shape: LlamaShape) -> Source:
         """

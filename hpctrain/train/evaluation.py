@@ -1,0 +1,133 @@
+"""The loss of a trained model over packed data, of all of it or of each document by itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hpctrain import comm
+from hpctrain.data import ShardedTokens
+from hpctrain.grid import Grid
+from hpctrain.pipeline import Executor, forward_only
+from hpctrain.train.batches import IGNORED, Microbatch
+from hpctrain.train.stages import Stages
+
+BLOCK = 1 << 20  # tokens that are looked through at once for the ends of documents
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of some text: the sum of -log p over its tokens that count, how many these are, and the bytes of their text."""
+
+    total: float
+    tokens: int
+    bytes: int
+
+    @property
+    def mean(self) -> float:
+        """Nats a token."""
+        return self.total / max(1, self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.mean, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between tokenizers."""
+        return self.total / math.log(2) / max(1, self.bytes)
+
+
+def documents_of(tokens: ShardedTokens) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of every document, with the token that ends it."""
+    start = 0
+    for block in range(0, tokens.tokens, BLOCK):
+        found = tokens.read(block, min(BLOCK, tokens.tokens - block))
+        for end in (np.flatnonzero(found == tokens.end_of_document) + block + 1).tolist():
+            yield start, end
+            start = end
+    if start < tokens.tokens:
+        yield start, tokens.tokens
+
+
+def evaluate(
+    model: torch.nn.Module, grid: Grid, tokens: ShardedTokens, context: int, batch: int, by_document: bool = False
+) -> list[Loss]:
+    """The loss of all tokens, or of every document, in windows of `context` tokens: every token is predicted once, from
+    those before it in its window; the first of all, and of each document, from the token that ends documents.
+    Collective over the grid; the same on all ranks.
+
+    Args:
+        batch: windows at a time on a replica.
+    """
+    parts = list(documents_of(tokens)) if by_document else [(0, tokens.tokens)]
+    pieces = [  # part, and its windows' first tokens
+        (number, starts)
+        for number, (start, stop) in enumerate(parts)
+        for starts in _batched(range(start, stop, context), batch)
+    ]
+    mine = pieces[grid.replica.rank :: grid.replica.size]
+    sums = torch.zeros(len(parts), dtype=torch.float64)
+    counts = torch.zeros(len(parts), dtype=torch.int64)
+    stages = grid.pipeline.size
+    executor = Executor(grid.pipeline, forward_only(stages, stages, model.placement))
+    model.eval()
+    with torch.no_grad():
+        for together in _batched(mine, stages):  # a microbatch a stage fills the pipeline
+            made = []
+            for number, starts in together:
+                ids, targets = _windows(tokens, starts, parts[number][1], context)
+                counts[number] += int((targets != IGNORED).sum())
+                made.append(_microbatch(model, ids, targets))
+            empty = torch.empty(0, context, dtype=torch.int64)
+            made += [_microbatch(model, empty, empty)] * (stages - len(made))
+            losses = executor.run(Stages(model, made))
+            for (number, _), loss in zip(together, losses):
+                sums[number] += loss.double().cpu()
+    comm.all_reduce(sums, grid.world)
+    comm.all_reduce(counts, grid.replica)
+    bytes_of = [_bytes(tokens, part) for part in parts] if by_document else [_all_bytes(tokens)]
+    return [Loss(*each) for each in zip(sums.tolist(), counts.tolist(), bytes_of)]
+
+
+def _windows(tokens, starts, stop: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and targets, (windows, context), IGNORED behind the end and where the data say so."""
+    ids = torch.full((len(starts), context), tokens.end_of_document)
+    targets = torch.full((len(starts), context), IGNORED)
+    for row, start in enumerate(starts):
+        count = min(context, stop - start)
+        before = [tokens.end_of_document] if start == 0 else tokens.read(start - 1, 1)
+        read = torch.from_numpy(np.concatenate([before, tokens.read(start, count)]))
+        ids[row, :count] = read[:-1] % tokens.vocabulary
+        targets[row, :count] = torch.where(read[1:] < tokens.vocabulary, read[1:], IGNORED)
+    return ids, targets
+
+
+def _microbatch(model, ids: torch.Tensor, targets: torch.Tensor) -> Microbatch:
+    """This rank's part."""
+    tokens = model.tokens(len(ids), ids.shape[1])
+    here = tokens.positions()
+    block = ids[tokens.first : tokens.first + tokens.sequences][:, here].reshape(-1)
+    inner = targets[tokens.inner.start : tokens.inner.stop][:, here].reshape(-1)
+    return Microbatch(tokens, block.to(model.device), inner.to(model.device), 1.0)
+
+
+def _bytes(tokens: ShardedTokens, part: tuple[int, int]) -> int:
+    """Of the text of the tokens that count."""
+    found = tokens.read(part[0], part[1] - part[0])
+    return len(tokens.tokenizer.decode(found[found < tokens.vocabulary].tolist()).encode())
+
+
+def _all_bytes(tokens: ShardedTokens) -> int:
+    return sum(_bytes(tokens, part) for part in documents_of(tokens))
+
+
+def _batched(items, size: int) -> Iterator[list]:
+    items = iter(items)
+    while batch := list(itertools.islice(items, size)):
+        yield batch
