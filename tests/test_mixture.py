@@ -65,6 +65,8 @@ def test_weights_as_whole_numbers():
     assert period_counts([2]) == [1]
     assert period_counts([1e-4, 1]) == [1, 10_000]
     assert sum(period_counts([3**0.5, 2**0.5])) == PERIOD
+    # exactly 1195.40, 16905.56, 20704.998 and 26730.04: the two largest remainders are rounded up
+    assert period_counts([0.1, 2**0.5, 3**0.5, 5**0.5]) == [1195, 16906, 20705, 26730]
     for weights in ([1e-9, 1], [1, 1e-5, 3**0.5]):
         with pytest.raises(ValueError, match="weights must be at least 1 / 65536 of their sum"):
             period_counts(weights)
