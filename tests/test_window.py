@@ -56,7 +56,7 @@ def test_one_key(world):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("shape", [SHAPE, WIDE])
 def test_token_slices(world, shape):
-    for slices in ([3, LENGTH - 3], [1] * LENGTH):
+    for slices in ([5, LENGTH - 5], [1] * LENGTH):
         grid = Grid(1, 2, world.size // 2)
         check(grid, fitting(shape, 2), count=2, clip=1.0, pipeline="terapipe", slices=slices)
 
