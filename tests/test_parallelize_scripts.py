@@ -16,6 +16,8 @@ LINE = "model = ht.parallelize(model, ht.Grid(tensor=4))\n"
 TEXTS = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "hpctrain/convert/README.md")]
 SCRIPTS = [block for text in TEXTS for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if LINE in block]
 
+SEQUENCE_LINES = ["model = ht.parallelize(model, ht.Grid(data=(1, 2, 2)))\n", "    ht.sync_gradients(model)\n"]
+
 
 def output_of(command, limit):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -27,17 +29,36 @@ def output_of(command, limit):
 @pytest.mark.job
 @pytest.mark.parametrize("script", SCRIPTS, ids=["digits", "gpt2"])
 def test_losses_with_the_line_and_without(script, tmp_path):
-    assert script.count(LINE) == 1
     assert len([line for line in script.splitlines() if line]) < 20
-    with_line, without = tmp_path / "with.py", tmp_path / "without.py"
-    with_line.write_text(script)
-    without.write_text(script.replace(LINE, ""))
+    expected, got = both(script, [LINE], tmp_path)
+    assert sorted(got) == sorted(expected * 4)
+
+
+@pytest.mark.job
+def test_sequences_that_four_ranks_share(tmp_path):
+    (script,) = re.findall(rf"```python\n([^`]*{re.escape(SEQUENCE_LINES[0])}[^`]*)```", TEXTS[1])
+    expected, got = both(script, SEQUENCE_LINES, tmp_path)
+    assert len(got) == 4 * len(expected)
+    for line in got:
+        assert float(line.split()[-1]) == pytest.approx(
+            float(expected[int(line.split()[1][:-1])].split()[-1]), abs=3e-4
+        )
+
+
+def both(script, lines, tmp_path):
+    """What the script prints on one rank without these lines, and on four with them."""
+    with_lines, without = tmp_path / "with.py", tmp_path / "without.py"
+    with_lines.write_text(script)
+    for line in lines:
+        assert script.count(line) == 1
+        script = script.replace(line, "")
+    without.write_text(script)
     launcher = os.environ.get("MPIRUN", f"{shutil.which('mpirun')} --map-by :OVERSUBSCRIBE --bind-to none").split()
     expected = output_of(warm([sys.executable, str(without)]), 120).splitlines()
-    got = output_of(warm([*launcher, "-n", "4", sys.executable, "-m", "mpi4py", str(with_line)]), 240).splitlines()
+    got = output_of(warm([*launcher, "-n", "4", sys.executable, "-m", "mpi4py", str(with_lines)]), 240).splitlines()
     assert len(expected) == 10
     assert float(expected[-1].split()[-1]) < 0.8 * float(expected[0].split()[-1])
-    assert sorted(got) == sorted(expected * 4)
+    return expected, got
 
 
 def test_importing_layers_starts_no_mpi_and_is_quick():

@@ -1,5 +1,7 @@
 """The first calls of a parallelized model: what the ranks of the tensor axis do must be the same, and is compared.
 
+So is what the ranks do that share sequences.
+
 They run the same script. Where they read other batches, or draw other random numbers, or call other modules, every rank
 would go on with numbers of no model at all.
 """
@@ -22,13 +24,13 @@ SAMPLED = 1 << 22  # elements of a large tensor of floats that are looked at
 
 class FirstSteps:
     """Compares the inputs of the model's first `steps` calls, the order of the calls of its modules, the generators
-    that it draws from, and the gradients that reach its outputs, over the tensor axis.
+    that it draws from, and the gradients that reach its outputs, over the tensor axis and the sequence axis.
 
     Costs a message a call of each divided module, and nothing after the first steps.
     """
 
     def __init__(self, model: torch.nn.Module, grid: Grid, modules: Iterable[torch.nn.Module], steps: int):
-        self._axis, self._left, self._model = grid.tensor, steps, model
+        self._axes, self._left, self._model = (grid.tensor, grid.sequence), steps, model
         self._paths = {
             module: path or "the model itself" for path, module in model.named_modules() if module in modules
         }
@@ -45,14 +47,14 @@ class FirstSteps:
         reported = {f"argument {name}": _fingerprint(x) for given in (arguments, options) for name, x in _named(given)}
         reported["the mode"] = f"training={model.training}, gradients={torch.is_grad_enabled()}"
         try:
-            compare(self._axis, "calls the model", reported)
+            compare(self._axes, "calls the model", reported)
         except ValueError:
             self._close()
             raise
 
     def _call(self, module, arguments):
         if module in self._paths:
-            compare(self._axis, f"calls {self._paths[module]}", {})
+            compare(self._axes, f"calls {self._paths[module]}", {})
 
     def _end(self, module, arguments, output):
         if module is not self._model:
@@ -62,10 +64,10 @@ class FirstSteps:
         if output is None:  # it failed
             return
         after = generator_states()
-        compare(self._axis, "ends the call", {f"the generator of {k}": v for k, v in before.items() if after[k] != v})
+        compare(self._axes, "ends the call", {f"the generator of {k}": v for k, v in before.items() if after[k] != v})
         for name, tensor in _named(output):
             if tensor.requires_grad:
-                tensor.register_hook(_Gradient(self._axis, name))
+                tensor.register_hook(_Gradient(self._axes, name))
         self._left -= 1
         if self._left == 0:
             self._hook.remove()
@@ -79,35 +81,49 @@ class FirstSteps:
 class _Gradient:
     """A hook on an output."""
 
-    def __init__(self, axis, name: str):
-        self._axis, self._name = axis, name
+    def __init__(self, axes, name: str):
+        self._axes, self._name = axes, name
 
     def __call__(self, gradient) -> None:
-        compare(self._axis, "runs backward", {f"the gradient of output {self._name}": _fingerprint(gradient)})
+        compare(self._axes, "runs backward", {f"the gradient of output {self._name}": _fingerprint(gradient)})
 
 
-def compare(axis: Axis, what: str, reported: dict) -> None:
-    """Raise ValueError on every rank of the axis where one does something else than the first, or has another of what
-    it `reported`."""
+def compare(axes: tuple[Axis, Axis], what: str, reported: dict) -> None:
+    """Raise ValueError on every rank of the tensor and the sequence axis where one does something else than the first,
+    or has another of what it `reported`."""
+    different = ""
+    for axis, name in zip(axes, ("tensor", "sequence")):
+        if axis.size > 1:
+            # What was found along tensor axes is told along the sequence: either all of these ranks raise, or none.
+            different = _difference(axis, name, what, reported, different)
+    if different:
+        raise ValueError(different)
+
+
+def _difference(axis, name, what, reported, before) -> str:
     watch = axis.transport.watchdog
     with watch.during(axis, "comparison of the first steps") if watch else contextlib.nullcontext():
-        everyone = axis.comm.allgather((what, reported))
-    first, mine = everyone[0]
+        everyone = axis.comm.allgather((what, reported, before))
+    for *_, found in everyone:
+        if found:
+            return found
+    first, mine, _ = everyone[0]
     differ = {}  # what differs: the ranks
-    for rank, (other, theirs) in enumerate(everyone):
-        names = [name for name in {**mine, **theirs} if not _alike(mine.get(name), theirs.get(name))]
+    for rank, (other, theirs, _) in enumerate(everyone):
+        names = [key for key in {**mine, **theirs} if not _alike(mine.get(key), theirs.get(key))]
         if other != first:
             differ.setdefault(f"{other}, where rank 0 {first}", []).append(rank)
         elif names:
             text = f"{other} with {_said(names[0], theirs)}, where rank 0 has {_said(names[0], mine)}"
             differ.setdefault(text, []).append(rank)
-    if differ:
-        text, ranks = next(iter(differ.items()))
-        raise ValueError(
-            f"rank {', '.join(map(str, ranks[:NAMED]))} of the tensor axis {text}; its ranks must run the same script "
-            "with the same batches and seeds (each replica of the data axis has batches of its own). check_steps=0 of "
-            "ht.parallelize leaves this comparison out"
-        )
+    if not differ:
+        return ""
+    text, ranks = next(iter(differ.items()))
+    return (
+        f"rank {', '.join(map(str, ranks[:NAMED]))} of the {name} axis {text}; its ranks must run the same script "
+        "with the same batches and seeds (each replica of the data axis has batches of its own). check_steps=0 of "
+        "ht.parallelize leaves this comparison out"
+    )
 
 
 def _said(name, reported) -> str:

@@ -20,6 +20,7 @@ from hpctrain.convert.attention import drop_heads, enter_learned
 from hpctrain.convert.boundary import enter, gather
 from hpctrain.convert.plain import is_plain, is_pointwise
 from hpctrain.convert.products import SplitConv1D, SplitLinear, split_conv1d, split_linear, split_matrix
+from hpctrain.convert.sequence import use_context_attention
 from hpctrain.layers.softmax_attention import softmax_attention
 from hpctrain.shard import split, split_sizes, subsplit
 
@@ -185,6 +186,10 @@ def _split_heads(plan, module, parts, dropout: float) -> None:
     plan.swap_class(
         module, SplitAttention, axis=plan.axis, heads=sum(counts), part=parts[plan.axis.rank], counts=counts
     )
+    if plan.sequence.size > 1:
+        plan.context_attention.add(module)
+        use_context_attention(plan, module)
+        return
     if dropout == 0:
         return
     # Hugging Face's functions draw masks for the heads they are given, which would depend on the grid.

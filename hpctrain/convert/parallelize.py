@@ -15,6 +15,7 @@ from hpctrain.convert.optimizers import watch_optimizers
 from hpctrain.convert.plain import altered
 from hpctrain.convert.plan import Plan, Refused
 from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
+from hpctrain.convert.sequence import CutSequences, check_sequence
 from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp
 from hpctrain.digest import digest
 from hpctrain.grid import Grid
@@ -47,9 +48,9 @@ def parallelize(
 ) -> nn.Module:  # fmt: skip
     """Divide a model's weights and work over the tensor axis of `grid`, in place; returns the model.
 
-    Every rank runs the same script with the same model, seed and batch (along the data axis: its own batch), and gets
-    the outputs, losses and gradients that one rank would. The model keeps its class, forward, names and hooks;
-    activations are whole at the borders of its modules. Make the optimizer afterwards.
+    Every rank runs the same script with the same model, seed and batch (each replica: its own batch), and gets the
+    outputs, losses and gradients that one rank would. The model keeps its class, forward, names and hooks; activations
+    are whole at the borders of its modules. Make the optimizer afterwards.
 
     Each element of a weight lies on one rank of the tensor axis: by columns of the first matrix and rows of the second
     of an MLP, by heads of attention, along the longer side of any other. Norms gather their weights and work on every
@@ -74,16 +75,25 @@ def parallelize(
     draw, inside attention too (on a GPU, torch's fused kernels draw others); so the generators must have the same seed
     on all ranks of the tensor axis.
 
+    Ranks that share sequences, of a grid with data=(replica, ring, ulysses), are all given the whole ones, too.
+    GPT2LMHeadModel, GPT2Model, LlamaForCausalLM and LlamaModel cut them at their entrance: each rank computes and keeps
+    what belongs to its tokens, and attention goes over the ring and Ulysses axes. With `labels`, the loss is the whole
+    one on every rank, taken in float32 or wider, and there are no logits; without, logits and hidden states are
+    gathered. Gradients are summed by `sync_gradients`, as those of replicas; what else is added to the loss counts once
+    for each rank of `grid.data`. Positions that begin anew are packed documents where Hugging Face takes them so:
+    without a mask and with use_cache=False. Hooks within the model see the local tokens. Refused by name: dropout,
+    padding, caches, `generate`, modules that may mix positions.
+
     Parameters on the meta device are drawn slice by slice from streams that `torch.manual_seed` decides, in torch's or
     Hugging Face's distributions, and the same on every grid; no rank ever holds a whole one.
 
     Args:
         replicate: modules to leave whole on every rank: paths, patterns of paths ("blocks.*.gate") or names of types;
             with all that is in them.
-        check_steps: calls of the model in which the ranks of the tensor axis compare what they do: the inputs, the
-            order of its modules, the generators that it draws from, the gradients that reach its outputs. Costs a small
-            message for each call of a module meanwhile; 0 leaves it out. Where they differ, all of them raise
-            ValueError.
+        check_steps: calls of the model in which the ranks of the tensor and the sequence axis compare what they do: the
+            inputs, the order of its modules, the generators that it draws from, the gradients that reach its outputs.
+            Costs a small message for each call of a module meanwhile; 0 leaves it out. Where they differ, all of them
+            raise ValueError.
 
     From here on a watchdog ends the job where an operation of communication takes longer than HPCTRAIN_WATCHDOG seconds
     (600; 0 is never), as where only some ranks call the model, and every rank that waits says for whom.
@@ -91,8 +101,8 @@ def parallelize(
     Raises:
         ValueError: on every rank, before anything is changed: when a module can be neither divided nor left as it is,
             an option of one is not supported, a weight has a hook that would see a part, weights are shared in a way
-            that cannot be divided, the ranks' weights differ, an entry of `replicate` matches nothing, or the grid has
-            a pipeline axis or ranks that share sequences.
+            that cannot be divided, the ranks' weights differ, an entry of `replicate` matches nothing, the grid has a
+            pipeline axis, or ranks share sequences that the model cannot cut.
     """
     if not isinstance(check_steps, int) or isinstance(check_steps, bool) or check_steps < 0:
         raise ValueError(f"check_steps must be an integer of at least 0, got {check_steps!r}")
@@ -101,15 +111,18 @@ def parallelize(
             f"parallelize divides over the tensor and data axes, got a grid with pipeline={grid.pipeline.size};"
             " set pipeline=1, or register the model as a ModelSpec (ht.models.register), which is cut into stages"
         )
-    grid.check_whole_sequences("parallelize")
     comm.start_watchdog(grid)
     with comm.together(grid.comm):
         if hasattr(model, "hpctrain_grid"):
             raise ValueError("the model is already parallelized")
         plan = Plan(model, grid, _chosen(model, replicate))
         _decide(model, plan, plan.replicated)
+        cuts = grid.sequence.size > 1
+        if cuts:
+            check_sequence(model, plan.context_attention)
         for module in filter(is_pretrained, model.modules()):
-            plan.swap_class(module, DividedPretrained, hpctrain_grid=grid)
+            mixin = CutSequences if cuts and module is model else DividedPretrained
+            plan.swap_class(module, mixin, hpctrain_grid=grid)
     _check_equal(model, grid)
     meta = any(parameter.is_meta for parameter in model.parameters())
     key = drawn_key(grid, None) if meta else None
@@ -121,7 +134,7 @@ def parallelize(
     watch_optimizers()
     refuse_ddp(model)
     leave_out_of_graphs()
-    if check_steps and grid.tensor.size > 1:
+    if check_steps and grid.tensor.size * grid.sequence.size > 1:
         FirstSteps(model, grid, plan.claimed, check_steps)
     model.hpctrain_grid = grid
     return model

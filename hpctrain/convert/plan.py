@@ -29,18 +29,22 @@ class Plan:
         axis: the ranks of the tensor axis, x × y × z of them, in one line: whole activations at the border of every
             unit leave little for a box to save, so its ranks divide each weight along one dim.
         replicated: modules that stay whole on every rank.
+        sequence: the ranks that share sequences.
         claimed: modules that are dealt with.
+        context_attention: those whose tokens meet those of all of `sequence`.
     """
 
     def __init__(self, model: torch.nn.Module, grid: Grid, replicated: set):
         self.replicated = replicated
-        self.axis, self.data, self.config = grid.tensor, grid.data, getattr(model, "config", None)
+        self.axis, self.data, self.sequence = grid.tensor, grid.data, grid.sequence
+        self.config = getattr(model, "config", None)
         self.names: dict[int, str] = {}
         self._shared = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if self.names.setdefault(id(parameter), name) != name:
                 self._shared.add(id(parameter))
         self.paths = {module: path for path, module in model.named_modules()}
+        self.context_attention: set[torch.nn.Module] = set()
         self.claimed, self._shardings, self._places, self._changes, self._draws = set(), {}, {}, [], {}
 
     def parts(self, length: int, unit: int = 1) -> list[slice]:

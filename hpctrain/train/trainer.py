@@ -81,8 +81,8 @@ class Trainer:
             self._passes = PipelinedModel(model, grid, schedule or 1, self.strategy, max_norm, slices)
         self._named_unused = False
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
-        # What parallelize made gives the one loss on every rank of the tensor axis; others give each rank its share.
-        self._counts_loss = grid.tensor.rank == 0 or not hasattr(model, "hpctrain_grid")
+        # What parallelize made gives the one loss on every rank of a replica; others give each rank its share.
+        self._counts_loss = grid.tensor.rank == grid.sequence.rank == 0 or not hasattr(model, "hpctrain_grid")
 
     def step(self, batches: list) -> tuple[float, float]:
         """Train on this replica's batches, one after another, or on its microbatches of a pipeline. Returns the loss
