@@ -51,6 +51,13 @@ def test_long_sequences(world, shape, balance):
         check(Grid(data), shape, count=2, clip=0.3, balance=balance, documents=True)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tensor", [(2, 1, 1), (1, 2, 1)])
+def test_planes(world, tensor):
+    """Whose ranks attend to some of the block's sequences each."""
+    check(Grid(1, 1, tensor), fitting(LLAMA, 1), count=2, clip=1.0, algorithm="summa", documents=True)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe"])
 def test_schedules(world, name):
