@@ -78,8 +78,8 @@ def rows(ranks):
         folder = Path(name)
         (folder / "text.txt").write_bytes(b"a" * (SHARDS * PER_SHARD - 1))
         pack([str(folder / "text.txt")], folder / "data.h5", shard_tokens=PER_SHARD)
-        index = ShardedTokens(folder / "data.h5")._index
-        (folder / "index.pickle").write_bytes(pickle.dumps(index))
+        tokens = ShardedTokens(folder / "data.h5")
+        (folder / "index.pickle").write_bytes(pickle.dumps((tokens._index, tokens.tokenizer_digest)))
         each = (0, 1, ranks - 1)
         looked = max(stats(folder, rank, ranks) for rank in each)
         code = f"import ten_thousand_start as t, json; print(json.dumps(t.one_rank(t.Path({name!r}), 1, {ranks})))"

@@ -41,7 +41,7 @@ def main(command: list[str], block: bool = False) -> int:
     stop = Stop(launcher, only_with_ranks=block)
     while True:
         info = signal.sigtimedwait({*heard, signal.SIGCHLD}, 1.0)
-        if info and info.si_signo != signal.SIGCHLD:
+        if info and info.si_signo in heard:  # it may be 0 after a stop of this process
             stop.hear(signal.Signals(info.si_signo))
         ended, status = os.waitpid(launcher, os.WNOHANG)
         if ended:
