@@ -153,10 +153,11 @@ def changed_positions(world, grid, runs):
     return {name: set().union(*(each[name] for each in everyone)) for name in found}
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 4)
 def test_cut_by_the_work_of_documents(world):
     """The ring ranks hold what makes the pairs of query and key even, in whatever z block the documents are."""
-    for grid in (Grid((1, 2, 1)), Grid((1, 1, 1), 1, (1, 1, 2))):
+    grids = [Grid((1, 2, 1)), Grid(1, 1, (1, 1, 2))] if world.size == 2 else [Grid((1, 2, 1), 1, (1, 1, 2))]
+    for grid in grids:
         documents = [(300, 100), (50,) * 8]
         tokens = Tokens.of(grid, 2, 400, documents=documents, balance="work")
         everyone = world.allgather((tokens.over_sequence, tokens.documents, list(tokens.inner)))

@@ -31,7 +31,10 @@ def data(world, tmp_path_factory):
         records = [{"q": "?" * (n % 3), "a": "".join(chr(97 + (n * k) % 26) for k in range(n * 7 % 20))}
                    for n in range(80)]  # fmt: skip
         (folder / "text.jsonl").write_text("\n".join(map(json.dumps, records)))
-        pack([str(folder / "text.jsonl")], folder / "data.h5", fields=Fields("a", "q"))
+        (folder / "plain").mkdir()
+        for n in range(20):  # whose first token only the end of the document before keeps from being a target
+            (folder / f"plain/{n}.txt").write_text("abcdefghi"[: 3 + n % 7])
+        pack([str(folder / "text.jsonl"), str(folder / "plain")], folder / "data.h5", fields=Fields("a", "q"))
     world.barrier()
     return str(folder / "data.h5")
 
