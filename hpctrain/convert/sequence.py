@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ from hpctrain.grid import Grid
 from hpctrain.layers.context.attention import Context, attend
 from hpctrain.layers.context.mask import Mask
 from hpctrain.layers.context.spans import Spans, sequence_spans
+
+if TYPE_CHECKING:
+    from hpctrain.convert.plan import Plan
 
 ATTENTION = ("GPT2Attention", "LlamaAttention")
 CUT = ("GPT2LMHeadModel", "GPT2Model", "LlamaForCausalLM", "LlamaModel")  # their entrance is known
@@ -46,7 +50,7 @@ class CutSequences(DividedPretrained):
         self, input_ids: torch.Tensor | None = None, *, attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None, labels: torch.Tensor | None = None,
-        num_items_in_batch: int | torch.Tensor | None = None, use_cache: bool | None = None, **options,
+        num_items_in_batch: int | torch.Tensor | None = None, use_cache: bool | None = None, **options: Any,
     ):  # fmt: skip
         """As of the type, of whole sequences; with `labels`, the loss alone.
 
@@ -90,7 +94,7 @@ class CutSequences(DividedPretrained):
             return use_cache
         return self.config.use_cache and not (self.base_model.gradient_checkpointing and self.training)
 
-    def generate(self, *arguments, **options):
+    def generate(self, *arguments: Any, **options: Any):
         raise ValueError(
             f"{self.path}: generate keeps keys and values of whole sequences, which {self.hpctrain_grid.sequence.size} "
             "ranks share; load ht.gather_state_dict(model) into a model on a grid with grid.data = N"
@@ -155,7 +159,7 @@ def documents(position_ids: torch.Tensor) -> tuple[Mask, ...]:
     return tuple(masks)
 
 
-def use_context_attention(plan, module: nn.Module) -> None:
+def use_context_attention(plan: Plan, module: nn.Module) -> None:
     """Let an attention of ATTENTION, of which a rank has whole heads, look at the tokens of all ranks."""
     from transformers import AttentionInterface
 

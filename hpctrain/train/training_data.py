@@ -109,7 +109,7 @@ def packed(config: Config) -> str:
     return path
 
 
-def packed_text(text: list[str], tokenizer, out: str) -> str:
+def packed_text(text: list[str], tokenizer: Any, out: str) -> str:
     """The path of text that is packed in the folder `out` unless it is there."""
     path = str(Path(out) / "data" / f"{fingerprint(text_files(text), tokenizer)}-{VERSION}.h5")
     if not files.status(path):
