@@ -60,7 +60,7 @@ class TinySpec(ModelSpec):
         up = LinearCosts(shape.width, shape.ffn, to_inner=True, bias=True)
         down = LinearCosts(shape.ffn, shape.width, to_inner=False, bias=True)
         return TransformerCosts(
-            shape.layers, shape.width, shape.context, shape.vocabulary, (up, down), attention_width=0, norms=1,
+            shape.layers, shape.width, shape.context, shape.vocabulary, (up, down), norms=1,
             rms_norm=True, tied=shape.tied,
         )  # fmt: skip
 

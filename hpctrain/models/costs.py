@@ -25,7 +25,7 @@ class TransformerCosts:
 
     Attributes:
         linears: of a block.
-        heads: query heads.
+        heads: query heads; 0 without attention.
         kv_heads: key and value heads, a divisor of them.
         attention_width: features of all query heads together.
         norms: of a block, over the residual stream; the final one comes on top.
@@ -41,9 +41,9 @@ class TransformerCosts:
     context: int
     vocabulary: int
     linears: tuple[LinearCosts, ...]
-    heads: int
-    kv_heads: int
-    attention_width: int
+    heads: int = 0
+    kv_heads: int = 0
+    attention_width: int = 0
     norms: int = 2
     rms_norm: bool = False
     head_norm_elements: int = 0
@@ -58,6 +58,8 @@ class TransformerCosts:
         Ulysses: queries, keys, values and the result, and in backward their gradients. Ring: keys and values twice, and
         the sums of their gradients. Exact where sizes divide, and where each Ulysses rank needs one head of keys.
         """
+        if not self.heads:
+            return 0, 0
         width, kv_heads = self.attention_width / self.heads, self.kv_heads / columns
         queries = width * self.heads / columns / ulysses
         keys = width * max(1, kv_heads / ulysses)  # each rank is given just the heads that its queries need
