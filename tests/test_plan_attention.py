@@ -91,6 +91,12 @@ def test_the_choice(overrides, why, heads):
     assert [(q.stop - q.start, k.stop - k.start) for q, k in plan.heads] == heads
 
 
+def test_a_model_without_attention():
+    tiny = ["model.kind=tiny_models:spec", "model.layers=2", "model.width=8", "grid.data=[1,2,1]"]
+    with pytest.raises(ValueError, match="tiny_models:spec has no attention to show"):
+        attention_plan(load_config(overrides=tiny))
+
+
 def test_command(capsys, tmp_path):
     out = tmp_path / "work.png"
     command = ["plan", "jobs/train.toml", *SMALL, "grid.pipeline=1", "grid.tensor=1", "--show", "attention"]

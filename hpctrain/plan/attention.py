@@ -75,6 +75,8 @@ def attention_plan(config: Config) -> AttentionPlan:
     choice = config.sequence_choice(shape)
     spec = models.get(config.model.kind)
     costs = spec.costs(spec.shape(vars(config.model)))
+    if not costs.heads:
+        raise ValueError(f"model.kind = {config.model.kind} has no attention to show; leave out --show attention")
     groups = -(-costs.kv_heads // config.head_ranks(shape))
     heads = groups * (costs.heads // costs.kv_heads)
     spans = tuple(sequence_spans(costs.context, ring, 1, config.sequence.balance, [MASK]))
