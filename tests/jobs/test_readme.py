@@ -90,6 +90,14 @@ def test_commands(checkout, title):
             for name in ("zbv", "slices")
         )
         assert zbv == pytest.approx(slices, rel=1e-5)
+    elif title == "Share long sequences":
+        both, chosen, documents = (
+            [json.loads(line)["loss"] for line in (checkout / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+            for name in ("both", "chosen", "documents")
+        )
+        assert both == pytest.approx(chosen, rel=1e-5)
+        assert len(documents) == 4
+        assert (checkout / "attention.png").read_bytes().startswith(b"\x89PNG")
     elif title == "Message driven pipelines":
         records = [json.loads(line) for line in (checkout / "runs/ampnet/metrics.jsonl").read_text().splitlines()]
         assert [sum(record["nodes"]["stage 0"]["staleness"]) for record in records] == [4, 8]
