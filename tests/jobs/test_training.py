@@ -98,7 +98,8 @@ def test_the_run_folder(train, tmp_path):
     )
     assert records[0]["bytes_sent"]["data"] > 0 == records[0]["bytes_sent"]["tensor"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in (folder / "model").iterdir()} == {"config.json", "model.safetensors"}
+    weights, tokenizer = {"config.json", "model.safetensors"}, {"tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (folder / "model").iterdir()} == weights | tokenizer
     for text in ("grid of 2 ranks", "final training loss", "sample:", f"results: {folder}/"):
         assert text in ended.output
 
@@ -111,7 +112,7 @@ def test_the_run_folder(train, tmp_path):
     out = tmp_path / "exported"
     done = subprocess.run(["hpctrain", "export", str(folder), "-o", str(out)], capture_output=True, text=True)
     assert done.returncode == 0
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert {path.name for path in out.iterdir()} == weights | tokenizer
     again = subprocess.run(["hpctrain", "export", str(folder), "-o", str(out)], capture_output=True, text=True)
     assert again.returncode == 2
     assert "exists and is not empty" in again.stderr
