@@ -204,7 +204,7 @@ def test_nan_on_one_rank(told):
     assert records[3] != whole[3]
     words = "run.name=nan-stop sanity.nonfinite=stop"
     assert status[words] == 1
-    assert "hpctrain: error: loss nan and gradient norm nan are not both finite" in output[words]
+    assert "hpctrain: error: step 5: loss nan and gradient norm nan are not both finite; learning rate" in output[words]
     assert folder.steps(runs / "nan-stop/checkpoints") == [3]
     words = "run.name=nan-early sanity.nonfinite=rollback"
     assert status[words] == 1
@@ -237,7 +237,7 @@ def test_the_command(told, tmp_path, capsys):
     assert main(["checkpoint", "ls", str(run)]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in listed] == ["6", "9", "12"]
-    assert all("2 files" in line and "data=2 pipeline=1" in line for line in listed)
+    assert all("2 files" in line and "replica=2 ring=1 pipeline=1" in line for line in listed)
     assert main(["checkpoint", "verify", str(run)]) == 0
     assert capsys.readouterr().out.count("as written") == 3
     assert main(["checkpoint", "export", str(run), "-o", str(tmp_path / "out")]) == 0

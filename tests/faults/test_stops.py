@@ -21,11 +21,11 @@ train('run.name=whole', *EVALUATED)
 # in the validation after steps 4, then 12: as if every step took seconds, all agree before each batch
 agreement.AGREE_WITHIN = 0
 evaluate, took = Trainer.evaluate, []
-def interrupted(trainer, batches, stops):
+def interrupted(trainer, batches, stops, averaged):
     took.append(0)
     if rank and len(took) % 2:  # not where the job before left off
         interrupt()
-    return evaluate(trainer, batches, stops)
+    return evaluate(trainer, batches, stops, averaged)
 Trainer.evaluate = interrupted
 train('run.name=evaluation', *EVALUATED)
 train('run.name=evaluation', *EVALUATED, '--resume')
