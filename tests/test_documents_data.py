@@ -6,7 +6,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from trained_here import losses, trainer_in
+from trained_here import losses, losses_by_hand, trainer_in
 from training_checks import document_lengths
 
 from hpctrain import Grid, RngKey, models
@@ -16,7 +16,6 @@ from hpctrain.data.documents import Fields
 from hpctrain.grid import all_grids
 from hpctrain.pipeline import one_f_one_b, schedule
 from hpctrain.train.batches import IGNORED, Samples
-from hpctrain.train.learning_rate import learning_rate
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
 
@@ -123,18 +122,8 @@ def test_training_equals_plain_torch(world, tmp_path, data):
         logits = reference.gpt2_logits(weights, ids, shape.layers, shape.heads, end=END)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    matrices, vectors = ([w for w in weights.values() if (w.dim() > 1) == large] for large in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer, expected = torch.optim.AdamW(groups, betas=(0.9, 0.95)), {}
     *training, held = batches_by_hand(data, STEPS)
-    for step, batch in enumerate(training):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, STEPS, 1e-2, 1)
-        value = loss(batch)
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        expected[step + 1] = value.item()
+    expected = losses_by_hand(weights, loss, training, 1e-2)
     assert losses(train.folder / "run") == pytest.approx(expected, rel=1e-12)
     assert losses(train.folder / "run", "val_loss") == pytest.approx({STEPS: loss(held).item()}, rel=1e-12)
 

@@ -3,9 +3,11 @@
 import gc
 import json
 
+import torch
 from running import write_text
 
 from hpctrain.cli import main
+from hpctrain.train.learning_rate import learning_rate
 
 
 def trainer_in(world, tmp_path, options):
@@ -31,3 +33,19 @@ def losses(folder, of="loss"):
     """{step: loss, or another member of the metrics} of the steps that have one."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {record["step"]: record[of] for record in map(json.loads, lines) if of in record}
+
+
+def losses_by_hand(weights, loss, batches, lr):
+    """{step: loss} of AdamW in plain torch, as `hpctrain train` has it with a warm-up of one step and no clipping."""
+    matrices, vectors = ([w for w in weights.values() if (w.dim() > 1) == large] for large in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer, found = torch.optim.AdamW(groups, betas=(0.9, 0.95)), {}
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, len(batches), lr, 1)
+        value = loss(batch)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        found[step + 1] = value.item()
+    return found
