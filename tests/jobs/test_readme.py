@@ -115,28 +115,32 @@ def test_commands(checkout, title):
         assert (checkout / "runs/scale-weak/report.html").read_text().count("data:image/png") == 5
 
 
-def test_the_program(start, tmp_path, python):
+@pytest.fixture
+def output_of_program(start, tmp_path, python):
+    """output_of_program(title): of the program in that section of layers/README.md, on four ranks."""
+
+    def run(title):
+        (program,) = re.findall(r"```python\n(.*?)```", section("hpctrain/layers/README.md", title), re.DOTALL)
+        (tmp_path / "program.py").write_text(program)
+        ended = start(4, python, "-m", "mpi4py", str(tmp_path / "program.py")).wait(90)
+        assert ended.status == 0, ended.output
+        return ended.output
+
+    return run
+
+
+def test_the_program(output_of_program):
     """On four ranks; the losses go down."""
-    (program,) = re.findall(
-        r"```python\n(.*?)```", section("hpctrain/layers/README.md", "Use the layers in research code"), re.DOTALL
-    )
-    (tmp_path / "program.py").write_text(program)
-    ended = start(4, python, "-m", "mpi4py", str(tmp_path / "program.py")).wait(90)
-    assert ended.status == 0, ended.output
-    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", ended.output)]
+    output = output_of_program("Use the layers in research code")
+    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", output)]
     assert len(losses) == 3
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_the_program_of_attention(start, tmp_path, python):
+def test_the_program_of_attention(output_of_program):
     """On four ranks, each of which finds what one rank computes."""
-    (program,) = re.findall(
-        r"```python\n(.*?)```", section("hpctrain/layers/README.md", "Attention of sequences that are cut"), re.DOTALL
-    )
-    (tmp_path / "program.py").write_text(program)
-    ended = start(4, python, "-m", "mpi4py", str(tmp_path / "program.py")).wait(90)
-    assert ended.status == 0, ended.output
-    differ = [float(each) for each in re.findall(r"differs by (\S+)", ended.output)]
+    output = output_of_program("Attention of sequences that are cut")
+    differ = [float(each) for each in re.findall(r"differs by (\S+)", output)]
     assert len(differ) == 4
     assert max(differ) < 1e-5
 
