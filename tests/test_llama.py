@@ -9,25 +9,19 @@ from training_checks import (
     CORNERS,
     LENGTH,
     PLANES,
-    batches,
     by_messages,
     check,
+    check_strategy,
     fitting,
     logits_of,
     made,
-    microbatches,
     serial,
 )  # fmt: skip
 
 from hpctrain import Grid, RngKey
-from hpctrain.config import DataParallelConfig
-from hpctrain.data_parallel import make as make_strategy
-from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.llama import LlamaShape
 from hpctrain.pipeline import schedule
 from hpctrain.train.generate import generate
-from hpctrain.train.optimizer import adamw
-from hpctrain.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(*CORNERS)]
 
@@ -86,20 +80,9 @@ def test_zero_and_recompute(world, method, recompute):
         if recompute == "attention":
             by_messages(grid)
         shape = dataclasses.replace(fitting(QWEN3, pipeline), dropout=0.3)
-        weights, losses, norms = serial(shape, 1.0)
+        expected = serial(shape, 1.0)
         model = made(grid, shape, recompute=recompute)
-        optimizer = adamw(model.parameters(), 0.1)
-        strategy = make_strategy(DataParallelConfig(method), model, grid, optimizer)
-        trainer = Trainer(model, grid, optimizer, 2, max_norm=1.0, strategy=strategy)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2
-        got = [trainer.step(microbatches(grid, batch, step, 2)) for step, batch in enumerate(batches(shape))]
-        assert [loss for loss, _ in got] == pytest.approx(losses, rel=1e-12)
-        assert [norm for _, norm in got] == pytest.approx(norms, rel=1e-11)
-        with strategy.full_weights():
-            for name, whole in whole_parameters(model, grid):
-                if grid.rank == 0:
-                    torch.testing.assert_close(whole, weights[name], rtol=1e-10, atol=1e-12)
+        check_strategy(method, model, grid, shape, 2, expected)
 
 
 PROMPT, COUNT, KNOWN = [3, 1], 8, 20  # longer than the context; the last three words of the vocabulary are padding

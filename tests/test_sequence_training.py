@@ -4,18 +4,15 @@ import dataclasses
 
 import pytest
 import torch
-from training_checks import UNEVEN, batches, by_messages, check, fitting, microbatches, serial, train_on
+from training_checks import UNEVEN, by_messages, check, check_strategy, fitting, serial, train_on
 
 from hpctrain import Grid, RngKey
 from hpctrain.config import DataParallelConfig, load_config
 from hpctrain.data_parallel import make
 from hpctrain.layers import BatchNorm2d, Tokens
-from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.models.llama import LlamaShape
 from hpctrain.pipeline import schedule
-from hpctrain.train.optimizer import adamw
-from hpctrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
 
@@ -91,24 +88,13 @@ def test_tensor_algorithms(world, name, data, tensor):
 @pytest.mark.parametrize("method", ["zero1", "zero2", "zero3"])
 def test_zero(world, method, way):
     shape = fitting(GPT, 1)
-    weights, losses, norms = serial(shape, 1.0)
+    expected = serial(shape, 1.0)
     for data in {2: [(1, 2, 1), (1, 1, 2)], 4: [(1, 2, 2) if way == "windows" else (2, 2, 1)]}[world.size]:
         grid = Grid(data)
         if way == "messages":
             by_messages(grid)
         model = GPT2(grid, shape, key=RngKey(3), dtype=torch.float64)
-        optimizer = adamw(model.parameters(), 0.1)
-        strategy = make(DataParallelConfig(method), model, grid, optimizer)
-        trainer = Trainer(model, grid, optimizer, 3, max_norm=1.0, strategy=strategy)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2
-        got = [trainer.step(microbatches(grid, batch, step, 3)) for step, batch in enumerate(batches(shape))]
-        assert [loss for loss, _ in got] == pytest.approx(losses, rel=1e-12)
-        assert [norm for _, norm in got] == pytest.approx(norms, rel=1e-11)
-        with strategy.full_weights():
-            for name, whole in whole_parameters(model, grid):
-                if grid.rank == 0:
-                    torch.testing.assert_close(whole, weights[name], rtol=1e-10, atol=1e-12)
+        check_strategy(method, model, grid, shape, 3, expected)
 
 
 @pytest.mark.ranks(2, 4)

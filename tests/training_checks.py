@@ -9,6 +9,8 @@ import torch
 
 from hpctrain import Grid, RngKey
 from hpctrain.choices import OVERLAPS
+from hpctrain.config import DataParallelConfig
+from hpctrain.data_parallel import make
 from hpctrain.layers import Tokens, algorithm_of
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
@@ -192,3 +194,20 @@ PLANES = {
     },
     "two_half_d": {2: [(1, 1, (1, 1, 2))], 4: [(1, 1, (2, 2, 1)), (1, 2, (1, 1, 2))], 8: [(1, 1, (2, 2, 2))]},
 }
+
+
+def check_strategy(method, model, grid, shape, count, expected):
+    """Steps of `count` microbatches with a strategy of the data axis give the losses, norms and weights of `serial`."""
+    weights, losses, norms = expected
+    optimizer = adamw(model.parameters(), 0.1)
+    strategy = make(DataParallelConfig(method), model, grid, optimizer)
+    trainer = Trainer(model, grid, optimizer, count, max_norm=1.0, strategy=strategy)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    got = [trainer.step(microbatches(grid, batch, step, count)) for step, batch in enumerate(batches(shape))]
+    assert [loss for loss, _ in got] == pytest.approx(losses, rel=1e-12)
+    assert [norm for _, norm in got] == pytest.approx(norms, rel=1e-11)
+    with strategy.full_weights():
+        for name, whole in whole_parameters(model, grid):
+            if grid.rank == 0:
+                torch.testing.assert_close(whole, weights[name], rtol=1e-10, atol=1e-12)
