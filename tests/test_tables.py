@@ -1,4 +1,4 @@
-"""The figures in the texts are those in benchmarks/results, by the rule that benchmarks/tables.py states."""
+"""The figures in the texts are those in benchmarks/results, by the rule that benchmarks/figures.py states."""
 
 import importlib
 import json
@@ -51,19 +51,20 @@ def test_lines_with_pairs_and_without(tables, tmp_path, monkeypatch):
         {"peer": "megatron", "case": case.format("messages"), "ratio": 1.25},
         {"peer": "deepspeed-1", "case": case.format("messages"), "absent": "no module"},
     ]
-    (tmp_path / "benchmarks/results").mkdir(parents=True)
-    (tmp_path / "benchmarks/results/peers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in found))
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    _, _, ours, noise, old = tables.peers().splitlines()
+    (tmp_path / "peers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in found))
+    monkeypatch.setattr(importlib.import_module("figures"), "RESULTS", tmp_path)
+    _, _, ours, noise, old = tables.TABLES["peers"]().splitlines()
     assert ours == "| 256 | data parallel | torch's DDP | shared memory | 2.00 (2.00–2.00) |"
     assert noise == "| 256 | data parallel | torch's DDP | messages | equal within noise (0.97–1.04) |"
     assert old.endswith("| messages | 1.25 † |")
 
 
-def test_the_interval_of_a_median(tables):
+@pytest.mark.usefixtures("tables")
+def test_the_interval_of_a_median():
     """Of n numbers evenly from 0.9 to 1.1 the median's standard error is 0.1 / sqrt(n); 95 % lie within two of it."""
     ratios = [0.9 + 0.2 * (7919 * n % 101) / 100 for n in range(101)]
-    low, high = tables.interval(ratios)
+    interval = importlib.import_module("pairs").interval
+    low, high = interval(ratios)
     assert low == pytest.approx(0.98, abs=0.008)
     assert high == pytest.approx(1.02, abs=0.008)
-    assert tables.interval(ratios) == (low, high)
+    assert interval(ratios) == (low, high)

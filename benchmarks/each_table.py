@@ -1,0 +1,226 @@
+"""One function for each table of README.md and benchmarks/README.md."""
+
+from figures import figure, lines, median, pivot, table
+
+PEERS = {
+    "ddp": ("data parallel", "torch's DDP"),
+    "zero-redundancy": ("ZeRO-1", "torch's ZeroRedundancyOptimizer"),
+    "deepspeed-1": ("ZeRO-1", "DeepSpeed's"),
+    "fsdp2": ("ZeRO-2", "torch's FSDP2 that keeps its weights"),
+    "deepspeed-2": ("ZeRO-2", "DeepSpeed's"),
+    "fsdp2-reshard": ("ZeRO-3", "torch's FSDP2 that frees them"),
+    "deepspeed-3": ("ZeRO-3", "DeepSpeed's"),
+    "tensor": ("tensor parallel", "torch's"),
+    "megatron": ("tensor parallel, sequence-parallel norms", "Megatron-core's, whole norms on every rank"),
+}
+WIDTHS = {"base": "256", "communication-heavy": "512"}
+
+
+def machine():
+    (found,) = lines("machine")
+    return table(["measured on", ""], ([name, str(value)] for name, value in found.items() if name != "benchmark"))
+
+
+def peers():
+    def row(line):
+        shape, _, way, _ = line["case"].split(", ")
+        return WIDTHS[shape], *PEERS[line["peer"]], way.split(" by ")[1]
+
+    def ranks(line):
+        return line["case"].split(", ")[1]
+
+    return pivot(lines("peers"), row, ranks, ["width", "ours", "theirs, over gloo", "our transport"])
+
+
+def summary():
+    """The first shape of the table of peers, short."""
+    found = [line for line in lines("peers") if line["case"].startswith("base, ")]
+
+    def way(line):
+        return ", ".join([line["case"].split(", ")[1], line["case"].split(" by ")[1].split(",")[0]])
+
+    return pivot(found, lambda line: PEERS[line["peer"]], way, ["ours", "theirs, over gloo"])
+
+
+def memory():
+    made = {}
+    for line in lines("peers_memory"):
+        key = *PEERS[line["peer"]], ", ".join(line["case"].split(", ")[:2])
+        made.setdefault(key, {})[line["side"]] = f"{line['peak_mib']:.0f}"
+    rows = ([*key, each.get("ours"), each.get("theirs")] for key, each in made.items())
+    return table(["ours", "theirs", "shape", "our MiB", "their MiB"], rows)
+
+
+def pipeline():
+    """Chimera is left out: it holds every weight twice, and no peer does."""
+    found = [line for line in lines("pipeline") if line["peer"] not in (None, "simulator")]
+    found = [line for line in found if "chimera" not in line["case"]]
+    return pivot(found, lambda line: (line["case"],), lambda line: line["peer"], ["schedule"])
+
+
+def simulator():
+    rows = []
+    for what in ("step time", "peak activation memory"):
+        ratios = [line["ratio"] for line in lines("pipeline") if line["case"].startswith(what)]
+        rows.append([what, str(len(ratios)), f"{min(ratios):.2f} to {max(ratios):.2f}"])
+    return table(["simulated / measured", "schedules and cuts", "least to most"], rows)
+
+
+def matmul():
+    """Of ours the algorithm that was the fastest of the case, by the line that names the best of all."""
+    found, best = lines("matmul"), {}
+    for line in found:
+        if line["peer"].startswith("best of all"):
+            case, algorithm = line["case"].rsplit(", ", 1)
+            best[case] = algorithm
+    chosen = [
+        line
+        for line in found
+        if not line["peer"].startswith(("best of all", "least", "lower")) and line["case"].rsplit(", ", 1)[0] in best
+    ]
+
+    def row(line):
+        case, algorithm = line["case"].rsplit(", ", 1)
+        return (case, algorithm) if algorithm == best[case] else None
+
+    return pivot([line for line in chosen if row(line)], row, lambda line: line["peer"], ["n, ranks", "ours, fastest"])
+
+
+def layer():
+    found = [line for line in lines("matmul") if line["peer"] == "ht.matmul.Agarwal"]
+
+    def row(line):
+        size, ranks, name, _ = line["case"].split(", ")
+        return f"{size}, {ranks}", name.removeprefix("layer ")
+
+    return pivot(found, row, lambda line: line["case"].split(", ")[3], ["n, ranks", "grid"])
+
+
+def elements():
+    found = [line for line in lines("matmul") if line["peer"] == "lower bound"]
+    rows = ([*line["case"].rsplit(", ", 1), f"{1 / line['ratio']:.2f}"] for line in found)
+    return table(["n, ranks", "algorithm", "elements received / lower bound"], rows)
+
+
+def allreduce():
+    found = [line for line in lines("allreduce") if line["case"].startswith("auto, ") and line["peer"] == "Open MPI"]
+
+    def both(line):
+        return f"{figure(line)}: {line['ours']:g} / {line['theirs']:g}"
+
+    made = {}
+    for line in found:
+        _, size, ranks = line["case"].split(", ")
+        made.setdefault(size, {})[ranks] = both(line)
+    columns = sorted({ranks for each in made.values() for ranks in each})
+    rows = ([size, *(each.get(ranks) for ranks in columns)] for size, each in made.items())
+    return table(["sum of", *(f"{ranks}: ratio: µs of ours / Open MPI" for ranks in columns)], rows)
+
+
+def weak_scaling():
+    rows = []
+    for line in lines("weak_scaling"):
+        rows.append([line["case"], "more ranks than cores" if line["efficiency"] is None else median(line["rounds"])])
+    return table(["axis", "efficiency, the same work a rank"], rows)
+
+
+def hidden():
+    rows = (
+        [line["case"], f"{100 * line['sums'] / line['during']:.0f} %", f"{line['hidden']:.2f}"]
+        for line in lines("hidden")
+    )
+    return table(["case", "sums alone / step", "part of them that backward hides"], rows)
+
+
+def ampnet():
+    found = [line for line in lines("ampnet") if line.get("peer")]
+    return pivot(
+        found, lambda line: (line["case"],), lambda line: line["peer"], ("GPT of 4 layers",), ("1f1b", "pipedream")
+    )
+
+
+def ampnet_steps():
+    """Of each side the steps to the loss, and who waits how much."""
+    rows, found = {}, [line for line in lines("ampnet") if "peer" in line and not line["peer"]]
+    for line in found:
+        what, kind, *name, ranks = line["case"].split(", ")
+        if what == "occupancy":
+            rows.setdefault((", ".join(name), ranks), {})[kind] = " ".join(f"{part:.2f}" for part in line["occupancy"])
+        else:
+            rows.setdefault((", ".join(name), ranks), {})["steps"] = str(line["steps"])
+    return table(
+        ["", "ranks", "occupancy, fixed lengths", "occupancy, variable lengths", "steps to the loss"],
+        ([*key, row.get("fixed lengths"), row.get("variable lengths"), row.get("steps")] for key, row in rows.items()),
+    )
+
+
+def ampnet_accuracy():
+    found = [line for line in lines("ampnet_accuracy") if line["case"].startswith("accuracy")]
+    rows = {line["case"].removeprefix("accuracy "): line for line in found}  # the last epoch of each
+    return table(
+        ["task", "criterion", "right", "epochs", "instances an epoch", "staleness"],
+        (
+            [case, f"{100 * line['goal']:.0f} %", f"{100 * line['right']:.1f} %", str(line["epoch"]),
+             str(line["instances"]), f"{line['staleness']:.1f}"]
+            for case, line in rows.items()
+        ),
+    )  # fmt: skip
+
+
+def ampnet_elastic():
+    found = [line for line in lines("ampnet_accuracy") if line["case"].startswith("elastic")]
+    return table(
+        ["task", "epochs", "keys", "staleness", "mean loss of the last epoch", "beside one key"],
+        (
+            [line["case"].removeprefix("elastic "), str(line["epoch"]), str(line["keys"]), f"{line['staleness']:.1f}",
+             f"{line['loss']:.3f}", f"{100 * line['beside_one_key']:+.1f} %"]
+            for line in found
+        ),
+    )  # fmt: skip
+
+
+def equality():
+    rows = []
+    for name in ("equivalence", "equivalence-algorithms", "equivalence-sequence", "equivalence_replicas"):
+        found = lines(name)
+        runs = sum(line.get("runs", 1) for line in found)
+        largest = max(line["largest_relative_difference"] for line in found)
+        rows.append([name, str(len(found)), str(runs), f"{largest:.1e}"])
+    return table(["results", "cases", "runs", "largest relative difference from one rank"], rows)
+
+
+def hdf5():
+    found = [line for line in lines("hdf5") if "peer" in line]
+
+    def kind(line):
+        return (line["case"].rsplit(", ", 1)[0],)
+
+    return pivot(found, kind, lambda line: line["case"].rsplit(", ", 1)[1], ["samples"])
+
+
+def reading():
+    found = [line for line in lines("hdf5") if "peer" not in line]
+    rows = ([line["case"], f"{100 * line['ours']:.2f} %"] for line in found)
+    return table(["case", "of the step"], rows)
+
+
+def checkpoint():
+    return pivot(lines("checkpoint"), lambda line: (line["case"],), lambda line: line["peer"], ["case"])
+
+
+def sequence():
+    def row(line):
+        way, length, ranks = line["case"].split(", ")
+        return length, ranks, way
+
+    return pivot(lines("sequence"), row, lambda line: line["peer"], ["length", "on", "ours"])
+
+
+TABLES = {
+    made.__name__: made
+    for made in (
+        machine, peers, summary, memory, pipeline, simulator, matmul, layer, elements, allreduce, weak_scaling,
+        hidden, equality, hdf5, reading, checkpoint, ampnet, ampnet_steps, ampnet_accuracy, ampnet_elastic,
+        sequence,
+    )
+}  # fmt: skip
