@@ -17,8 +17,12 @@ WIDTHS = {"base": "256", "communication-heavy": "512"}
 
 
 def machine():
-    (found,) = lines("machine")
-    return table(["measured on", ""], ([name, str(value)] for name, value in found.items() if name != "benchmark"))
+    """A column for each machine that results are from."""
+    found = lines("machine")
+    names = [name for name in found[0] if name not in ("benchmark", "processor", "results")]
+    rows = [[name, *(str(each[name]) for each in found)] for name in names]
+    rows.append(["results/", *(", ".join(each["results"]) for each in found)])
+    return table(["processor", *(each["processor"] for each in found)], rows)
 
 
 def peers():

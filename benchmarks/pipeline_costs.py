@@ -35,6 +35,7 @@ def stage_costs(side):
             return torch.randn(rows, width, dtype=dtype).requires_grad_() if stage else batch.ids
 
         world.Barrier()
+        side.trainer.strategy.zero_grad()  # the profile's backwards are not those of the step that is over
         costs = profile([forward], make_input, REPEATS, split_backward)
         # the output is held too, to start the backward from
         output = costs.message[0] if stage < model.last else 0
@@ -148,6 +149,7 @@ def peak_bytes(side):
     """The most that this rank holds at the end of a forward, of what a pass through the schedule made."""
     split_backward = SplitBackward(side.model) if side.schedule.splits else None
     side.step()  # gradients and all else that is kept from step to step
+    side.trainer.strategy.zero_grad()
     executor = Executor(side.trainer.grid.pipeline, side.schedule, split_backward)
     with Census() as census:
         executor.run(Counted(side.model, side.microbatches, census))

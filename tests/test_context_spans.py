@@ -36,6 +36,14 @@ def dense(mask, length):
     return seen
 
 
+@given(cases(), st.data())
+def test_work_counts_the_pairs_of_all_documents_that_a_part_touches(case, data):
+    length, _, _, mask = case
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, length), st.integers(0, length))))
+    work = mask.work(range(start, stop), mask.document_ranges(length) if length else [])
+    assert work == dense(mask, length)[start:stop].sum()
+
+
 @given(cases(), st.sampled_from(SEQUENCE_BALANCES))
 def test_every_position_is_on_one_rank(case, balance):
     length, ring, ulysses, mask = case
