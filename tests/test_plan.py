@@ -178,8 +178,8 @@ def test_a_long_pipeline_goes_on_in_rounds(name, monkeypatch):
             patch.setattr(pipelines, "LARGEST", 1)
             assert len(pipelines.simulated(name, 4, 37, virtual)) == 2
             assert pipelines.makespan(name, 4, 37, virtual, costs) == pytest.approx(exact, rel=1e-12)
-            held = pipelines.held(name, 4, 37, virtual)
-        assert held == pipelines.held(name, 4, 37, virtual)
+            in_flight = pipelines.in_flight(name, 4, 37, virtual)
+        assert in_flight == pipelines.in_flight(name, 4, 37, virtual)
 
 
 def test_what_waits_for_a_slow_stage_is_bubble():

@@ -148,39 +148,39 @@ def pipeline_schedule(config: Config) -> Schedule:
             "take; use another schedule"
         )
     slices = len(token_slices(config)) or None
-    made = schedule(
+    chosen = schedule(
         pipeline.schedule, ranks, config.train.microbatches, pipeline.virtual_stages or None, slices,
         **_asynchronous(config),
     )  # fmt: skip
-    stages = made.graph.stages
+    stages = chosen.graph.stages
     if model.layers < stages:
         raise ValueError(
-            f"grid.pipeline = {ranks} with pipeline.schedule = {made.name} has {stages} stages, which need at least as "
-            f"many layers, got model.layers = {model.layers}; use fewer stages or more layers"
+            f"grid.pipeline = {ranks} with pipeline.schedule = {chosen.name} has {stages} stages, which need at least "
+            f"as many layers, got model.layers = {model.layers}; use fewer stages or more layers"
         )
     if not isinstance(pipeline.partition, str):
         check_counts(pipeline.partition, model.layers, stages)
-    if config.train.recompute == "block" and (made.delayed or slices):
+    if config.train.recompute == "block" and (chosen.delayed or slices):
         raise ValueError(
             f"train.recompute=block computes a block once more with its newest weights and all keys, got "
-            f"pipeline.schedule = {made.name}, which keeps older ones; use train.recompute=none"
+            f"pipeline.schedule = {chosen.name}, which keeps older ones; use train.recompute=none"
         )
-    if made.delayed and (config.train.clip or model.tied):
+    if chosen.delayed and (config.train.clip or model.tied):
         raise ValueError(
-            f"pipeline.schedule = {made.name} updates each stage by itself: it cannot clip the gradient of all, and "
+            f"pipeline.schedule = {chosen.name} updates each stage by itself: it cannot clip the gradient of all, and "
             f"stages cannot share weights; use train.clip=0 and model.tied=false"
         )
-    if made.delayed and config.data_parallel.method != "ddp":
+    if chosen.delayed and config.data_parallel.method != "ddp":
         raise ValueError(
-            f"pipeline.schedule = {made.name} works with data_parallel.method=ddp, got {config.data_parallel.method}"
+            f"pipeline.schedule = {chosen.name} works with data_parallel.method=ddp, got {config.data_parallel.method}"
         )
     skips = config.sanity.nonfinite == "skip" or (config.sanity.spike_factor and config.sanity.spike == "skip")
-    if made.delayed and skips:
+    if chosen.delayed and skips:
         raise ValueError(
-            f'{made.name} updates weights before a step is over, which cannot be skipped; use "stop" or '
+            f'{chosen.name} updates weights before a step is over, which cannot be skipped; use "stop" or '
             '"rollback" for sanity.nonfinite and sanity.spike'
         )
-    return made
+    return chosen
 
 
 def _asynchronous(config: Config) -> dict[str, int | bool | None]:

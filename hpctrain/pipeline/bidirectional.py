@@ -55,12 +55,12 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     many = max(counts[0], ranks)
     order = []
     for rank in range(ranks):
-        turned = rank >= ranks // 2  # here the far end's direction is the near one
+        swapped = rank >= ranks // 2  # here the far end's direction is the near one
         work = []
         for entry in _phases(min(rank, ranks - 1 - rank), ranks // 2, many):
             left = []
             for kind, phase, at in entry:
-                replica = phase ^ turned
+                replica = phase ^ swapped
                 if at < counts[replica]:
                     stage = rank if replica == 0 else ranks - 1 - rank
                     left.append(Action(kind, replica, stage, at + replica * counts[0]))

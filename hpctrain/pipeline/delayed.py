@@ -61,26 +61,26 @@ def ampnet(
 def _updated(stage: int, order: list[Action], microbatches: int, every: int) -> list[Action]:
     """The stage's work, with an update after every so many gradients and after the last; forwards take the newest
     version, which stays until their gradients are there."""
-    made, newest, done, taken = [], 0, 0, {}
+    actions, newest, done, taken = [], 0, 0, {}
     for action in order:
         if action.kind not in WORK:
             continue
         if action.kind == FORWARD:
             taken[action.microbatch] = newest
-            made.append(action._replace(version=newest))
+            actions.append(action._replace(version=newest))
             continue
         before = set(taken.values()) | {newest}
-        made.append(action._replace(version=taken.pop(action.microbatch)))
+        actions.append(action._replace(version=taken.pop(action.microbatch)))
         done += 1
         updates = done % every == 0 or done == microbatches
         unused = before - set(taken.values()) - (set() if updates else {newest})
         if updates:
-            made.append(Action(REDUCE, 0, stage, version=newest))
-        made += [Action(FREE, 0, stage, version=version) for version in sorted(unused)]
+            actions.append(Action(REDUCE, 0, stage, version=newest))
+        actions += [Action(FREE, 0, stage, version=version) for version in sorted(unused)]
         if updates:
             newest += 1
-            made.append(Action(UPDATE, 0, stage, version=newest))
-    return made
+            actions.append(Action(UPDATE, 0, stage, version=newest))
+    return actions
 
 
 def _chain(name: str, ranks: int, batches: list[int], version) -> Schedule:

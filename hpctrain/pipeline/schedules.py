@@ -65,13 +65,13 @@ class Schedule:
         """The microbatches whose gradients go into each update of the weights, one after another."""
         if not self.delayed:
             return [list(range(self.microbatches))]
-        made: list[list[int]] = [[]]
+        found: list[list[int]] = [[]]
         for action in flat(self.order[self.placement[0, 0]]):
             if action.stage == 0 and action.kind in (BACKWARD, WEIGHT_GRADIENT):
-                made[-1].append(action.microbatch)
+                found[-1].append(action.microbatch)
             elif action.stage == 0 and action.kind == UPDATE:
-                made.append([])
-        return made[:-1]
+                found.append([])
+        return found[:-1]
 
     @property
     def splits(self) -> bool:

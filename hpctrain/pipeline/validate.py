@@ -120,13 +120,13 @@ def _unit(training: bool, seen: dict[tuple, int], unit: tuple[int, int, int, int
 
 def _versions(schedule, history: list[Action]) -> None:
     """One stage's weights: gradients, then a reduction, then the update; versions used while they exist."""
-    made, freed, bound = 0, set(), {}
+    newest, freed, bound = 0, set(), {}
     pending, reduced = None, None  # a gradient in no reduction yet; a reduction in no update yet
     for action in history:
         if action.kind in WORK:
-            if action.version > made:
+            if action.version > newest:
                 raise ValueError(
-                    f"{action} uses version {action.version}, which is not made yet ({made} is the newest)"
+                    f"{action} uses version {action.version}, which is not made yet ({newest} is the newest)"
                 )
             if action.version in freed:
                 raise ValueError(f"{action} uses version {action.version}, which was freed")
@@ -143,17 +143,19 @@ def _versions(schedule, history: list[Action]) -> None:
         elif action.kind == UPDATE:
             if pending or not reduced:
                 raise ValueError(f"{action} comes before the reduction of {pending or 'anything'}")
-            if action.version != made + 1:
-                raise ValueError(f"{action} should make version {made + 1}")
-            made, reduced = made + 1, None
-        elif action.version in freed or action.version > made:
+            if action.version != newest + 1:
+                raise ValueError(f"{action} should make version {newest + 1}")
+            newest, reduced = newest + 1, None
+        elif action.version in freed or action.version > newest:
             raise ValueError(f"{action}: there is no such version")
         else:
             freed.add(action.version)
     where = f"stage {history[0].stage} of replica {history[0].replica}" if history else "a stage"
     if pending or reduced:
         raise ValueError(f"{pending or reduced} is in no update")
-    if schedule.training and not made:
+    if schedule.training and not newest:
         raise ValueError(f"{where} is never updated")
-    if made > 1 and not schedule.delayed:
-        raise ValueError(f"{where} is updated {made} times; a schedule with a flush updates once, after all gradients")
+    if newest > 1 and not schedule.delayed:
+        raise ValueError(
+            f"{where} is updated {newest} times; a schedule with a flush updates once, after all gradients"
+        )

@@ -108,8 +108,8 @@ class Estimator:
     def _stages(self, choice: Choice) -> list[Stage]:
         """Every stage of a pipeline; those that are alike are computed once."""
         counts = self.layers(choice)
-        made = functools.cache(functools.partial(self._stage, choice))
-        return [made(count, s == 0, s == len(counts) - 1) for s, count in enumerate(counts)]
+        stage = functools.cache(functools.partial(self._stage, choice))
+        return [stage(count, s == 0, s == len(counts) - 1) for s, count in enumerate(counts)]
 
     def _stage(self, choice: Choice, layers: int, first: bool, last: bool) -> Stage:
         job, device, learned = self.job, self.machine.device, self.machine.learned
@@ -209,14 +209,14 @@ class Estimator:
     def memory(self, choice: Choice) -> float:
         """Bytes of the rank that needs the most."""
         args = choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages
-        in_flight = pipelines.held(*args, len(self.job.slices))
+        in_flight = pipelines.in_flight(*args, len(self.job.slices))
         local, _ = self.placement(choice)
         counts = self.layers(choice)
         last = len(counts) - 1
         found = [
-            sum(self.stage_bytes(choice, counts[s], s == 0, s == last, held.get(s, 0)) for s in own)
+            sum(self.stage_bytes(choice, counts[s], s == 0, s == last, active.get(s, 0)) for s in own)
             + self.working_bytes(choice, last in own)
-            for own, held in zip(local, in_flight)
+            for own, active in zip(local, in_flight)
         ]
         device = self.machine.device
         return device.reserved + max(found) * (1 + device.slack) * self.machine.learned.memory

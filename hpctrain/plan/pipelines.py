@@ -33,20 +33,20 @@ class Shape:
 @functools.lru_cache(maxsize=256)
 def shape(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> Shape:
     """Of a schedule by name; errors as `pipeline.schedule`."""
-    made = schedule(name, ranks, microbatches, virtual_stages or None, slices or None)
+    found = schedule(name, ranks, microbatches, virtual_stages or None, slices or None)
     in_flight = []
-    for order in made.order:
-        held: dict[int, float] = {}
+    for order in found.order:
+        in_memory: dict[int, float] = {}
         most: dict[int, float] = {}
         for action in flat(order):
             stage = action.stage
             if action.kind == FORWARD:
-                held[stage] = held.get(stage, 0) + 1 / made.slices
-                most[stage] = max(most.get(stage, 0), held[stage])
+                in_memory[stage] = in_memory.get(stage, 0) + 1 / found.slices
+                most[stage] = max(most.get(stage, 0), in_memory[stage])
             elif action.kind in (BACKWARD, WEIGHT_GRADIENT):
-                held[stage] -= 1 / made.slices
+                in_memory[stage] -= 1 / found.slices
         in_flight.append(most)
-    return Shape(made, in_flight)
+    return Shape(found, in_flight)
 
 
 def simulated(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> tuple[int, ...]:
@@ -64,15 +64,15 @@ def makespan(name: str, ranks: int, microbatches: int, virtual_stages: int, cost
     counts = simulated(name, ranks, microbatches, virtual_stages, slices)
     times = []
     for count in counts:
-        made = shape(name, ranks, count, virtual_stages, slices)
-        _, ends, _ = run(made.schedule, costs, made.tasks)
+        found = shape(name, ranks, count, virtual_stages, slices)
+        _, ends, _ = run(found.schedule, costs, found.tasks)
         times.append(max(ends))
     if len(times) == 1:
         return times[0]
     return times[0] + (times[1] - times[0]) * (microbatches - counts[0]) / (counts[1] - counts[0])
 
 
-def held(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> list[dict[int, float]]:
+def in_flight(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> list[dict[int, float]]:
     """`Shape.in_flight` of any number of microbatches; GPipe alone holds more than the first rounds have."""
     if name == "gpipe":
         return [{rank: microbatches} for rank in range(ranks)]
@@ -88,22 +88,22 @@ def placement(name: str, ranks: int, microbatches: int, virtual_stages: int, sli
     if name == "interleaved":
         return [list(range(rank, ranks * (virtual_stages or 2), ranks)) for rank in range(ranks)], 1
     few = simulated(name, ranks, microbatches, virtual_stages, slices)[0]
-    made = shape(name, ranks, few, virtual_stages, slices).schedule
+    found = shape(name, ranks, few, virtual_stages, slices).schedule
     local: list[list[int]] = [[] for _ in range(ranks)]
-    for (_, stage), rank in made.placement.items():
+    for (_, stage), rank in found.placement.items():
         local[rank].append(stage)
-    return local, made.replicas
+    return local, found.replicas
 
 
-def messages(made: Schedule, rank: int) -> int:
+def messages(schedule: Schedule, rank: int) -> int:
     """Messages that a rank receives in a step: what its work needs of other ranks."""
     count = 0
-    for action in flat(made.order[rank]):
+    for action in flat(schedule.order[rank]):
         if action.kind == FORWARD:
-            neighbours = made.graph.into[action.stage]
+            neighbours = schedule.graph.into[action.stage]
         elif action.kind in GRADIENT:
-            neighbours = made.graph.out[action.stage]
+            neighbours = schedule.graph.out[action.stage]
         else:
             continue
-        count += sum(made.placement[action.replica, stage] != rank for _, stage in neighbours)
+        count += sum(schedule.placement[action.replica, stage] != rank for _, stage in neighbours)
     return count

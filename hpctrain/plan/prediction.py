@@ -76,13 +76,13 @@ def predicted(estimator: Estimator, choice: Choice, estimate: Estimate | None = 
 
 def received(job: Job, choice: Choice) -> dict[str, float]:
     """Bytes of the pipeline rank that receives the most, {axis: bytes}; see `step_traffic`."""
-    made = pipelines.shape(
+    shape = pipelines.shape(
         choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages, len(job.slices)
     )
     ranks = {0, min(1, choice.pipeline - 1), choice.pipeline - 1}  # the others are as one of these
     found = [
         step_traffic(
-            job.costs, choice.grid, job.batch, made.schedule, job.itemsize, rank, choice.algorithm, job.overlap,
+            job.costs, choice.grid, job.batch, shape.schedule, job.itemsize, rank, choice.algorithm, job.overlap,
             job.partition, choice.method,
         )
         for rank in sorted(ranks)
@@ -96,6 +96,6 @@ def planned(config: Config, prediction: Prediction) -> Config:
     for name, value in prediction.settings.items():
         section, _, key = name.partition(".")
         sections[section] = dataclasses.replace(sections.get(section, getattr(config, section)), **{key: value})
-    made = dataclasses.replace(config, **sections)
-    check(made)
-    return made
+    changed = dataclasses.replace(config, **sections)
+    check(changed)
+    return changed

@@ -62,22 +62,22 @@ class Samples:
         apart = [validation_tokens] if validation_tokens else []
         totals = [(each.tokens - 1) // context for each in self.sources + apart]
         self._firsts = [0, *itertools.accumulate(totals)][:-1]  # samples are numbered through all sources
-        held = [0 if apart else max(1, round(total * validation)) for total in totals]
-        for each, total, out in zip(self.sources + apart, totals, held):
+        validated = [0 if apart else max(1, round(total * validation)) for total in totals]
+        for each, total, out in zip(self.sources + apart, totals, validated):
             if total - out < 1:
                 raise ValueError(
                     f"{each.path} has {each.tokens} tokens, too few for a training and a validation sample of "
                     f"model.context = {context}; use more text or a smaller context"
                 )
         names = [key, *(key / number for number in range(1, len(self.sources)))]
-        trained = [total - out for total, out in zip(totals, held)][: len(self.sources)]
+        trained = [total - out for total, out in zip(totals, validated)][: len(self.sources)]
         orders = [SampleOrder(count, name / "training") for count, name in zip(trained, names)]
         self.training = MixedOrder(orders, weights, self._firsts)
         self.sources += apart
         if apart:
             self.validation = MixedOrder([SampleOrder(totals[-1], key / "validation")], [1.0], self._firsts[-1:])
         else:
-            orders = [SampleOrder(count, name / "validation") for count, name in zip(held, names)]
+            orders = [SampleOrder(count, name / "validation") for count, name in zip(validated, names)]
             self.validation = MixedOrder(orders, weights, [a + b for a, b in zip(self._firsts, trained)])
         self.held_out = _without_repeats(self.validation)
 
@@ -150,11 +150,13 @@ class Samples:
         """This rank's microbatches of up to `batches` validation batches; the same ones at every call."""
         total = min(batches * batch, self.held_out)
         orders = [self.validation[start : min(start + batch, total)] for start in range(0, total, batch)]
-        made = [self._microbatches(grid, order, schedule, 0, device, total) for order in orders]
+        validation = [self._microbatches(grid, order, schedule, 0, device, total) for order in orders]
         if self.masked:
-            counted = sum(self._counted(grid, part, total_of) for part, total_of in zip(made, map(len, orders)))
-            made = [[dataclasses.replace(each, scale=1 / max(1, counted)) for each in part] for part in made]
-        return made
+            counted = sum(self._counted(grid, part, total_of) for part, total_of in zip(validation, map(len, orders)))
+            validation = [
+                [dataclasses.replace(each, scale=1 / max(1, counted)) for each in part] for part in validation
+            ]
+        return validation
 
     def _counted(self, grid, microbatches, sequences: int) -> int:
         """How many targets of these microbatches, of so many sequences over all replicas, count; collective. Ranks of
@@ -192,11 +194,11 @@ class Samples:
             if first or last:
                 block = slice(tokens.first, tokens.first + tokens.sequences)
                 if whole is None:
-                    held, following = self.read(order[block], tokens.spans)
+                    inputs, following = self.read(order[block], tokens.spans)
                 else:
                     rows = slice(block.start - part.start, block.stop - part.start)
-                    held, following = (each[rows][:, tokens.positions()] for each in whole)
-                ids = held.reshape(-1).to(device) if first else None
+                    inputs, following = (each[rows][:, tokens.positions()] for each in whole)
+                ids = inputs.reshape(-1).to(device) if first else None
                 inner = slice(tokens.inner.start - tokens.first, tokens.inner.stop - tokens.first)
                 targets = following[inner].reshape(-1).to(device) if last else None
             microbatches.append(Microbatch(tokens, ids, targets, scale))
@@ -210,9 +212,9 @@ class Samples:
 
 def _without_repeats(order: MixedOrder) -> int:
     """How many of its first samples are all different ones."""
-    held = [each.samples for each in order.orders]
+    available = [each.samples for each in order.orders]
     period = sum(order.counts)
-    count = 1 + min((samples + 1) * period // each for samples, each in zip(held, order.counts))
-    while count > 1 and any(taken > samples for taken, samples in zip(order.taken(count), held)):
+    count = 1 + min((samples + 1) * period // each for samples, each in zip(available, order.counts))
+    while count > 1 and any(taken > samples for taken, samples in zip(order.taken(count), available)):
         count -= 1
     return count

@@ -51,12 +51,12 @@ class Engine:
         self._mailbox = comm.Mailbox(axis, device)
         self._rank = placement
         self._edge_of = {}  # (direction, node, port) -> number of the edge by which a message leaves
-        for number, made in enumerate(graph.connections):
-            self._edge_of[FORWARD, made.source, made.out] = number
-            self._edge_of[BACKWARD, made.target, made.port] = number
+        for number, connection in enumerate(graph.connections):
+            self._edge_of[FORWARD, connection.source, connection.out] = number
+            self._edge_of[BACKWARD, connection.target, connection.port] = number
         self._ends = {  # (edge, direction) -> node and port where it arrives
-            **{(i, FORWARD): (made.target, made.port) for i, made in enumerate(graph.connections)},
-            **{(i, BACKWARD): (made.source, made.out) for i, made in enumerate(graph.connections)},
+            **{(i, FORWARD): (connection.target, connection.port) for i, connection in enumerate(graph.connections)},
+            **{(i, BACKWARD): (connection.source, connection.out) for i, connection in enumerate(graph.connections)},
         }
         self.local = {name: node for name, node in graph.nodes.items() if placement[name] == axis.rank}
         self._source = self.local.get(graph.source)

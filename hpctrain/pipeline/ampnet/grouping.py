@@ -88,15 +88,15 @@ class Ungroup(Node):
         self._whole: dict[State, tuple[State, int]] = {}
 
     def forward(self, port: int, message: Message, run: Run):
-        made = self.ungroup(message.state, run.instances[message.state[0]])
-        rows = [count for _, count in made]
-        if not made or sum(rows) != len(message.payload):
+        states = self.ungroup(message.state, run.instances[message.state[0]])
+        rows = [count for _, count in states]
+        if not states or sum(rows) != len(message.payload):
             raise ValueError(f"ungroup gave parts of {rows} rows for {len(message.payload)} of state {message.state}")
         parts = message.payload.split(rows)
         remember(self._parts, message.state, (parts, {}))
-        for place, (state, _) in enumerate(made):
+        for place, (state, _) in enumerate(states):
             remember(self._whole, state, (message.state, place))
-        return [Emission(FORWARD, 0, Message(state, part)) for (state, _), part in zip(made, parts)]
+        return [Emission(FORWARD, 0, Message(state, part)) for (state, _), part in zip(states, parts)]
 
     def backward(self, port: int, message: Message, run: Run):
         state, place = self._whole.pop(message.state)

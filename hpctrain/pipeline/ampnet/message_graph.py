@@ -53,11 +53,11 @@ class MessageGraph:
                 raise ValueError(f"there is no node {name!r}; add it before it is connected")
             if not 0 <= port < getattr(self.nodes[name], what):
                 raise ValueError(f"{name!r} has {getattr(self.nodes[name], what)} {what}, got port {port}")
-        made = Connection(*ends[0], *ends[1])
+        connection = Connection(*ends[0], *ends[1])
         for other in self.connections:
-            if made[:2] == other[:2] or made[2:] == other[2:]:
-                raise ValueError(f"{made} meets {other}: a port has one connection; use a Broadcast or a Join")
-        self.connections.append(made)
+            if connection[:2] == other[:2] or connection[2:] == other[2:]:
+                raise ValueError(f"{connection} meets {other}: a port has one connection; use a Broadcast or a Join")
+        self.connections.append(connection)
         return self
 
     def check(self) -> None:
@@ -69,15 +69,15 @@ class MessageGraph:
             raise ValueError("a graph has at least one Loss, from which gradients begin")
         wanted = {(name, what, port) for name, node in self.nodes.items() for what in ("outputs", "inputs")
                   for port in range(getattr(node, what))}  # fmt: skip
-        for made in self.connections:
-            wanted -= {(made.source, "outputs", made.out), (made.target, "inputs", made.port)}
+        for connection in self.connections:
+            wanted -= {(connection.source, "outputs", connection.out), (connection.target, "inputs", connection.port)}
         if wanted:
             name, what, port = min(wanted)
             raise ValueError(f"port {port} of the {what} of {name!r} is not connected")
-        for made in self.connections:  # nobody wants the gradient by what the source sends
-            target = self.nodes[made.target]
-            if isinstance(self.nodes[made.source], Source) and isinstance(target, Transform):
-                target.differentiated[made.port] = False
+        for connection in self.connections:  # nobody wants the gradient by what the source sends
+            target = self.nodes[connection.target]
+            if isinstance(self.nodes[connection.source], Source) and isinstance(target, Transform):
+                target.differentiated[connection.port] = False
 
     @property
     def source(self) -> str:
@@ -88,9 +88,9 @@ class MessageGraph:
         """Pairs of nodes, by their numbers, without those that close a loop, seen from the source."""
         number = {name: i for i, name in enumerate(self.nodes)}
         out: dict[int, list[int]] = {i: [] for i in number.values()}
-        for made in self.connections:
-            if number[made.target] not in out[number[made.source]]:
-                out[number[made.source]].append(number[made.target])
+        for connection in self.connections:
+            if number[connection.target] not in out[number[connection.source]]:
+                out[number[connection.source]].append(number[connection.target])
         edges, state = [], {}  # state: 1 on the path, 2 done
         stack = [(number[self.source], iter(out[number[self.source]]))]
         state[stack[0][0]] = 1

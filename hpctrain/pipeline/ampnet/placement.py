@@ -35,8 +35,8 @@ def place(
 
     def time(placed: list[int]) -> float:
         placement = {(0, stage): rank for stage, rank in enumerate(placed)}
-        made = list_schedule(stages, placement, 2 * max_active_keys, model, in_flight=max_active_keys)
-        return made.simulate(model).makespan
+        schedule = list_schedule(stages, placement, 2 * max_active_keys, model, in_flight=max_active_keys)
+        return schedule.simulate(model).makespan
 
     placed = [0] * len(names)
     order = sorted(range(len(names)), key=lambda stage: -costs[stage])

@@ -109,13 +109,13 @@ def _problem(costs, ranks, microbatches, stages, schedule, latency, bandwidth, m
     check(ranks=ranks)
     if stages is not None and stages % ranks:
         raise ValueError(f"stages={stages} is not a multiple of ranks={ranks}; use {max(1, stages // ranks) * ranks}")
-    made = schedule_of(schedule, ranks, microbatches, None if stages is None else stages // ranks)
-    if len(costs) < made.graph.stages:
+    chosen = schedule_of(schedule, ranks, microbatches, None if stages is None else stages // ranks)
+    if len(costs) < chosen.graph.stages:
         raise ValueError(
-            f"{len(costs)} layers cannot fill the {made.graph.stages} stages of {schedule} on {ranks} ranks; "
-            f"use fewer ranks or virtual_stages, or {made.graph.stages} layers"
+            f"{len(costs)} layers cannot fill the {chosen.graph.stages} stages of {schedule} on {ranks} ranks; "
+            f"use fewer ranks or virtual_stages, or {chosen.graph.stages} layers"
         )
-    return Problem(costs, made, latency, bandwidth, math.inf if memory is None else memory)
+    return Problem(costs, chosen, latency, bandwidth, math.inf if memory is None else memory)
 
 
 def _fitting(problem: Problem, counts: list[int]) -> list[int]:
