@@ -33,7 +33,21 @@ class LayerNorm(torch.nn.Module):
         return y.to(x.dtype)
 
 
-class RMSNorm(torch.nn.Module):
+class _RMSWeight(torch.nn.Module):
+    """What the two norms below have in common: `eps`, and one weight for `width` features."""
+
+    def __init__(self, grid: Grid, width: int, eps: float | None = None, *, key: RngKey | None = None,
+                 dtype: torch.dtype | None = None, device: torch.device | None = None):  # fmt: skip
+        super().__init__()
+        self.y, self.width, self.eps = grid.tensor.y, width, eps
+        key = drawn_key(grid, key)
+        self.weight = parameter(self._shard(grid, width), key / "weight", None, 1.0, dtype=dtype, device=device)
+
+    def _shard(self, grid: Grid, width: int) -> Shard:
+        raise NotImplementedError
+
+
+class RMSNorm(_RMSWeight):
     """torch.nn.RMSNorm over the features of (rows, width) in the residual layout; `eps` as there.
 
     Over y, one sum of a number a row each way. bfloat16 and float16 are normalised in float32.
@@ -41,20 +55,8 @@ class RMSNorm(torch.nn.Module):
     Source: Zhang and Sennrich, "Root mean square layer normalization" (2019).
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        width: int,
-        eps: float | None = None,
-        *,
-        key: RngKey | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ):
-        super().__init__()
-        self.y, self.width, self.eps = grid.tensor.y, width, eps
-        key = drawn_key(grid, key)
-        self.weight = parameter(_features(grid, width), key / "weight", None, 1.0, dtype=dtype, device=device)
+    def _shard(self, grid, width):
+        return _features(grid, width)
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         if self.y.size == 1 and x.is_cuda:
@@ -63,32 +65,20 @@ class RMSNorm(torch.nn.Module):
         return _rms_norm(x, self.weight, self.y, self.width, self.eps)
 
 
-class HeadNorm(torch.nn.Module):
+class HeadNorm(_RMSWeight):
     """torch.nn.RMSNorm over the features of every attention head, (…, width), in the inner layout; `eps` as there.
 
     One weight for all heads, which every rank of the tensor axis holds and uses on heads and tokens of its own. No
     communication. bfloat16 and float16 are normalised in float32.
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        width: int,
-        eps: float | None = None,
-        *,
-        key: RngKey | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ):
-        super().__init__()
-        self.eps = eps
-        shard = Shard((width,), (slice(0, width),), ("x", "y", "z"))
-        self.weight = parameter(shard, drawn_key(grid, key) / "weight", None, 1.0, dtype=dtype, device=device)
+    def _shard(self, grid, width):
+        return Shard((width,), (slice(0, width),), ("x", "y", "z"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_cuda:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        return _rms_norm(x.reshape(-1, x.shape[-1]), self.weight, None, x.shape[-1], self.eps).view(x.shape)
+            return F.rms_norm(x, (self.width,), self.weight, self.eps)
+        return _rms_norm(x.reshape(-1, self.width), self.weight, None, self.width, self.eps).view(x.shape)
 
 
 def _rms_norm(x, weight, y, width, eps):

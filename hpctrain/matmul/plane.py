@@ -13,10 +13,7 @@ be cut anywhere. The other dims are what the blocks say, and may be cut anywhere
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
+from torch import Tensor
 
 from hpctrain.matmul.base import Matmul
 from hpctrain.matmul.operands import Broadcast, Direct, operand
@@ -25,6 +22,9 @@ from hpctrain.matmul.pipelined_loops import contract, map_panels
 from hpctrain.matmul.results import result
 from hpctrain.matmul.sharded_dim import Columns, Rows
 from hpctrain.shard import split_sizes
+
+Sizes = tuple[tuple[int, ...] | tuple[tuple[int, ...], ...], tuple[int, ...]]
+"""Of a dim that is cut over both axes: its parts over x (in `TwoHalfDRows`, the parts over z of each), and over y."""
 
 
 class Plane(Matmul):
@@ -39,37 +39,19 @@ class Plane(Matmul):
     layouts = ((("x",), ("y",)),) * 3
     _kind: type  # how operands travel
 
-    def cut(self, length: int, unit: int = 1) -> tuple[tuple, tuple[int, ...]]:
+    def cut(self, length: int, unit: int = 1) -> Sizes:
         """The balanced `sizes` of a dim that is cut only at multiples of `unit`."""
         return split_sizes(length, self.x.size, unit), split_sizes(length, self.y.size, unit)
 
-    def nn(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        sizes: tuple[Sequence[Any], Sequence[int]],
-        rows: Sequence[int] | None = None,
-    ) -> torch.Tensor:
+    def nn(self, a: Tensor, b: Tensor, sizes: Sizes, rows: tuple[int, ...] = ()) -> Tensor:
         """C(m/x, n/y) = A(m/x, k/y) B(k/x, n/y); `sizes` of k. `rows` is for `TwoHalfDRows`."""
         return self._nn(a, b, *sizes)
 
-    def nt(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        sizes: tuple[Sequence[Any], Sequence[int]],
-        rows: Sequence[int] | None = None,
-    ) -> torch.Tensor:
+    def nt(self, a: Tensor, b: Tensor, sizes: Sizes, rows: tuple[int, ...] = ()) -> Tensor:
         """C(m/x, n/y) = A(m/x, k/y) B(n/x, k/y)ᵀ; `sizes` of n. `rows` is for `TwoHalfDRows`."""
         return self._nt(a, b, *sizes)
 
-    def tn(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        sizes: tuple[Sequence[Any], Sequence[int]],
-        rows: Sequence[int] | None = None,
-    ) -> torch.Tensor:
+    def tn(self, a: Tensor, b: Tensor, sizes: Sizes, rows: tuple[int, ...] = ()) -> Tensor:
         """C(m/x, n/y) = A(k/x, m/y)ᵀ B(k/x, n/y); `sizes` of m. `rows` is for `TwoHalfDRows`."""
         return self._tn(a, b, *sizes)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from hpctrain import comm
+from hpctrain.matmul.plane import Sizes
 from hpctrain.matmul.two_half_d import TwoHalfD
 from hpctrain.shard import split_sizes
-
-if TYPE_CHECKING:
-    import torch
 
 
 class TwoHalfDRows(TwoHalfD):
@@ -30,17 +27,11 @@ class TwoHalfDRows(TwoHalfD):
     and n those of the `nn` whose forward or backward it is: the part over z of A's columns is what the layout costs.
     """
 
-    def cut(self, length: int, unit: int = 1):
+    def cut(self, length: int, unit: int = 1) -> Sizes:
         over_y = split_sizes(length, self.y.size, unit)
         return tuple(split_sizes(part, self.z.size) for part in over_y), over_y
 
-    def nn(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        sizes: tuple[Sequence[Sequence[int]], Sequence[int]],
-        rows: Sequence[int] | None = None,
-    ):
+    def nn(self, a: Tensor, b: Tensor, sizes: Sizes, rows: tuple[int, ...] = ()) -> Tensor:
         depth, widths = self._on_this_depth(sizes)
         z = comm.workspace(self.z, a)
         a = z.rows_to_columns(a, rows, widths)
@@ -48,25 +39,13 @@ class TwoHalfDRows(TwoHalfD):
         self._nn(a, b, depth, depth, out=summand)
         return comm.reduce_rows(z, summand, rows)
 
-    def nt(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        sizes: tuple[Sequence[Sequence[int]], Sequence[int]],
-        rows: Sequence[int] | None = None,
-    ):
+    def nt(self, a: Tensor, b: Tensor, sizes: Sizes, rows: tuple[int, ...] = ()) -> Tensor:
         depth, widths = self._on_this_depth(sizes)
         z = comm.workspace(self.z, a)
         c = z.columns_to_rows(self._nt(z.gather(a, rows), b, depth, depth), rows, widths)
         return c.clone() if self.z.size > 1 else c  # not a view of memory that the next call writes to
 
-    def tn(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        sizes: tuple[Sequence[Sequence[int]], Sequence[int]],
-        rows: Sequence[int] | None = None,
-    ):
+    def tn(self, a: Tensor, b: Tensor, sizes: Sizes, rows: tuple[int, ...] = ()) -> Tensor:
         depth, widths = self._on_this_depth(sizes)
         z = comm.workspace(self.z, a)
         a = z.rows_to_columns(a, rows, widths)
