@@ -9,8 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 
 from hpctrain.traffic import Traffic
 
@@ -23,6 +26,22 @@ TENSOR = ("x", "y", "z")
 # Names of several axes joined; a rank along them is row-major, too.
 JOINED = {"data": ("replica", "ring", "ulysses"), "sequence": ("ring", "ulysses"), "world": AXES}
 ENDS = 16  # ranks of a large grid that `describe` shows first; half as many last, half as many around this one
+
+
+class OperationWatch(Protocol):
+    """What is told of every operation: `comm.Watchdog`."""
+
+    def begin(self, axis: Axis, name: str, peer: int | None, patience: int = 1) -> None: ...
+
+    def end(self) -> None: ...
+
+    def during(self, axis: Axis, name: str, patience: int = 1) -> AbstractContextManager[None]: ...
+
+
+class Resource(Protocol):
+    """What a grid gives back at its end."""
+
+    def free(self) -> None: ...
 
 
 @dataclass
@@ -45,9 +64,9 @@ class Transport:
     traffic: Traffic = field(default_factory=Traffic)
     cuda_aware: bool = False
     synchronous: bool = False
-    watchdog: object | None = None
-    checker: object | None = None
-    resources: list = field(default_factory=list)
+    watchdog: OperationWatch | None = None
+    checker: Callable[[Axis, str, tuple, dict], None] | None = None
+    resources: list[Resource] = field(default_factory=list)
     reducers: dict = field(default_factory=dict)
     workspaces: dict = field(default_factory=dict)
 
@@ -56,7 +75,7 @@ class Axis:
     """The ranks of a grid that differ only along some of its axes, and this rank's place among them.
 
     Attributes: `name` (of one axis its own, of several that of JOINED or, of tensor axes, theirs joined by "+"), `comm`
-    (an mpi4py `Cartcomm`), `rank` and `size` along it, `nodes` (which of them share memory: a number for each rank),
+    (an mpi4py communicator), `rank` and `size` along it, `nodes` (which of them share memory: a number for each rank),
     `one_node` (whether all do), and `transport`, shared by the whole grid.
     """
 
@@ -72,8 +91,11 @@ class Axis:
         "y",
         "z",
     )
+    x: Axis  # the parts of `grid.tensor`, which alone has them
+    y: Axis
+    z: Axis
 
-    def __init__(self, name: str, comm: MPI.Cartcomm, node: int, transport: Transport):
+    def __init__(self, name: str, comm: MPI.Intracomm, node: int, transport: Transport):
         self.name = name
         self.comm = comm
         self.rank = comm.rank
@@ -82,13 +104,13 @@ class Axis:
         self.one_node = len(set(self.nodes)) == 1
         self.transport = transport
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> Axis:
         return self  # a copy of a model is on the same ranks
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ValueError("a grid of ranks cannot be pickled; of a model, save ht.gather_state_dict(model)")
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"
 
 
@@ -151,10 +173,10 @@ class Grid:
         for name in TENSOR:
             setattr(self.tensor, name, axes[name])
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> Grid:
         return self  # a copy of a model is on the same ranks
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ValueError("a grid of ranks cannot be pickled; of a model, save ht.gather_state_dict(model)")
 
     def plane(self, *names: str) -> Axis:
@@ -195,7 +217,9 @@ class Grid:
     def __enter__(self) -> Grid:
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:  # on an error the other ranks may be elsewhere, and would be waited for
             self.free()
 
@@ -218,10 +242,10 @@ class Grid:
                 lines.append(f"     … {after - rank - 1} more")
         return "\n".join(lines)
 
-    def _is_shown(self, rank):
+    def _is_shown(self, rank: int) -> bool:
         return rank < ENDS or rank >= self.size - ENDS // 2 or abs(rank - self.rank) <= ENDS // 4
 
-    def _place(self, rank):
+    def _place(self, rank: int) -> list[int]:
         """Coordinates of a rank."""
         place = []
         for size in reversed(self.shape.values()):
@@ -263,16 +287,17 @@ def grid_shape(data: Any, pipeline: int, tensor: Any) -> dict[str, int]:
     )
 
 
-def _three(option, sizes, axes):
+def _three(option: str, sizes: object, axes: Sequence[str]) -> tuple[int, int, int]:
     """Sizes of three axes, where one number is the size of the first."""
     if not isinstance(sizes, (tuple, list)):
         return _size(option, sizes), 1, 1
     if len(sizes) != 3:
         raise ValueError(f"{option} must be one integer or three ({', '.join(axes)}), got {sizes!r}")
-    return tuple(_size(f"{option} ({axis})", size) for axis, size in zip(axes, sizes))
+    first, second, third = (_size(f"{option} ({axis})", size) for axis, size in zip(axes, sizes))
+    return first, second, third
 
 
-def _size(option, size):
+def _size(option: str, size: object) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"{option} must be an integer of at least 1, got {size!r}")
     return size
@@ -289,10 +314,11 @@ def describe_shape(shape: dict[str, int]) -> str:
     return f"data {data} × pipeline {pipeline} × tensor {tensor}"
 
 
-def grid_arguments(shape: dict[str, int]):
+def grid_arguments(shape: dict[str, int]) -> tuple[int | tuple[int, int, int], int, tuple[int, int, int]]:
     """(data, pipeline, tensor) as `Grid` takes them."""
-    data = tuple(shape[axis] for axis in JOINED["data"])
-    return data[0] if data[1:] == (1, 1) else data, shape["pipeline"], tuple(shape[axis] for axis in TENSOR)
+    replica, ring, ulysses = (shape[axis] for axis in JOINED["data"])
+    x, y, z = (shape[axis] for axis in TENSOR)
+    return replica if (ring, ulysses) == (1, 1) else (replica, ring, ulysses), shape["pipeline"], (x, y, z)
 
 
 def check_ranks(shape: dict[str, int], ranks: int) -> None:
@@ -301,7 +327,7 @@ def check_ranks(shape: dict[str, int], ranks: int) -> None:
     if product == ranks:
         return
 
-    def named(shape):
+    def named(shape: dict[str, int]) -> str:
         return "data={} pipeline={} tensor={}".format(*grid_arguments(shape))
 
     raise ValueError(
@@ -321,7 +347,7 @@ def nearest_grids(shape: dict[str, int], ranks: int, count: int = 3) -> list[dic
     axes = [axis for axis in AXES if axis not in JOINED["sequence"] or shape[axis] > 1]
     near = [{**shape, **dict(zip(axes, sizes))} for sizes in _factorisations(ranks, len(axes))]
 
-    def distance(sizes):
+    def distance(sizes: dict[str, int]) -> float:
         return sum(abs(math.log(sizes[axis] / shape[axis])) for axis in axes)
 
     return sorted(near, key=lambda sizes: (round(distance(sizes), 9), tuple(sizes.values())))[:count]
@@ -340,7 +366,7 @@ def all_grids(ranks: int, sequence: bool = False) -> list[tuple]:
     return [((r, c, u), p, (x, y, z)) for r, c, u, p, x, y, z in _factorisations(ranks, len(AXES))]
 
 
-def _factorisations(number: int, parts: int):
+def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (number,)
         return
@@ -350,5 +376,5 @@ def _factorisations(number: int, parts: int):
                 yield (first, *rest)
 
 
-def _subsets(names):
+def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(1, len(names) + 1))

@@ -6,7 +6,7 @@ class OperationTraffic:
 
     __slots__ = ("calls", "received", "seconds", "sent")
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
@@ -31,7 +31,7 @@ class Traffic:
     (35, 35, 0)
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._entries: dict[tuple[str, str], OperationTraffic] = {}
         self.timing = False  # an operation is being timed; those that it is made of are not
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.watchdog import PATIENCE, WatchedComm
@@ -15,7 +16,7 @@ class RemoteError(RuntimeError):
     """Another rank failed; the message names it."""
 
 
-def agree(comm: MPI.Intracomm, error: BaseException | None) -> None:
+def agree(comm: MPI.Intracomm | WatchedComm, error: BaseException | None) -> None:
     """Raise on every rank of `comm` (mpi4py) when any rank brings an error; the lowest such rank's error is reported.
 
     That rank raises its own error. The others raise a ValueError of its text where it is a ValueError or an OSError, as
@@ -28,7 +29,7 @@ def agree(comm: MPI.Intracomm, error: BaseException | None) -> None:
         if other is None:
             continue
         name, text, expected = other
-        if rank == comm.rank:
+        if rank == comm.rank and error is not None:
             raise error
         if expected:
             raise ValueError(text) from error
@@ -36,7 +37,7 @@ def agree(comm: MPI.Intracomm, error: BaseException | None) -> None:
 
 
 @contextlib.contextmanager
-def together(comm: MPI.Intracomm):
+def together(comm: MPI.Intracomm | WatchedComm) -> Iterator[None]:
     """The block runs on every rank of `comm`; if it fails on one of them, all leave it with an error.
 
     The block itself must not communicate.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 
@@ -32,7 +33,11 @@ class AllReduceBuffer:
         algorithm = algorithm or (_algorithm(axis, numel, like) if axis.size > 1 and numel else "none")
         self.shared = SharedMemoryBuffer(axis, numel, like.dtype) if algorithm == "shared" else None
         self.local = self.shared.local if self.shared else like.new_zeros(numel)
-        self._sum = self.shared.sum if self.shared else _by_mpi(self.local, axis) if algorithm == "prepared" else None
+        self._sum: Callable[[], None] | None = None
+        if self.shared:
+            self._sum = self.shared.sum
+        elif algorithm == "prepared":
+            self._sum = _by_mpi(self.local, axis)
         self._entry = axis.transport.traffic.entry(axis.name, "all_reduce")
         self._moved = 2 * (axis.size - 1) * self.local.nbytes // axis.size
 
@@ -47,22 +52,24 @@ class AllReduceBuffer:
             self._sum()
             entry.seconds += perf_counter() - start
         else:
-            time_call(self.axis, "all_reduce", AllReduceBuffer._summed, self)
+            time_call(self.axis, "all_reduce", _called, self, self._sum)
         entry.calls += 1
         entry.sent += self._moved
         entry.received += self._moved
         return self.local
 
-    def _summed(self):
-        self._sum()
-
-    def all_reduce_start(self) -> Work:
+    def all_reduce_start(self) -> Work[torch.Tensor]:
         """Begin to replace `local` by the sum. In shared memory all is done by `wait()`: nothing would progress before,
         and ranks that sum at once wait for the slowest of them each time."""
         return Work([], None, self.all_reduce) if self.shared else all_reduce_start(self.local, self.axis)
 
 
-def _algorithm(axis, numel, like):
+def _called(buffer: AllReduceBuffer, add_up: Callable[[], None]) -> None:
+    """The buffer is for `comm.CollectiveChecker`."""
+    add_up()
+
+
+def _algorithm(axis: Axis, numel: int, like: torch.Tensor) -> str:
     one_node = path_of(axis, like) is Path.SHARED_MEMORY
     reducer = axis.transport.reducers.get(axis)
     if reducer is not None:
@@ -73,5 +80,5 @@ def _algorithm(axis, numel, like):
     return "mpi" if algorithm == "prepared" and not by_mpi else algorithm
 
 
-def _by_mpi(tensor, axis):
+def _by_mpi(tensor: torch.Tensor, axis: Axis) -> Callable[[], None]:
     return partial(axis.comm.Allreduce, buffers.in_place(), message(tensor), operation("sum"))

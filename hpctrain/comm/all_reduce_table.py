@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+Names = TypeVar("Names", str, tuple[str, ...])
 
 
-class Choice(NamedTuple):
+class Choice(NamedTuple, Generic[Names]):
     """What sums
     a tensor that the caller brings,
     an `AllReduceBuffer` in host memory on an axis of one node, and
     any other `AllReduceBuffer`.
     """
 
-    tensor: str
-    node_buffer: str
-    buffer: str
+    tensor: Names
+    node_buffer: Names
+    buffer: Names
 
 
 # "mpi" is an MPI_Allreduce; "prepared" is one whose arguments were made with the buffer, of host memory and a type that
 # MPI can add; "shared" adds up in shared memory. All else are in comm/algorithms.
-CHOICES = {
+CHOICES: dict[str, Choice[str]] = {
     "shared": Choice("mpi", "shared", "prepared"),
     "mpi": Choice("mpi", "prepared", "prepared"),
     "naive": Choice("naive", "naive", "naive"),
@@ -32,4 +34,4 @@ DEFAULT = CHOICES["shared"]
 
 # "auto" takes the fastest of these.
 _MESSAGES = ("naive", "ring", "direct", "rabenseifner", "hierarchical", "mpi")
-CANDIDATES = Choice(_MESSAGES, (*_MESSAGES, "prepared", "shared"), (*_MESSAGES, "prepared"))
+CANDIDATES: Choice[tuple[str, ...]] = Choice(_MESSAGES, (*_MESSAGES, "prepared", "shared"), (*_MESSAGES, "prepared"))

@@ -12,17 +12,25 @@ be used without waiting.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
 
 import torch
+
+from hpctrain.grid import Axis
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+R = TypeVar("R")
+S = TypeVar("S")
 
 MAX_COUNT = 2**31 - 1  # elements of one message: MPI-3 counts are C ints
 
 
 @functools.cache
-def datatypes() -> dict:
+def datatypes() -> dict[torch.dtype, MPI.Datatype]:
     """MPI datatype of each torch dtype. 16-bit floats travel as 2-byte integers and are never reduced by MPI:
     a sum of bfloat16 as MPI.SHORT is silently garbage, and MPI has no portable float16."""
     from mpi4py import MPI
@@ -51,7 +59,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @functools.cache
-def _fromaddress():
+def _fromaddress() -> Callable[[int, int], MPI.buffer]:
     from mpi4py import MPI
 
     return MPI.buffer.fromaddress
@@ -84,7 +92,7 @@ def check_contiguous(tensor: torch.Tensor) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def large_datatype(dtype: torch.dtype, elements: int, limit: int):
+def large_datatype(dtype: torch.dtype, elements: int, limit: int) -> MPI.Datatype:
     """One datatype that spans more elements than an MPI count can say."""
     from mpi4py import MPI
 
@@ -105,20 +113,20 @@ def check_reducible(dtype: torch.dtype, op: str) -> None:
 
 
 @functools.cache
-def operation(op: str):
+def operation(op: str) -> MPI.Op:
     from mpi4py import MPI
 
     return {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}[op]
 
 
 @functools.cache
-def in_place():
+def in_place() -> MPI.InPlaceType:
     from mpi4py import MPI
 
     return MPI.IN_PLACE
 
 
-def _names(dtypes) -> str:
+def _names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
@@ -157,7 +165,7 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     return flat[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def wait(request: Any) -> None:
+def wait(request: MPI.Request) -> None:
     """MPI_Wait that leaves the core to others when it takes long.
 
     An MPI that spins costs whoever shares the core: the other hardware thread, a rank or thread where there are more of
@@ -173,23 +181,35 @@ def wait(request: Any) -> None:
             sleep(min(waited / 16, 0.01))
 
 
-class Work:
-    """A transfer under way. It keeps the buffers alive; `wait()` completes it and returns the received tensor.
+class Work(Generic[R]):
+    """A transfer under way. It keeps the buffers alive; `wait()` completes it and returns the result: as a rule the
+    received tensor.
 
-    `finish` is called once all messages are done; what it returns is the result.
+    `finish` is called once all messages are done; what it returns is the result, in place of `result`.
     """
 
     __slots__ = ("_finish", "_keep", "_requests", "_result", "owner")
 
-    def __init__(self, requests: list, result: torch.Tensor | None, finish: Callable | None = None, keep: tuple = ()):
+    @overload
+    def __init__(self, requests: list[MPI.Request], result: R, finish: None = None, keep: tuple = ()): ...
+    @overload
+    def __init__(self, requests: list[MPI.Request], result: object, finish: Callable[[], R], keep: tuple = ()): ...
+    def __init__(
+        self,
+        requests: list[MPI.Request],
+        result: Any,
+        finish: Callable[[], R] | None = None,
+        keep: tuple = (),
+    ):
         self._requests, self._result, self._finish, self._keep = requests, result, finish, keep
-        self.owner = None  # (axis, name of the operation, the one other rank or None), set by `timed`
+        # (axis, name of the operation, the one other rank or None), set by `timed`
+        self.owner: tuple[Axis, str, int | None] | None = None
 
     def test(self) -> bool:
         """Let MPI progress; True once all messages are done (`wait` must still be called)."""
         return all([request.Test() for request in self._requests])
 
-    def wait(self) -> torch.Tensor | None:
+    def wait(self) -> R:
         if self.owner is None or self.owner[0].transport.traffic.timing:
             return self._wait()
         axis, name, peer = self.owner
@@ -206,7 +226,7 @@ class Work:
             if watchdog is not None:
                 watchdog.end()
 
-    def _wait(self):
+    def _wait(self) -> R:
         for request in self._requests:
             wait(request)
         if self._finish is not None:
@@ -214,12 +234,17 @@ class Work:
         self._requests, self._finish, self._keep = [], None, ()
         return self._result
 
-    def then(self, further: Callable) -> Work:
+    def then(self, further: Callable[[R], S]) -> Work[S]:
         """`further`, given the result, makes the result."""
         finish, result = self._finish, self._result
-        self._finish = lambda: further(result if finish is None else finish())
-        return self
+        longer = cast("Work[S]", self)  # the same transfer, to another result
+        longer._finish = lambda: further(result if finish is None else finish())
+        return longer
 
 
-def done(result: torch.Tensor | None = None) -> Work:
+@overload
+def done() -> Work[None]: ...
+@overload
+def done(result: R) -> Work[R]: ...
+def done(result: object = None) -> Work:
     return Work([], result)

@@ -94,7 +94,10 @@ def _rounds(ranks: int) -> list[tuple[int, int]]:
     return [(distance, min(distance, ranks - distance)) for distance in distances]
 
 
-def _spans(edges, first, blocks):
+Spans = list[tuple[int, int]]
+
+
+def _spans(edges: Sequence[int], first: int, blocks: int) -> Spans:
     """Where `blocks` blocks from the first on lie, those after the last being the first again: no, one or two spans."""
     ranks = len(edges) - 1
     stop = first + blocks
@@ -102,11 +105,13 @@ def _spans(edges, first, blocks):
     return [(start, end) for start, end in bounds if start < end]
 
 
-def _length(spans):
+def _length(spans: Spans) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def _swap(axis, give, given, dest, take, taken, source):
+def _swap(
+    axis: Axis, give: torch.Tensor, given: Spans, dest: int, take: torch.Tensor, taken: Spans, source: int
+) -> None:
     """Send spans of elements of `give`, and receive those of `take`."""
     requests = [axis.comm.Irecv(message(take, start, stop - start), source, TAG) for start, stop in taken]
     requests += [axis.comm.Isend(message(give, start, stop - start), dest, TAG) for start, stop in given]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 
 _HERE = str(Path(__file__).parent)
 
@@ -39,7 +40,7 @@ class CollectiveChecker:
         for comm in self._comms.values():
             comm.Free()
 
-    def __call__(self, axis, name: str, arguments: tuple, options: dict) -> None:
+    def __call__(self, axis: Axis, name: str, arguments: tuple, options: dict) -> None:
         """Agree on the operation, its arguments, and the line that calls it.
 
         Raises:
@@ -57,12 +58,12 @@ class CollectiveChecker:
         raise Mismatch(f"along {axis.name}: {'; '.join(odd)}; rank {', '.join(same)} calls {usual}")
 
 
-def _said(axis, name, arguments, options) -> str:
+def _said(axis: Axis, name: str, arguments: tuple, options: dict) -> str:
     owner = arguments[0]
     if not isinstance(owner, torch.Tensor) and hasattr(owner, "local"):
         arguments = (owner.local,)
     if name in _BETWEEN_NEIGHBOURS:
-        arguments, options = [a for a in arguments if isinstance(a, torch.Tensor)], {}
+        arguments, options = tuple(a for a in arguments if isinstance(a, torch.Tensor)), {}
     words = []
     for value in _flat((*arguments, *options.values())):
         if isinstance(value, torch.Tensor):
@@ -78,7 +79,7 @@ def _said(axis, name, arguments, options) -> str:
     return ", ".join(words)
 
 
-def _flat(values):
+def _flat(values: Iterable[object]) -> Iterator[object]:
     """Lists of tensors as tensors."""
     for value in values:
         if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):

@@ -52,7 +52,7 @@ def all_gather(tensor: torch.Tensor, axis: Axis, counts: Sequence[int] | None = 
 @timed
 def all_gather_start(
     tensor: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None, out: torch.Tensor | None = None
-) -> Work:
+) -> Work[torch.Tensor]:
     """Begin `all_gather`, into `out` where it is given; `tensor` may be this rank's rows of it."""
     if axis.size == 1:
         return done(tensor)
@@ -108,7 +108,7 @@ def reduce_scatter(
 @timed
 def reduce_scatter_start(
     tensor: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None, dtype: torch.dtype | None = None
-) -> Work:
+) -> Work[torch.Tensor]:
     check_reducible(tensor.dtype, "sum")
     if axis.size == 1:
         return done(tensor)
@@ -127,7 +127,9 @@ def reduce_scatter_start(
     )  # fmt: skip
 
 
-def _sum_small_blocks(tensor, axis, counts, dtype):
+def _sum_small_blocks(
+    tensor: torch.Tensor, axis: Axis, counts: Sequence[int], dtype: torch.dtype | None
+) -> torch.Tensor:
     total = reachable(tensor, axis.transport.cuda_aware).to(buffers.accumulation_dtype(tensor.dtype), copy=True)
     row = math.prod(tensor.shape[1:])
     _count(axis, "reduce_scatter", total, *circulant.reduce_scatter(total, [row * count for count in counts], axis))
@@ -164,11 +166,11 @@ def even_rows(rows: int, parts: int) -> tuple[int, ...]:
     return (rows // parts,) * parts
 
 
-def _count(axis, name, like, sent, received):
+def _count(axis: Axis, name: str, like: torch.Tensor, sent: int, received: int) -> None:
     axis.transport.traffic.add(axis.name, name, sent * like.itemsize, received * like.itemsize)
 
 
-def _rows_of_all(tensor, axis, counts):
+def _rows_of_all(tensor: torch.Tensor, axis: Axis, counts: Sequence[int] | None) -> torch.Tensor:
     """A tensor for every rank's rows."""
     if counts is None:
         return tensor.new_empty((axis.size * len(tensor), *tensor.shape[1:]))

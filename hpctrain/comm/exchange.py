@@ -25,8 +25,8 @@ def exchange(
     out: torch.Tensor,
     receives: Sequence[int],
     same: bool = False,
-    then: Callable | None = None,
-) -> Work:
+    then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Work[torch.Tensor]:
     """Begin to send sends[r] elements of `tensor` to each rank r, and to receive receives[r] into `out`, both in order.
 
     With `same`, every rank is sent the same elements, from the start of `tensor`. `then` makes the result from `out`.
@@ -52,7 +52,7 @@ def exchange(
     sent, received = sum(sends) - sends[rank], sum(receives) - receives[rank]
     axis.transport.traffic.add(axis.name, name, sent * tensor.itemsize, received * tensor.itemsize)
 
-    def finish():
+    def finish() -> torch.Tensor:
         deliver(take, out)
         return out if then is None else then(out)
 

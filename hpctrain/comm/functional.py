@@ -105,18 +105,18 @@ def recv(like: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> torch.Ten
     return with_adjoint(like, _recv, _send_gradient, axis, source, tag)
 
 
-def _new(operation):
+def _new(operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The collectives return their input on an axis of size 1; autograd wants a tensor of its own."""
 
-    def call(x, axis, *arguments):
+    def call(x: torch.Tensor, axis: Axis, *arguments: object) -> torch.Tensor:
         y = operation(x, axis, *arguments)
         return y.view_as(y) if axis.size == 1 else y
 
     return call
 
 
-def _copied(operation):
-    def call(x, axis, *arguments):
+def _copied(operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(x: torch.Tensor, axis: Axis, *arguments: object) -> torch.Tensor:
         return operation(x.clone(memory_format=torch.contiguous_format), axis, *arguments)
 
     return call
@@ -125,28 +125,30 @@ def _copied(operation):
 _sum = _copied(_all_reduce)
 
 
-def _send_back(grad, axis, send_counts, recv_counts):
+def _send_back(
+    grad: torch.Tensor, axis: Axis, send_counts: Sequence[int] | None, recv_counts: Sequence[int] | None
+) -> torch.Tensor:
     return collectives.all_to_all(grad, axis, recv_counts, send_counts)
 
 
-def _send(x, axis, dest, tag):
+def _send(x: torch.Tensor, axis: Axis, dest: int, tag: int) -> torch.Tensor:
     point_to_point.send(x, axis, dest, tag)
     return x.new_zeros(())
 
 
-def _recv_like(x):
+def _recv_like(x: torch.Tensor) -> Callable[..., torch.Tensor]:
     shape, dtype, device = x.shape, x.dtype, x.device
 
-    def receive(_, axis, dest, tag):
+    def receive(_: torch.Tensor, axis: Axis, dest: int, tag: int) -> torch.Tensor:
         return point_to_point.recv(torch.empty(shape, dtype=dtype, device=device), axis, dest, tag)
 
     return receive
 
 
-def _recv(like, axis, source, tag):
+def _recv(like: torch.Tensor, axis: Axis, source: int, tag: int) -> torch.Tensor:
     return point_to_point.recv(torch.empty_like(like, memory_format=torch.contiguous_format), axis, source, tag)
 
 
-def _send_gradient(grad, axis, source, tag):
+def _send_gradient(grad: torch.Tensor, axis: Axis, source: int, tag: int) -> torch.Tensor:
     point_to_point.send(grad, axis, source, tag)
     return torch.zeros_like(grad)  # `like` gave only its shape

@@ -7,12 +7,14 @@ blocks are thinner than a halo or empty.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hpctrain.comm.collectives import all_to_all
 from hpctrain.comm.timing import timed_method
+from hpctrain.grid import Axis
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Halo:
         fill: value of the rows outside the dim.
     """
 
-    axis: object
+    axis: Axis
     local: tuple[slice, ...]
     needed: tuple[slice, ...]
     dim: int = 2
@@ -67,7 +69,9 @@ class Halo:
             self._part(out, local.start, part).add_(rows)
         return out
 
-    def _swap(self, x, start, to, of):
+    def _swap(
+        self, x: torch.Tensor, start: int, to: Sequence[slice], of: Sequence[slice]
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Send each rank r the rows to[r] of x, whose first is `start`; the rows of[r] received from each, in order."""
         here = self.axis.rank
         row = x.shape[: self.dim].numel() * x.shape[self.dim + 1 :].numel()
@@ -78,7 +82,7 @@ class Halo:
             if flat.numel():
                 yield part, flat.view(*x.shape[: self.dim], _length(part), *x.shape[self.dim + 1 :])
 
-    def _part(self, x, start, part):
+    def _part(self, x: torch.Tensor, start: int, part: slice) -> torch.Tensor:
         length = _length(part)
         return x.narrow(self.dim, part.start - start if length else 0, length)
 
@@ -91,5 +95,5 @@ def _length(part: slice) -> int:
     return max(0, part.stop - part.start)
 
 
-def _resized(x, dim, rows):
+def _resized(x: torch.Tensor, dim: int, rows: slice) -> torch.Tensor:
     return x.new_empty(*x.shape[:dim], _length(rows), *x.shape[dim + 1 :])

@@ -44,8 +44,8 @@ class Mailbox:
 
     def __init__(self, axis: Axis, device: torch.device | None = None):
         self.axis, self.device = axis, device
-        self._leaving: list[Work] = []
-        self._arriving: list[tuple[Letter, Work | None]] = []
+        self._leaving: list[Work[None]] = []
+        self._arriving: list[tuple[Letter, Work[torch.Tensor] | None]] = []
 
     def post(self, dest: int, numbers: Sequence[int], payload: torch.Tensor | None = None) -> None:
         """Begin to send; the payload must not be changed any more."""
@@ -103,7 +103,7 @@ class Mailbox:
 def _header(numbers: Sequence[int], payload: torch.Tensor | None) -> torch.Tensor:
     if len(numbers) > MOST_NUMBERS:
         raise ValueError(f"a letter has at most {MOST_NUMBERS} numbers, got {len(numbers)}")
-    dims, dtype, shape = -1, 0, ()
+    dims, dtype, shape = -1, 0, torch.Size()
     if payload is not None:
         if payload.dtype not in _DTYPES or payload.dim() > MOST_DIMS:
             raise ValueError(

@@ -43,7 +43,9 @@ class MessageWorkspace:
         return reduce_scatter(buffer, self.axis, counts, dtype)
 
     @timed_method
-    def reduce_start(self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> Work:
+    def reduce_start(
+        self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Work[torch.Tensor]:
         return reduce_scatter_start(buffer, self.axis, counts, dtype)
 
     @timed_method
@@ -85,7 +87,7 @@ class MessageWorkspace:
         arrived = self._swap(leaving, shapes)
         return [summed([arrived[r][t] for r in ranks], slices[t]) for t in range(len(parts))]
 
-    def _swap(self, leaving, shapes):
+    def _swap(self, leaving: list[list[torch.Tensor]], shapes: list[list[tuple[int, ...]]]) -> list[list[torch.Tensor]]:
         """Tensors leaving[r] go to rank r, those of shapes[r] come from there."""
         sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
         flat = torch.cat([part.reshape(-1) for to_rank in leaving for part in to_rank])

@@ -18,7 +18,7 @@ def send(tensor: torch.Tensor, axis: Axis, dest: int, tag: int = 0) -> None:
 
 
 @timed
-def send_start(tensor: torch.Tensor, axis: Axis, dest: int, tag: int = 0) -> Work:
+def send_start(tensor: torch.Tensor, axis: Axis, dest: int, tag: int = 0) -> Work[None]:
     """Begin to send; the tensor must not be changed before `wait()`."""
     host = reachable(tensor.contiguous(), axis.transport.cuda_aware)
     request = (axis.comm.Issend if axis.transport.synchronous else axis.comm.Isend)(message(host), dest, tag)
@@ -33,7 +33,7 @@ def recv(out: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> torch.Tens
 
 
 @timed
-def recv_start(out: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> Work:
+def recv_start(out: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> Work[torch.Tensor]:
     host = reachable(out, axis.transport.cuda_aware, copy=False)
     request = axis.comm.Irecv(message(host), source, tag)
     axis.transport.traffic.add(axis.name, "recv", received=out.nbytes)

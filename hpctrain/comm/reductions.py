@@ -43,7 +43,7 @@ def all_reduce_by_mpi(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> torc
 
 
 @timed
-def all_reduce_start(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> Work:
+def all_reduce_start(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> Work[torch.Tensor]:
     """Begin to replace `tensor` by the sum, "max" or "min" over all ranks. float16 and bfloat16 travel as float32."""
     check_reducible(tensor.dtype, op)
     if axis.size == 1 or tensor.numel() == 0:
@@ -54,7 +54,7 @@ def all_reduce_start(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> Work:
     return all_reduce_by_mpi_start(tensor, axis, op)
 
 
-def all_reduce_by_mpi_start(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> Work:
+def all_reduce_by_mpi_start(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> Work[torch.Tensor]:
     if tensor.numel() > buffers.MAX_COUNT:
         return done(all_reduce_by_mpi(tensor, axis, op))
     wide = tensor.float() if tensor.dtype in buffers.REDUCED_HERE else tensor
@@ -64,6 +64,6 @@ def all_reduce_by_mpi_start(tensor: torch.Tensor, axis: Axis, op: str = "sum") -
     return Work([request], tensor, finish=lambda: deliver(host, tensor))
 
 
-def _count_all_reduce(tensor, axis):
+def _count_all_reduce(tensor: torch.Tensor, axis: Axis) -> None:
     moved = 2 * (axis.size - 1) * tensor.nbytes // axis.size
     axis.transport.traffic.add(axis.name, "all_reduce", moved, moved)

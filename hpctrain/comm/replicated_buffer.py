@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from hpctrain.comm.buffers import Work, done
@@ -29,10 +31,10 @@ class ReplicatedBuffer:
         dtype = dtype or like.dtype
         shared = path_of(axis, like) is Path.SHARED_MEMORY
         self._shared = SharedMemoryBuffer(axis, numel, dtype) if shared else None
-        self.local = self._shared.local if shared else like.new_zeros(numel, dtype=dtype)
+        self.local = self._shared.local if self._shared else like.new_zeros(numel, dtype=dtype)
 
     @timed_method
-    def sum_start(self, comm_dtype: torch.dtype | None = None) -> Work:
+    def sum_start(self, comm_dtype: torch.dtype | None = None) -> Work[torch.Tensor]:
         """Begin to replace this rank's range of its copy by the sum of all copies; the rest of it is left.
 
         The summands travel as `comm_dtype`, by default as they are; 16-bit floats are summed in float32.
@@ -46,17 +48,17 @@ class ReplicatedBuffer:
             return done(own.copy_(scratch.reduce(summands, self.counts, self.local.dtype)))
         if self._shared is None:
             return reduce_scatter_start(self.local, axis, self.counts).then(own.copy_)
-        return self._shared.window.barrier_start(self._sum_own)
+        return self._shared.window.barrier_start(partial(self._sum_own, self._shared))
 
-    def _sum_own(self):
+    def _sum_own(self, shared: SharedMemoryBuffer) -> torch.Tensor:
         axis, own = self.axis, self.local[self.own]
-        self._shared.sum_own()
+        shared.sum_own()
         moved = self.local.nbytes - own.nbytes, (axis.size - 1) * own.nbytes
         axis.transport.traffic.add(axis.name, "reduce_scatter", *moved)
         return own
 
     @timed_method
-    def spread_start(self, comm_dtype: torch.dtype | None = None) -> Work:
+    def spread_start(self, comm_dtype: torch.dtype | None = None) -> Work[torch.Tensor]:
         """Begin to write every rank's range to all copies. They travel, and are rounded to, `comm_dtype`."""
         axis, own = self.axis, self.local[self.own]
         if axis.size == 1:

@@ -28,7 +28,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, root: int = 0) -> torch.Tensor:
 
 
 @timed
-def broadcast_start(tensor: torch.Tensor, axis: Axis, root: int = 0) -> Work:
+def broadcast_start(tensor: torch.Tensor, axis: Axis, root: int = 0) -> Work[torch.Tensor]:
     """Begin to overwrite `tensor` on every rank by the root's."""
     if axis.size == 1 or tensor.numel() == 0:
         return done(tensor)

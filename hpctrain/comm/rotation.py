@@ -59,8 +59,9 @@ class HopRotation:
     def __init__(self, part: torch.Tensor, axis: Axis, counts: tuple[int, ...], sum_dtype: torch.dtype | None):
         self.part, self.axis, self.counts, self.dtype = part, axis, counts, sum_dtype
         self._before, self._after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
-        self._under_way: list[Work] = []
-        self._sum = self._sent = None
+        self._under_way: list[Work[None] | Work[torch.Tensor]] = []
+        self._sum: Work[torch.Tensor] | None = None
+        self._sent: Work[None] | None = None
 
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
         rank, size = self.axis.rank, self.axis.size
@@ -95,11 +96,11 @@ class HopRotation:
         self._sent.wait()
         return own
 
-    def _expect(self, owner):
+    def _expect(self, owner: int) -> Work[torch.Tensor]:
         sums = torch.empty(self.counts[owner], dtype=self.dtype, device=self.part.device)
         return recv_start(sums, self.axis, self._before, SUMS)
 
-    def _send(self, total):
+    def _send(self, total: torch.Tensor) -> None:
         if self._sent is not None:
             self._sent.wait()
         self._sent = send_start(total, self.axis, self._after, SUMS)
@@ -153,7 +154,7 @@ class SharedMemoryRotation:
         self._blocks[axis.rank].copy_(part)
         self._written = window.barrier_start(lambda: None)
         self._written.owner = axis, "rotate", None
-        self._said: list[Work] = []
+        self._said: list[Work[None]] = []
         others = sum(counts) - counts[axis.rank]
         moved = (axis.size - 1) * part.nbytes, others * part.itemsize
         axis.transport.traffic.add(axis.name, "all_gather", *moved)
@@ -190,7 +191,7 @@ class SharedMemoryRotation:
             work.wait()
         return own
 
-    def _turn(self):
+    def _turn(self) -> None:
         """Wait until the rank before has added to the same sum."""
         axis = self.axis
         said = Work([axis.comm.Irecv(bytearray(0), (axis.rank - 1) % axis.size, SUMS)], None)

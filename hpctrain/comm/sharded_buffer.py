@@ -26,7 +26,7 @@ class ShardedBuffer:
     def __init__(self, axis: Axis, numel: int, like: torch.Tensor, dtype: torch.dtype | None = None):
         self.axis, self.counts, self.own = axis, split_sizes(numel, axis.size), split(numel, axis.size, axis.rank)
         dtype = dtype or like.dtype
-        self._window = None
+        self._window: Window | None = None
         if numel and path_of(axis, like) is Path.SHARED_MEMORY:
             self._window = Window(axis, self.counts[axis.rank] * dtype.itemsize)
             self.whole = self._window.whole[: numel * dtype.itemsize].view(dtype)
@@ -37,7 +37,7 @@ class ShardedBuffer:
         self._nbytes = self.whole.untyped_storage().nbytes()
 
     @timed_method
-    def gather_start(self) -> Work:
+    def gather_start(self) -> Work[torch.Tensor]:
         """Begin to bring everybody's elements to `whole`."""
         axis, local = self.axis, self.local
         if axis.size == 1:
@@ -54,6 +54,6 @@ class ShardedBuffer:
         if self.axis.size > 1 and self._window is None:
             self.whole.untyped_storage().resize_(0)
 
-    def changed_start(self) -> Work:
+    def changed_start(self) -> Work[None]:
         """This rank's elements are changed; what `gather_start` brings after `wait()` has everybody's changes."""
         return done() if self._window is None else self._window.barrier_start(lambda: None)

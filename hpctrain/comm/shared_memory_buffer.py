@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -28,7 +31,8 @@ class SharedMemoryBuffer:
         self.local.zero_()
         part = split(numel, axis.size, axis.rank)
         # NumPy's calls take half as long as torch's, and a view takes as long to make as a small sum
-        self._add, memory = (add_up, self.all) if dtype in REDUCED_HERE else (_add, [t.numpy() for t in self.all])
+        self._add: Callable[[Any, Any], object] = add_up if dtype in REDUCED_HERE else _add
+        memory: list = self.all if dtype in REDUCED_HERE else [part.numpy() for part in self.all]
         self._steps = [
             [each[start : min(start + STEP, part.stop)] for each in memory]
             for start in range(part.start, part.stop, STEP)
@@ -53,7 +57,7 @@ class SharedMemoryBuffer:
             self._add(places, places[self.axis.rank])
 
 
-def _add(parts, out):
+def _add(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
     """The sum of arrays, in order, written to `out`, which may be one of them."""
     total, *rest, last = parts
     for part in rest:  # in place where it can be: the fewer arrays, the more of them stay in the cache

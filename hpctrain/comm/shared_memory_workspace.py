@@ -34,6 +34,13 @@ class SharedMemoryWorkspace:
         self._windows: list[Window | None] = [None, None]
         self._turn = 0
 
+    @property
+    def _window(self) -> Window:
+        """That of the last call, which there was."""
+        window = self._windows[self._turn]
+        assert window is not None
+        return window
+
     @timed_method
     def gather(self, part: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
         axis, rows, row = self.axis, sum(counts), math.prod(part.shape[1:])
@@ -41,7 +48,7 @@ class SharedMemoryWorkspace:
         whole = self._whole(rows * row, part.dtype)
         whole[first * row : (first + local) * row].view(part.shape).copy_(part)
         item = row * part.itemsize
-        self._windows[self._turn].barrier()
+        self._window.barrier()
         axis.transport.traffic.add(axis.name, "all_gather", (axis.size - 1) * local * item, (rows - local) * item)
         return whole.view(rows, *part.shape[1:])
 
@@ -54,16 +61,20 @@ class SharedMemoryWorkspace:
 
     @timed_method
     def reduce(self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        window = self._windows[self._turn]
+        window = self._window
         window.barrier()
         return self._own_slice(window, buffer, counts, dtype)
 
     @timed_method
-    def reduce_start(self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> Work:
-        window = self._windows[self._turn]
+    def reduce_start(
+        self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Work[torch.Tensor]:
+        window = self._window
         return window.barrier_start(lambda: self._own_slice(window, buffer, counts, dtype))
 
-    def _own_slice(self, window, buffer, counts, dtype=None):
+    def _own_slice(
+        self, window: Window, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None
+    ) -> torch.Tensor:
         axis = self.axis
         first, local = sum(counts[: axis.rank]), counts[axis.rank]
         out = buffer.new_empty(local, dtype=dtype or buffer.dtype)
@@ -81,7 +92,7 @@ class SharedMemoryWorkspace:
     def add_up(self, buffer: torch.Tensor) -> torch.Tensor:
         """Each rank adds up a part, in the window of the last call."""
         axis = self.axis
-        buffers = [part[: buffer.nbytes].view(buffer.dtype) for part in self._windows[self._turn].parts]
+        buffers = [part[: buffer.nbytes].view(buffer.dtype) for part in self._window.parts]
         part = split(buffer.numel(), axis.size, axis.rank)
         self.barrier()
         for start in range(part.start, part.stop, CHUNK):
@@ -91,7 +102,7 @@ class SharedMemoryWorkspace:
         return buffers[0]
 
     def barrier(self) -> None:
-        self._windows[self._turn].barrier()
+        self._window.barrier()
 
     # The same for matrices of which each rank holds columns, and between the two.
 
@@ -101,7 +112,7 @@ class SharedMemoryWorkspace:
         rows, local = len(part), widths[axis.rank]
         whole = self._matrix(rows, sum(widths), part)
         whole.narrow(1, sum(widths[: axis.rank]), local).copy_(part)
-        self._windows[self._turn].barrier()
+        self._window.barrier()
         moved = (axis.size - 1) * part.nbytes, whole.nbytes - part.nbytes
         axis.transport.traffic.add(axis.name, "all_gather", *moved)
         return whole
@@ -110,7 +121,7 @@ class SharedMemoryWorkspace:
     def reduce_columns(self, buffer: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         axis = self.axis
         rows, local = len(buffer), widths[axis.rank]
-        window = self._windows[self._turn]
+        window = self._window
         window.barrier()
         whole = [part[: buffer.nbytes].view(buffer.dtype).view(buffer.shape) for part in window.parts]
         parts = [matrix.narrow(1, sum(widths[: axis.rank]), local) for matrix in whole]
@@ -128,7 +139,7 @@ class SharedMemoryWorkspace:
         rows, local = sum(counts), widths[axis.rank]
         whole = self._matrix(rows, sum(widths), part)
         whole.narrow(0, sum(counts[: axis.rank]), len(part)).copy_(part)
-        self._windows[self._turn].barrier()
+        self._window.barrier()
         kept = len(part) * local
         moved = (part.numel() - kept) * part.itemsize, (rows * local - kept) * part.itemsize
         axis.transport.traffic.add(axis.name, "all_to_all", *moved)
@@ -140,7 +151,7 @@ class SharedMemoryWorkspace:
         local, width = counts[axis.rank], widths[axis.rank]
         whole = self._matrix(len(part), sum(widths), part)
         whole.narrow(1, sum(widths[: axis.rank]), width).copy_(part)
-        self._windows[self._turn].barrier()
+        self._window.barrier()
         kept = local * width
         moved = (part.numel() - kept) * part.itemsize, (local * sum(widths) - kept) * part.itemsize
         axis.transport.traffic.add(axis.name, "all_to_all", *moved)
@@ -154,7 +165,7 @@ class SharedMemoryWorkspace:
         whole = [t.view(shape) for t, shape in zip(flat.split(list(map(math.prod, shapes))), shapes)]
         for place, part in zip(whole, parts):
             place[:, :, rows_of(counts)[axis.rank]] = part
-        self._windows[self._turn].barrier()
+        self._window.barrier()
         sent, received = self._swapped_bytes(parts, counts, slices)
         axis.transport.traffic.add(axis.name, "all_to_all", sent, received)
         return [place[:, of[axis.rank]].clone() for place, of in zip(whole, slices)]
@@ -170,13 +181,13 @@ class SharedMemoryWorkspace:
         whole = [[t.view(shape) for t, shape in zip(*of_rank)] for of_rank in zip(flat, shapes)]
         for place, part in zip(whole[axis.rank], parts):
             place.copy_(part)
-        self._windows[self._turn].barrier()
+        self._window.barrier()
         local = rows_of(counts)[axis.rank]
         received, sent = self._swapped_bytes(parts, counts, slices)
         axis.transport.traffic.add(axis.name, "all_to_all", sent, received)
         return [summed([of_rank[t][:, :, local] for of_rank in whole], slices[t]) for t in range(len(parts))]
 
-    def _swapped_bytes(self, parts, counts, slices):
+    def _swapped_bytes(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> tuple[int, int]:
         """Bytes that leave this rank's rows for others' slices, and this rank's slices for others' rows."""
         axis = self.axis
         rows, local = sum(counts), counts[axis.rank]

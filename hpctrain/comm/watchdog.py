@@ -11,6 +11,7 @@ import time
 import traceback
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.grid import Axis, Grid
@@ -70,7 +71,7 @@ class Watchdog:
         self.grid, self.limit = grid, limit
         self.hosts = grid.comm.allgather(socket.gethostname())
         self._main = threading.get_ident()
-        self._current: tuple | None = None
+        self._current: tuple[float, float, Axis, str, int | None] | None = None
         self._done: deque[tuple] = deque(maxlen=REMEMBERED)
         grid.transport.watchdog = self
         watched = weakref.ref(self)
@@ -81,12 +82,13 @@ class Watchdog:
         self._current = time.monotonic(), self.limit * patience, axis, name, peer
 
     def end(self) -> None:
+        assert self._current is not None
         start, _, axis, name, peer = self._current
         self._done.append((time.monotonic() - start, axis.name, name, peer))
         self._current = None
 
     @contextlib.contextmanager
-    def during(self, axis: Axis, name: str, patience: int = 1):
+    def during(self, axis: Axis, name: str, patience: int = 1) -> Iterator[None]:
         """Around what is no operation on tensors."""
         self.begin(axis, name, None, patience)
         try:
@@ -117,7 +119,7 @@ class Watchdog:
         return "\n".join(lines)
 
 
-def _look(watched, limit: float) -> None:
+def _look(watched: weakref.ref[Watchdog], limit: float) -> None:
     """The thread of a `Watchdog`, given by a weak reference: it ends with its grid."""
     interval = min(1.0, limit / 4)
     alarm = Alarm(interval, time.monotonic())
@@ -128,7 +130,7 @@ def _look(watched, limit: float) -> None:
             return
         current = watchdog._current
         action = alarm.look(time.monotonic(), current)
-        if action == "report":
+        if action == "report" and current is not None:
             print(watchdog.report(*current), file=sys.stderr, flush=True)
         elif action == "abort":
             abort(watchdog.grid.comm)
@@ -142,23 +144,23 @@ class WatchedComm:
         self._watchdog, self._comm = watchdog, watchdog.grid.comm
         self.rank, self.size = self._comm.rank, self._comm.size
 
-    def allgather(self, value: Any, patience: int = 1):
+    def allgather(self, value: Any, patience: int = 1) -> list:
         with self._watchdog.during(self._watchdog.grid.world, "allgather", patience):
             return self._comm.allgather(value)
 
-    def gather(self, value: Any):
+    def gather(self, value: Any) -> list | None:
         with self._watchdog.during(self._watchdog.grid.world, "gather"):
             return self._comm.gather(value)
 
-    def bcast(self, value: Any):
+    def bcast(self, value: Any) -> Any:
         with self._watchdog.during(self._watchdog.grid.world, "bcast"):
             return self._comm.bcast(value)
 
-    def send(self, value: Any, dest: int, tag: int):
+    def send(self, value: Any, dest: int, tag: int) -> None:
         with self._watchdog.during(self._watchdog.grid.world, "send"):
             self._comm.send(value, dest, tag)
 
-    def recv(self, source: int, tag: int):
+    def recv(self, source: int, tag: int) -> Any:
         with self._watchdog.during(self._watchdog.grid.world, "recv"):
             return self._comm.recv(source=source, tag=tag)
 

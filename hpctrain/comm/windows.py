@@ -13,11 +13,14 @@ import mmap
 import os
 import socket
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from hpctrain.comm.buffers import REDUCED_HERE, Work
 from hpctrain.grid import Axis
+
+R = TypeVar("R")
 
 SHARED_MEMORY = "/dev/shm"  # where MPI keeps it on Linux
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
@@ -67,18 +70,18 @@ class Window:
         self._barrier()
         self._window.Sync()
 
-    def barrier_start(self, then: Callable | None) -> Work:
+    def barrier_start(self, then: Callable[[], R]) -> Work[R]:
         """Begin a barrier. `wait()` completes it and returns `then()`, which sees what any rank wrote before."""
         self._window.Sync()
 
-        def finish():
+        def finish() -> R:
             self._window.Sync()
             return then()
 
         return Work([self._ibarrier()], None, finish)
 
 
-def _check_space(axis, nbytes: int) -> list[int]:
+def _check_space(axis: Axis, nbytes: int) -> list[int]:
     """Every rank's number of bytes, once they are known to fit: MPI itself fails on some ranks and hangs on others."""
     reported = axis.comm.allgather((nbytes, *_space()))
     sizes = [size for size, *_ in reported]
@@ -97,7 +100,7 @@ def _space() -> tuple[float, str]:
     return found.f_bavail * found.f_frsize, socket.gethostname()
 
 
-def _no_space(axis, nbytes: int, free: float, host: str) -> OSError:
+def _no_space(axis: Axis, nbytes: int, free: float, host: str) -> OSError:
     return OSError(
         errno.ENOSPC,
         f"{nbytes / 1e6:.1f} MB of shared memory for the {axis.size} ranks of {axis.name} do not fit: {SHARED_MEMORY} "

@@ -38,7 +38,9 @@ class LocalWorkspace:
         """This rank's elements of the sum of all ranks' buffers, in `dtype`, by default theirs."""
         return buffer if dtype is None else buffer.to(dtype)
 
-    def reduce_start(self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> Work:
+    def reduce_start(
+        self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Work[torch.Tensor]:
         """Begin `reduce`, which must be waited for before the next call of the same workspace."""
         return done(self.reduce(buffer, counts, dtype))
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +33,9 @@ from hpctrain.comm.buffers import REDUCED_HERE, message
 from hpctrain.comm.windows import add_up
 from hpctrain.grid import Axis
 from hpctrain.shard import split_sizes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 SEGMENT = 1 << 22
 
@@ -47,16 +51,16 @@ class Link:
         self._comm, self._tag = axis.comm, tag
         self._send = axis.comm.Issend if axis.transport.synchronous else axis.comm.Isend
 
-    def send(self, tensor: torch.Tensor, dest: int):
+    def send(self, tensor: torch.Tensor, dest: int) -> MPI.Request:
         self.sent += tensor.nbytes
         return self._send(message(tensor), dest, self._tag)
 
-    def recv(self, tensor: torch.Tensor, source: int):
+    def recv(self, tensor: torch.Tensor, source: int) -> MPI.Request:
         self.received += tensor.nbytes
         return self._comm.Irecv(message(tensor), source, self._tag)
 
 
-def naive(x: torch.Tensor, link: Link) -> Iterator[list]:
+def naive(x: torch.Tensor, link: Link) -> Iterator[list[MPI.Request]]:
     """The root receives and adds everybody's tensor, one after another, then sends the sum to them, one by one."""
     if link.rank > 0:
         yield [link.send(x, 0)]
@@ -73,7 +77,7 @@ def naive(x: torch.Tensor, link: Link) -> Iterator[list]:
         yield [link.send(x, dest)]
 
 
-def ring(x: torch.Tensor, link: Link) -> Iterator[list]:
+def ring(x: torch.Tensor, link: Link) -> Iterator[list[MPI.Request]]:
     """Sums travel round to their owner, part by part, each rank adding its own; then the parts travel round again."""
     p, rank = link.size, link.rank
     parts = x.split(split_sizes(x.numel(), p))
@@ -88,7 +92,7 @@ def ring(x: torch.Tensor, link: Link) -> Iterator[list]:
         yield [link.recv(parts[(rank - step) % p], left), link.send(parts[(rank + 1 - step) % p], right)]
 
 
-def direct(x: torch.Tensor, link: Link) -> Iterator[list]:
+def direct(x: torch.Tensor, link: Link) -> Iterator[list[MPI.Request]]:
     """Each rank gets its part of everybody's tensor, adds them in the order of ranks, and sends the sum to all."""
     p, rank = link.size, link.rank
     parts = x.split(split_sizes(x.numel(), p))
@@ -99,7 +103,7 @@ def direct(x: torch.Tensor, link: Link) -> Iterator[list]:
     yield [link.recv(parts[r], r) for r in reversed(others)] + [link.send(own, r) for r in others]
 
 
-def rabenseifner(x: torch.Tensor, link: Link) -> Iterator[list]:
+def rabenseifner(x: torch.Tensor, link: Link) -> Iterator[list[MPI.Request]]:
     """Pairs of ranks exchange halves of what they have, add, and go on with the half of that; then all the way back.
 
     Of p ranks that are no power of two, the first 2 (p - q) begin by joining in pairs, of which one works for both.
@@ -118,7 +122,7 @@ def rabenseifner(x: torch.Tensor, link: Link) -> Iterator[list]:
     number = rank // 2 if rank < joined else rank - joined // 2  # among the q that work
     edges = tuple(itertools.accumulate(split_sizes(x.numel(), q), initial=0))
 
-    def partner(distance):
+    def partner(distance: int) -> int:
         other = number ^ distance
         return 2 * other + 1 if other < joined // 2 else other + joined // 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from hpctrain.comm.buffers import REDUCED_HERE, Work, check_contiguous, deliver,
 from hpctrain.comm.reductions import all_reduce_by_mpi, all_reduce_by_mpi_start
 from hpctrain.grid import Axis
 from hpctrain.traffic import Traffic
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 BY_MESSAGES = {"naive": naive, "ring": ring, "direct": direct, "rabenseifner": rabenseifner}
 KEEPS_16_BITS = ("naive", "direct")  # each sum is rounded once, where it ends; in the others partial sums travel
@@ -65,7 +69,7 @@ class Reducer:
         algorithm = self.for_tensor(tensor.nbytes)
         return all_reduce_by_mpi(tensor, self.axis) if algorithm == "mpi" else self._finished(algorithm, tensor)
 
-    def all_reduce_start(self, tensor: torch.Tensor) -> Work:
+    def all_reduce_start(self, tensor: torch.Tensor) -> Work[torch.Tensor]:
         """Begin to; in shared memory it is done on return."""
         algorithm = self.for_tensor(tensor.nbytes)
         return all_reduce_by_mpi_start(tensor, self.axis) if algorithm == "mpi" else self._start(algorithm, tensor)
@@ -76,45 +80,47 @@ class Reducer:
 
     def for_buffer(self, nbytes: int, one_node: bool) -> str:
         """The algorithm for an `AllReduceBuffer` of this size, by the table."""
-        choice = self._choice or CANDIDATES
-        found = choice.node_buffer if one_node else choice.buffer
-        return found if self._choice else self._measured_best(nbytes, found)
+        if self._choice:
+            return self._choice.node_buffer if one_node else self._choice.buffer
+        return self._measured_best(nbytes, CANDIDATES.node_buffer if one_node else CANDIDATES.buffer)
 
-    def _measured_best(self, nbytes, candidates):
+    def _measured_best(self, nbytes: int, candidates: tuple[str, ...]) -> str:
         if (nbytes, candidates) not in self._fastest:
             times = self.table[max((size for size in self.table if size <= nbytes), default=min(self.table))]
-            self._fastest[nbytes, candidates] = min((n for n in times if n in candidates), key=times.get)
+            self._fastest[nbytes, candidates] = min((n for n in times if n in candidates), key=times.__getitem__)
         return self._fastest[nbytes, candidates]
 
-    def _finished(self, algorithm, tensor):
+    def _finished(self, algorithm: str, tensor: torch.Tensor) -> torch.Tensor:
         return self._start(algorithm, tensor).wait()
 
-    def _start(self, algorithm, tensor):
+    def _start(self, algorithm: str, tensor: torch.Tensor) -> Work[torch.Tensor]:
         check_contiguous(tensor)
         axis = self.axis
         self._turn = (self._turn + 1) % _TAGS
         wide = tensor.float() if tensor.dtype in REDUCED_HERE and algorithm not in KEEPS_16_BITS else tensor
         host = reachable(wide, direct=False)
-        if algorithm == "hierarchical":
+        if algorithm == "hierarchical" and self._hierarchy is not None:
             axis.transport.traffic.add(
                 axis.name, "all_reduce", *self._hierarchy.all_reduce(host.view(-1), _FIRST_TAG + self._turn)
             )
             return done(deliver(host, tensor))
         link = Link(axis, _FIRST_TAG + self._turn)
 
-        def finish():
+        def finish() -> torch.Tensor:
             axis.transport.traffic.add(axis.name, "all_reduce", link.sent, link.received)
             return deliver(host, tensor)
 
         return Running(_in_pieces(BY_MESSAGES[algorithm], host.view(-1), link), finish)
 
-    def _measured(self):
+    def _measured(self) -> dict[int, dict[str, float]]:
         """{bytes: {algorithm: seconds}}: the shortest of five times of each, taken in turn, on the slowest rank."""
-        axis, table = self.axis, {}
+        axis, table = self.axis, dict[int, dict[str, float]]()
         counted, axis.transport.traffic = axis.transport.traffic, Traffic()
         for nbytes in MEASURED:
             x = torch.zeros(nbytes // 4)
-            sides = {name: partial(self._finished, name, x) for name in (*BY_MESSAGES, "hierarchical")}
+            sides: dict[str, Callable[[], object]] = {
+                name: partial(self._finished, name, x) for name in (*BY_MESSAGES, "hierarchical")
+            }
             sides["mpi"] = partial(all_reduce_by_mpi, x, axis)
             for name in ("prepared", "shared") if axis.one_node else ("prepared",):
                 sides[name] = AllReduceBuffer(axis, x.numel(), x, name).all_reduce
@@ -126,39 +132,42 @@ class Reducer:
         return table
 
 
-def _in_pieces(algorithm, x, link):
+def _in_pieces(
+    algorithm: Callable[[torch.Tensor, Link], Iterator[list[MPI.Request]]], x: torch.Tensor, link: Link
+) -> Iterator[list[MPI.Request]]:
     for piece in x.split(SEGMENT):
         yield from algorithm(piece, link)
 
 
-class Running(Work):
+class Running(Work[torch.Tensor]):
     """A transfer in several steps: a generator that yields the requests it waits for."""
 
     __slots__ = ("_steps",)
 
-    def __init__(self, steps: Iterator[list], finish: Callable | None):
+    def __init__(self, steps: Iterator[list[MPI.Request]], finish: Callable[[], torch.Tensor]):
         super().__init__([], None, finish)
         self._steps = steps
         self.test()
 
     def test(self) -> bool:
         while super().test():
-            self._requests = next(self._steps, None)
-            if self._requests is None:
-                self._requests = []
+            requests = next(self._steps, None)
+            self._requests = requests or []
+            if requests is None:
                 return True
         return False
 
-    def _wait(self):
-        while self._requests is not None:
-            for request in self._requests:
+    def _wait(self) -> torch.Tensor:
+        requests: list[MPI.Request] | None = self._requests
+        while requests is not None:
+            for request in requests:
                 wait(request)
-            self._requests = next(self._steps, None)
+            requests = next(self._steps, None)
         self._requests = []
         return super()._wait()
 
 
-def _seconds(comm, call, calls):
+def _seconds(comm: MPI.Intracomm, call: Callable[[], object], calls: int) -> float:
     comm.Barrier()
     start = time.perf_counter()
     for _ in range(calls):
