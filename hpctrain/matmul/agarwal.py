@@ -8,7 +8,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.matmul.base import Matmul
-from hpctrain.matmul.operands import Direct, Gathered, operand
+from hpctrain.matmul.operands import Direct, Gathered, Operand, Orders, operand
 from hpctrain.matmul.panels import in_place, panels, rotated
 from hpctrain.matmul.pipelined_loops import contract, map_panels
 from hpctrain.matmul.results import WholeSum, result
@@ -85,7 +85,7 @@ class Agarwal(Matmul):
         sharding: Sharding,
         out: torch.Tensor | None = None,
         plus: torch.Tensor | None = None,
-    ):
+    ) -> torch.Tensor:
         """A = C Bᵀ; `out` and `plus` as in `Rows.multiply`."""
         b = b.whole if isinstance(b, Gathered) else sharding.b.gather(b)
         c = self._c(c, sharding, whole=plus is not None)
@@ -107,7 +107,7 @@ class Agarwal(Matmul):
         contract(left, right, partial.shape, transpose=not sharding.transposed, out=partial)
         return sharding.b.reduce(partial)
 
-    def tn_start(self, a: torch.Tensor, c: Gathered, sharding: Sharding) -> comm.Work:
+    def tn_start(self, a: torch.Tensor, c: Gathered, sharding: Sharding) -> comm.Work[torch.Tensor]:
         """`tn`, whose sum over ranks is but begun; `wait()` returns it."""
         if in_place(sharding.a.axis, a):
             return sharding.b.multiply_start(*_factors_of_b(sharding.a.gather(a), c.whole, sharding))
@@ -122,21 +122,21 @@ class Agarwal(Matmul):
         order = () if in_place(sharding.a.axis, c) else self._orders(sharding.c, sharding)[sharding.c.axis.rank]
         return Gathered(sharding.c.gather(c), int(sharding.transposed), order)
 
-    def _c(self, c, sharding, whole=False):
+    def _c(self, c: torch.Tensor | Gathered, sharding: Sharding, whole: bool = False) -> Operand:
         if isinstance(c, Gathered):
             return c
         if whole or not sharding.panels_in_c or in_place(sharding.c.axis, c):
             return self.gathered_c(c, sharding)
         return Direct(sharding.c, 1, c, self._orders(sharding.c, sharding), self._scratch)
 
-    def _orders(self, sharded, sharding):
+    def _orders(self, sharded: ShardedDim, sharding: Sharding) -> Orders:
         """For each rank of the axis of A or C, its panels of the rows of A in the order of its steps."""
         z, y = sharding.a.axis, sharding.c.axis
         steps = panels(sharding.a.sizes, sharding.c.sizes if sharding.panels_in_c else (sum(sharding.a.sizes),))
         other = y.rank if sharded is sharding.a else z.rank
         return [rotated(steps, rank + other, max(y.size, z.size)) for rank in range(sharded.axis.size)]
 
-    def _sizes(self, m, k, n):
+    def _sizes(self, m: int, k: int, n: int) -> Sharding:
         i, j, _ = self._place
         x, y, z = self.shape
         m, k = (part.stop - part.start for part in (split(m, x, i), split(k, y, j)))
@@ -152,19 +152,18 @@ class Agarwal(Matmul):
         grad_b = self.tn(a, c, sharding) if needed[1] else None
         return self.nt(c, b, sharding) if needed[0] else None, grad_b
 
-    def volume(self, m: int, k: int, n: int):
+    def volume(self, m: int, k: int, n: int) -> float:
         return sum(self._parts(m, k, n))
 
-    def volume_backward(self, m: int, k: int, n: int):
+    def volume_backward(self, m: int, k: int, n: int) -> float:
         a, b, c = self._parts(m, k, n)
         return 2 * a + 2 * b + c
 
-    def _parts(self, m, k, n):
+    def _parts(self, m: int, k: int, n: int) -> tuple[float, float, float]:
         """Elements that a rank receives to gather A, to gather B, and to sum C."""
         x, y, z = self.shape
-        return tuple(
-            rows * columns * (over - 1) / (x * y * z) for rows, columns, over in ((m, k, z), (k, n, x), (m, n, y))
-        )
+        box = x * y * z
+        return m * k * (z - 1) / box, k * n * (x - 1) / box, m * n * (y - 1) / box
 
     def _check_grid(self, x, y, z):
         pass  # any will do

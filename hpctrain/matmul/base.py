@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hpctrain.comm import functional
+from hpctrain.grid import Axis
 from hpctrain.matmul.panels import Scratch
 from hpctrain.shard import subsplit
 
@@ -30,16 +33,18 @@ class Matmul:
         ValueError: on every rank, when the algorithm does not work on such a grid.
     """
 
-    layouts: tuple  # for A, B and C: the axes, outermost first, that the rows are cut over, and the columns
+    # for A, B and C: the axes, outermost first, that the rows are cut over, and the columns
+    layouts: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
-    def __init__(self, tensor: torch.Tensor):
+    def __init__(self, tensor: Axis):
         self.tensor, self.x, self.y, self.z = tensor, tensor.x, tensor.y, tensor.z
         self.shape = (self.x.size, self.y.size, self.z.size)
         self._place = (self.x.rank, self.y.rank, self.z.rank)
         self._check_grid(*self.shape)
         self._scratch = Scratch()
-        self._a_shape = self._b_shape = None
-        self._bound = None
+        self._a_shape: tuple[int, int] | None = None
+        self._b_shape: tuple[int, int] | None = None
+        self._bound: tuple[tuple[torch.Size, torch.Size], Any] | None = None  # of the blocks; what `_sizes` gave
 
     # Sizes
 
@@ -51,32 +56,38 @@ class Matmul:
         """
         self._a_shape, self._b_shape, self._bound = (m, k), (k, n), None
 
-    def slices(self, matrix: str, rows: int, columns: int, place: tuple[int, int, int] | None = None):
+    def slices(
+        self, matrix: str, rows: int, columns: int, place: tuple[int, int, int] | None = None
+    ) -> tuple[slice, slice]:
         """Which rows and columns of the whole "a", "b" or "c" the rank at (x, y, z), this one by default, holds."""
         place = self._place if place is None else place
-        parts = []
-        for length, axes in zip((rows, columns), self.layouts["abc".index(matrix)]):
-            part = slice(0, length)
-            for axis in axes:
-                index = "xyz".index(axis)
-                part = subsplit(part, self.shape[index], place[index])
-            parts.append(part)
-        return tuple(parts)
+        over_rows, over_columns = self.layouts["abc".index(matrix)]
+        return self._part(rows, over_rows, place), self._part(columns, over_columns, place)
+
+    def _part(self, length: int, axes: tuple[str, ...], place: tuple[int, int, int]) -> slice:
+        part = slice(0, length)
+        for axis in axes:
+            index = "xyz".index(axis)
+            part = subsplit(part, self.shape[index], place[index])
+        return part
 
     def scatter_a(self, matrix: torch.Tensor) -> torch.Tensor:
         """This rank's block of A, which every rank passes whole. Differentiable; nothing is communicated."""
-        self._a_shape, self._bound = tuple(matrix.shape), None
-        return matrix[self.slices("a", *matrix.shape)].contiguous()
+        rows, columns = matrix.shape
+        self._a_shape, self._bound = (rows, columns), None
+        return matrix[self.slices("a", rows, columns)].contiguous()
 
     def scatter_b(self, matrix: torch.Tensor) -> torch.Tensor:
         """This rank's block of B, which every rank passes whole. Differentiable; nothing is communicated."""
-        self._b_shape, self._bound = tuple(matrix.shape), None
-        return matrix[self.slices("b", *matrix.shape)].contiguous()
+        rows, columns = matrix.shape
+        self._b_shape, self._bound = (rows, columns), None
+        return matrix[self.slices("b", rows, columns)].contiguous()
 
     def gather_c(self, c: torch.Tensor) -> torch.Tensor:
         """The whole C on every rank. Its gradient is the sum over the ranks of what they make of it."""
-        (m, _), (_, n) = self._a_shape, self._b_shape
-        places = [self.slices("c", m, n, place) for place in itertools.product(*(range(size) for size in self.shape))]
+        (m, _), (_, n) = self._shapes()
+        x, y, z = map(range, self.shape)
+        places = [self.slices("c", m, n, place) for place in itertools.product(x, y, z)]
         shapes = [tuple(part.stop - part.start for part in place) for place in places]
         counts = tuple(rows * columns for rows, columns in shapes)
         blocks = functional.all_gather(c.reshape(-1), self.tensor, counts).split(counts)
@@ -92,9 +103,7 @@ class Matmul:
 
         Nothing that was gathered is kept for backward.
         """
-        if self._bound is None:
-            self._bind()
-        shapes, sizes = self._bound
+        shapes, sizes = self._bound or self._bind()
         if (a.shape, b.shape) != shapes or a.dtype != b.dtype:
             raise ValueError(
                 f"the blocks have shapes {tuple(a.shape)} and {tuple(b.shape)} and dtypes {a.dtype} and {b.dtype}, but "
@@ -103,17 +112,21 @@ class Matmul:
             )
         return _Product.apply(a, b, self, sizes)
 
-    def _bind(self):
+    def _shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         if self._a_shape is None or self._b_shape is None:
             raise ValueError("the sizes of A and B are not known: make blocks by scatter_a and scatter_b, or call bind")
-        (m, k), (rows, n) = self._a_shape, self._b_shape
+        return self._a_shape, self._b_shape
+
+    def _bind(self) -> tuple[tuple[torch.Size, torch.Size], Any]:
+        (m, k), (rows, n) = self._shapes()
         if k != rows:
             raise ValueError(f"A of {m} × {k} cannot be multiplied by B of {rows} × {n}")
-        shapes = tuple(
-            torch.Size(part.stop - part.start for part in self.slices(matrix, *shape))
+        a, b = (
+            torch.Size([part.stop - part.start for part in self.slices(matrix, *shape)])
             for matrix, shape in (("a", (m, k)), ("b", (k, n)))
         )
-        self._bound = shapes, self._sizes(m, k, n)
+        self._bound = (a, b), self._sizes(m, k, n)
+        return self._bound
 
     # Of each algorithm
 
@@ -125,21 +138,23 @@ class Matmul:
         """Elements that each rank receives for both gradients, likewise."""
         raise NotImplementedError
 
-    def _check_grid(self, x, y, z):
+    def _check_grid(self, x: int, y: int, z: int) -> None:
         raise NotImplementedError
 
-    def _sizes(self, m, k, n):
+    def _sizes(self, m: int, k: int, n: int) -> Any:
         """What the products need to know of the sizes."""
         raise NotImplementedError
 
-    def _forward(self, a, b, sizes):
+    def _forward(self, a: torch.Tensor, b: torch.Tensor, sizes: Any) -> torch.Tensor:
         raise NotImplementedError
 
-    def _backward(self, needed, a, b, grad, sizes):
+    def _backward(
+        self, needed: Sequence[bool], a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor, sizes: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients of a and b; None for one that is not needed."""
         raise NotImplementedError
 
-    def _refuse(self, needs):
+    def _refuse(self, needs: str) -> ValueError:
         x, y, z = self.shape
         return ValueError(f"{type(self).__name__} needs a tensor grid of {needs}, got x={x}, y={y}, z={z}")
 

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain import comm
-from hpctrain.matmul.panels import Scratch, in_place
+from hpctrain.matmul.panels import Panel, Scratch, in_place
 from hpctrain.matmul.sharded_dim import ShardedDim
+
+Orders = list[tuple[Panel, ...]]  # for each rank of an axis, its panels in the order of its steps
 
 
 class Gathered:
     """An operand that was gathered: nothing travels. `order`, of panels, is needed where those of others do."""
 
-    def __init__(self, whole: torch.Tensor, dim: int, order: Sequence = ()):
+    def __init__(self, whole: torch.Tensor, dim: int, order: Sequence[Panel] = ()):
         self.whole, self.dim, self.order = whole, dim, order
 
     def start(self, step: int) -> None:
@@ -40,11 +42,11 @@ class Direct:
         scratch: holds two panels.
     """
 
-    def __init__(self, sharded: ShardedDim, side: int, block: torch.Tensor, orders: list, scratch: Scratch):
+    def __init__(self, sharded: ShardedDim, side: int, block: torch.Tensor, orders: Orders, scratch: Scratch):
         self.axis, self.dim, self.side, self.block, self.orders = sharded.axis, sharded.dim, side, block, orders
         self.order, self._scratch = orders[self.axis.rank], scratch
-        self._coming = [None, None]
-        self._sent = []
+        self._coming: list[comm.Work[torch.Tensor] | None] = [None, None]
+        self._sent: list[comm.Work[None] | comm.Work[torch.Tensor]] = []
 
     def start(self, step: int) -> None:
         """Begin to bring the panel of this step; the one two steps before is lost."""
@@ -61,16 +63,18 @@ class Direct:
         panel = self.order[step]
         if panel.owner[self.side] == self.axis.rank:
             return self._part(panel)
-        return self._coming[step % 2].wait()
+        coming = self._coming[step % 2]
+        assert coming is not None  # it was started
+        return coming.wait()
 
     def finish(self) -> None:
         for work in self._sent:
             work.wait()
 
-    def _part(self, panel):
+    def _part(self, panel: Panel) -> torch.Tensor:
         return self.block.narrow(self.dim, panel.start[self.side], panel.width)
 
-    def _buffer(self, step):
+    def _buffer(self, step: int) -> torch.Tensor:
         shape = list(self.block.shape)
         shape[self.dim] = self.order[step].width
         return self._scratch.take(("operand", self.axis.name, step % 2), shape, self.block)
@@ -88,7 +92,12 @@ class Broadcast(Direct):
             self._coming[step % 2] = comm.broadcast_start(self._buffer(step), self.axis, owner)
 
 
-def operand(kind: type, sharded: ShardedDim, side: int, block: torch.Tensor, orders: list, scratch: Scratch):
+Operand = Gathered | Direct
+
+
+def operand(
+    kind: type[Direct], sharded: ShardedDim, side: int, block: torch.Tensor, orders: Orders, scratch: Scratch
+) -> Operand:
     """The operand of which this rank holds `block`: read in place where the axis is on one node, else `kind`."""
     if in_place(sharded.axis, block):
         return Gathered(sharded.gather(block), sharded.dim, orders[sharded.axis.rank])

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from hpctrain.grid import Axis
+
+T = TypeVar("T")
 
 
 class Panel(NamedTuple):
@@ -40,13 +42,13 @@ def panels(over_first: tuple[int, ...], over_second: tuple[int, ...]) -> tuple[P
     found = []
     for at, stop in itertools.pairwise(sorted({*cuts[0], *cuts[1]})):
         # of several ranks that begin here, all but the last hold nothing
-        owner = tuple(max(r for r in range(len(cut) - 1) if cut[r] <= at) for cut in cuts)
-        found.append(Panel(at, stop - at, owner, tuple(at - cut[r] for cut, r in zip(cuts, owner))))
+        first, second = (max(r for r in range(len(cut) - 1) if cut[r] <= at) for cut in cuts)
+        found.append(Panel(at, stop - at, (first, second), (at - cuts[0][first], at - cuts[1][second])))
     return tuple(found)
 
 
 @functools.lru_cache(4096)
-def rotated(steps: tuple, turn: int, turns: int) -> tuple:
+def rotated(steps: tuple[T, ...], turn: int, turns: int) -> tuple[T, ...]:
     """The steps, begun `turn` of `turns` equal parts of the way.
 
     >>> rotated(("a", "b", "c", "d"), 1, 2)
@@ -59,10 +61,10 @@ def rotated(steps: tuple, turn: int, turns: int) -> tuple:
 class Scratch:
     """Memory that every call uses again, by name."""
 
-    def __init__(self):
-        self._flat: dict = {}
+    def __init__(self) -> None:
+        self._flat: dict[tuple[Hashable, torch.dtype, torch.device], torch.Tensor] = {}
 
-    def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    def take(self, name: Hashable, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Uninitialised memory, of the dtype and device of `like`."""
         key = name, like.dtype, like.device
         flat, numel = self._flat.get(key), shape[0] * shape[1]

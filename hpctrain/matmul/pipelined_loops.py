@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from hpctrain import comm
-from hpctrain.matmul.operands import Gathered
-from hpctrain.matmul.results import WholeSum, add_product
+from hpctrain.matmul.operands import Gathered, Operand
+from hpctrain.matmul.results import Result, WholeSum, add_product
 
 
 def contract(
-    left: Any, right: Any, shape: Sequence[int], transpose: bool = False, out: torch.Tensor | None = None
+    left: Operand, right: Operand, shape: Sequence[int], transpose: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The product of two operands whose panels meet in the dim that is summed over; of left's transpose if asked."""
     if isinstance(left, Gathered) and isinstance(right, Gathered):
         return torch.mm(left.whole.t() if transpose else left.whole, right.whole, out=out)
-    like = right.block if isinstance(left, Gathered) else left.block
+    like = next(each.block for each in (left, right) if not isinstance(each, Gathered))
     wide = comm.accumulation_dtype(like.dtype)
     total = torch.zeros(shape, dtype=wide, device=like.device)
     steps = len(left.order)
@@ -35,7 +34,7 @@ def contract(
 
 
 def map_panels(
-    source: Any, target: Any, factors: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    source: Operand, target: Result, factors: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
     """Products with each panel of `source`, summed into `target`; `factors` makes the two factors from the panel."""
     if isinstance(source, Gathered) and isinstance(target, WholeSum):

@@ -37,7 +37,7 @@ class Plane(Matmul):
     """
 
     layouts = ((("x",), ("y",)),) * 3
-    _kind: type  # how operands travel
+    _kind: type[Direct]  # how operands travel
 
     def cut(self, length: int, unit: int = 1) -> Sizes:
         """The balanced `sizes` of a dim that is cut only at multiples of `unit`."""
@@ -89,11 +89,11 @@ class Plane(Matmul):
         places = [(rank, j) if axis is self.x else (i, rank) for rank in range(axis.size)]
         return [rotated(steps, *self._turn(product, *place)) for place in places]
 
-    def volume(self, m: int, k: int, n: int):
+    def volume(self, m: int, k: int, n: int) -> float:
         x, y, _ = self.shape
         return (m * k * (y - 1) + k * n * (x - 1)) / (x * y)
 
-    def volume_backward(self, m: int, k: int, n: int):
+    def volume_backward(self, m: int, k: int, n: int) -> float:
         return 2 * self.volume(m, k, n)
 
     def _sizes(self, m, k, n):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain import comm
-from hpctrain.matmul.panels import Scratch, in_place
+from hpctrain.matmul.operands import Orders
+from hpctrain.matmul.panels import Panel, Scratch, in_place
 from hpctrain.matmul.sharded_dim import ShardedDim, summand_buffer
 
 
@@ -27,14 +28,14 @@ class PanelSums:
     """
 
     def __init__(
-        self, sharded: ShardedDim, side: int, shape: Sequence[int], like: torch.Tensor, orders: list, scratch: Scratch
+        self, sharded: ShardedDim, side: int, shape: Sequence[int], like: torch.Tensor, orders: Orders, scratch: Scratch
     ):
         self.axis, self.dim, self.side, self.orders = sharded.axis, sharded.dim, side, orders
         self.order, self._scratch, self._like = orders[self.axis.rank], scratch, like
         wide = comm.accumulation_dtype(like.dtype)
         self._total = torch.zeros(shape, dtype=wide, device=like.device)
-        self._arriving = [[], []]
-        self._sent = [None, None]
+        self._arriving: list[list[tuple[Panel, comm.Work[torch.Tensor]]]] = [[], []]
+        self._sent: list[comm.Work[None] | None] = [None, None]
 
     def start(self, step: int) -> None:
         """Be ready for what the others' products of this step add to this rank's block."""
@@ -52,8 +53,8 @@ class PanelSums:
         if owner == self.axis.rank:
             add_product(self._part(panel), a, b)
             return
-        if self._sent[turn] is not None:
-            self._sent[turn].wait()
+        if (sent := self._sent[turn]) is not None:
+            sent.wait()
         partial = self._scratch.take(("partial", turn), self._shape(panel), self._like)
         torch.mm(a, b, out=partial)
         self._sent[turn] = comm.send_start(partial, self.axis, owner)
@@ -70,10 +71,10 @@ class PanelSums:
                 work.wait()
         return self._total.to(self._like.dtype)
 
-    def _part(self, panel):
+    def _part(self, panel: Panel) -> torch.Tensor:
         return self._total.narrow(self.dim, panel.start[self.side], panel.width)
 
-    def _shape(self, panel):
+    def _shape(self, panel: Panel) -> list[int]:
         shape = list(self._total.shape)
         shape[self.dim] = panel.width
         return shape
@@ -91,7 +92,7 @@ class WholeSum:
         order: this rank's panels in the order of its steps.
     """
 
-    def __init__(self, sharded: ShardedDim, shape: Sequence[int], like: torch.Tensor, dim: int, order: Sequence):
+    def __init__(self, sharded: ShardedDim, shape: Sequence[int], like: torch.Tensor, dim: int, order: Sequence[Panel]):
         self._sharded, self._dim, self.order = sharded, dim, order
         self.partial = summand_buffer(sharded.axis, shape, like)
 
@@ -109,7 +110,10 @@ class WholeSum:
         return self._sharded.reduce(self.partial)
 
 
-def result(sharded: ShardedDim, side: int, width: int, like: torch.Tensor, orders: list, scratch: Scratch):
+Result = PanelSums | WholeSum
+
+
+def result(sharded: ShardedDim, side: int, width: int, like: torch.Tensor, orders: Orders, scratch: Scratch) -> Result:
     """The result whose sharded dim is cut into panels and whose other dim has this `width`: summed at once on one
     node, else panel by panel."""
     rank = sharded.axis.rank

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain import comm
+from hpctrain.comm.workspace import Workspace
 from hpctrain.grid import Axis
 
 
@@ -48,16 +49,18 @@ class ShardedDim:
         y = workspace.reduce(*self._partial(workspace, a, b, plus)).view(self._block_shape(a, b))
         return y if bias is None else y.add_(bias)
 
-    def multiply_start(self, a: torch.Tensor, b: torch.Tensor) -> comm.Work:
+    def multiply_start(self, a: torch.Tensor, b: torch.Tensor) -> comm.Work[torch.Tensor]:
         """Multiply, and begin to sum; `wait()` returns what `multiply` does."""
         workspace, shape = comm.workspace(self.axis, a, "started"), self._block_shape(a, b)
         return workspace.reduce_start(*self._partial(workspace, a, b)).then(lambda y: y.view(shape))
 
-    def _partial(self, workspace, a, b, plus=None):
+    def _partial(
+        self, workspace: Workspace, a: torch.Tensor, b: torch.Tensor, plus: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, tuple[int, ...]]:
         """a @ b in the workspace, flat, each rank's part in one piece; and how many numbers each rank's part has."""
         raise NotImplementedError
 
-    def _block_shape(self, a, b):
+    def _block_shape(self, a: torch.Tensor, b: torch.Tensor) -> list[int]:
         shape = [len(a), b.shape[1]]
         shape[self.dim] = self.sizes[self.axis.rank]
         return shape
@@ -69,10 +72,10 @@ class Rows(ShardedDim):
     __slots__ = ()
     dim = 0
 
-    def gather(self, block: torch.Tensor):
+    def gather(self, block: torch.Tensor) -> torch.Tensor:
         return comm.workspace(self.axis, block).gather(block, self.sizes)
 
-    def reduce(self, partial: torch.Tensor):
+    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         return comm.reduce_rows(comm.workspace(self.axis, partial), partial, self.sizes)
 
     def sum(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -83,7 +86,7 @@ class Rows(ShardedDim):
         width = b.shape[1]
         flat = workspace.buffer(len(a) * width, a)
         _product(a, b, plus, flat.view(len(a), width))
-        return flat, [count * width for count in self.sizes]
+        return flat, tuple(count * width for count in self.sizes)
 
 
 class Columns(ShardedDim):
@@ -92,17 +95,17 @@ class Columns(ShardedDim):
     __slots__ = ()
     dim = 1
 
-    def gather(self, block: torch.Tensor):
+    def gather(self, block: torch.Tensor) -> torch.Tensor:
         return comm.workspace(self.axis, block).gather_columns(block, self.sizes)
 
-    def reduce(self, partial: torch.Tensor):
+    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         return (
             partial if self.axis.size == 1 else comm.workspace(self.axis, partial).reduce_columns(partial, self.sizes)
         )
 
     def _partial(self, workspace, a, b, plus=None):
         rows = len(a)
-        counts = [rows * width for width in self.sizes]
+        counts = tuple(rows * width for width in self.sizes)
         flat = workspace.buffer(sum(counts), a)
         # Product by product, so that nothing is packed.
         for block, columns in zip(flat.split(counts), b.split(self.sizes, 1)):
@@ -115,5 +118,5 @@ def summand_buffer(axis: Axis, shape: Sequence[int], like: torch.Tensor) -> torc
     return comm.workspace(axis, like).buffer(shape[0] * shape[1], like).view(shape)
 
 
-def _product(a, b, bias, out):
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
     return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)

@@ -54,11 +54,11 @@ class TwoHalfD(Plane):
             self._tn(a, grad, depth, depth) if needed[1] else None,
         )
 
-    def volume(self, m: int, k: int, n: int):
+    def volume(self, m: int, k: int, n: int) -> float:
         operands, result = self._parts(m, k, n)
         return operands + result
 
-    def volume_backward(self, m: int, k: int, n: int):
+    def volume_backward(self, m: int, k: int, n: int) -> float:
         operands, result = self._parts(m, k, n)
         return 2 * operands + result
 
