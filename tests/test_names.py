@@ -30,6 +30,10 @@ FIELD_S_WORD = {
     "sync": "sync_gradients",
     "clip_": "clip_grad_norm_",
     "words": "elements",
+    "room": "buffer",
+    "held": "local, in_flight",
+    "told": "reported, manifest",
+    "made": "the noun itself",
 }
 # where the word itself is meant
 MEANT = {

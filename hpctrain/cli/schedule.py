@@ -49,19 +49,19 @@ def run(options: argparse.Namespace) -> None:
 def _run(options) -> None:
     costs = _costs(options.costs)
     check_picture(options.plot)
-    made = schedule(options.name, options.ranks, options.microbatches, options.virtual_stages, options.slices)
-    lowered = made.lower(share(made, costs))  # proves it
+    chosen = schedule(options.name, options.ranks, options.microbatches, options.virtual_stages, options.slices)
+    lowered = chosen.lower(share(chosen, costs))  # proves it
     columns = shutil.get_terminal_size((120, 24)).columns
-    print(text(made.simulate(share(made, costs)), max(20, columns - 10)))
+    print(text(chosen.simulate(share(chosen, costs)), max(20, columns - 10)))
     messages = sum(action.kind == "send" for program in lowered.programs for action in program)
-    print(f"\n{made.name}: {messages} messages, no deadlock even if every message blocks")
-    print("\n".join([HEADER, _row(made, costs), NOTE]))
+    print(f"\n{chosen.name}: {messages} messages, no deadlock even if every message blocks")
+    print("\n".join([HEADER, _row(chosen, costs), NOTE]))
     if options.compare:
         print("\n" + compare(options.ranks, options.microbatches, costs, options.virtual_stages, options.slices))
     if options.json:
         Path(options.json).write_text(lowered.to_json())
     if options.plot:
-        made.plot(options.plot, share(made, costs))
+        chosen.plot(options.plot, share(chosen, costs))
 
 
 def compare(
@@ -78,9 +78,9 @@ def compare(
     return "\n".join([*rows, NOTE, *refused])
 
 
-def share(made: Schedule, costs: Costs) -> Costs:
+def share(schedule: Schedule, costs: Costs) -> Costs:
     """`costs` are of a rank's share of the model: of the stages' costs, where there are more stages than ranks."""
-    return costs.scaled(made.ranks / made.graph.stages)
+    return costs.scaled(schedule.ranks / schedule.graph.stages)
 
 
 def _costs(option: str) -> Costs:
@@ -91,12 +91,12 @@ def _costs(option: str) -> Costs:
     return Costs(forward, inputs, weights)
 
 
-def _row(made: Schedule, costs: Costs) -> str:
-    costs = share(made, costs)
-    result = made.simulate(costs)
-    weights = peaks(made, replace(costs, activation=0.0, weights=made.ranks / made.graph.stages), result)
+def _row(schedule: Schedule, costs: Costs) -> str:
+    costs = share(schedule, costs)
+    result = schedule.simulate(costs)
+    weights = peaks(schedule, replace(costs, activation=0.0, weights=schedule.ranks / schedule.graph.stages), result)
     bubble = [100 * part for part in result.bubble]
     return (
-        f"{made.name:13} {result.makespan:9.5g}  {min(bubble):6.1f} – {max(bubble):<6.1f}"
+        f"{schedule.name:13} {result.makespan:9.5g}  {min(bubble):6.1f} – {max(bubble):<6.1f}"
         f" {max(result.peak):11.4g} {max(weights):8.4g} {max(result.staleness.values()):6}"
     )

@@ -81,18 +81,18 @@ def pack(
     how = f"{fields}{validation}{len(apart)}" if fields != Fields() or validation or apart else ""
     sources_are = fingerprint(texts + apart, tokenizer, how)
     with contextlib.ExitStack() as stack:
-        made = [_Writer(each, tokenizer, shard_tokens, sources_are, bool(fields.prompt)) for each in outputs]
-        writers = [stack.enter_context(writer) for writer in made]
+        begun = [_Writer(each, tokenizer, shard_tokens, sources_are, bool(fields.prompt)) for each in outputs]
+        writers = [stack.enter_context(writer) for writer in begun]
         done = 0
         for paths, chosen in ((texts, _spread(writers, validation)), (apart, itertools.repeat(writers[-1]))):
             _write(encoded(_pieces(paths, fields, skip, progress, done, total), tokenizer, processes), chosen)
             done += _size(paths)
         if not replace and any(files.status(each) for each in outputs):
             raise FileExistsError(f"{output} exists")
-        *held, counts = [writer.commit() for writer in reversed(writers)]  # the training data last
+        *of_validation, counts = [writer.commit() for writer in reversed(writers)]  # the training data last
     for shard in older:  # the new index is on disk by now
         shard.unlink(missing_ok=True)
-    others = {f"validation {what}": held[0][what] for what in ("documents", "tokens")} if held else {}
+    others = {f"validation {what}": of_validation[0][what] for what in ("documents", "tokens")} if of_validation else {}
     return {"files": len(texts), **counts, **others}
 
 
@@ -144,7 +144,7 @@ class _Writer:
         self.dtype = token_dtype(tokenizer.vocabulary * (1 + masked))
         self.shards = []  # tokens and bytes of each
         self.documents = 0
-        self.made = []  # files, by all their names
+        self.written = []  # files, by all their names
         self.file = None
         self.buffer = np.empty(64 * format.CHUNK, self.dtype)
         self.filled = 0
@@ -156,7 +156,7 @@ class _Writer:
         if failed:
             if self.file:
                 self.file.close()
-            for path in self.made:
+            for path in self.written:
                 with contextlib.suppress(OSError):  # what it failed of is to be told
                     path.unlink(missing_ok=True)
 
@@ -199,7 +199,7 @@ class _Writer:
             write_index(file.hdf5, index)
         files.sync(self.output.parent)  # the shards' names, before anything tells of them
         _publish(part, self.output)
-        self.made = []  # the data are complete, whatever fails from here on
+        self.written = []  # the data are complete, whatever fails from here on
         files.sync(self.output.parent)
         return {"documents": self.documents, "tokens": int(tokens.sum()), "shards": len(self.shards)}
 
@@ -216,7 +216,7 @@ class _Writer:
         self.length, self.starts = 0, []
 
     def _new(self, path: Path):
-        self.made.append(path)
+        self.written.append(path)
         return _NewFile(path)
 
     def _flush(self):
@@ -235,7 +235,7 @@ class _Writer:
         self.file.check()
         self.file = None
         final = self.output.parent / self.name
-        self.made.append(final)
+        self.written.append(final)
         _publish(self._part(), final)
         self.shards.append((self.length, final.stat().st_size))
 

@@ -73,8 +73,8 @@ class AvgPool2d(torch.nn.Module):
         if self.count_include_pad:
             return F.avg_pool2d(rows, s.kernel, s.stride, s.beside)
         height = halo.local[-1].stop
-        made = split(s.out(height, 0), s.y.size, s.y.rank)
-        inside = torch.outer(_inside(s, height, 0)[made], _inside(s, x.shape[3], 1)).to(x)
+        out_rows = split(s.out(height, 0), s.y.size, s.y.rank)
+        inside = torch.outer(_inside(s, height, 0)[out_rows], _inside(s, x.shape[3], 1)).to(x)
         return F.avg_pool2d(rows, s.kernel, s.stride, s.beside, divisor_override=1) / inside
 
 

@@ -61,8 +61,8 @@ class Stencil:
         self.out(x.shape[3], 1)  # torch's own error would come on some ranks only, after the exchange
         height = whole_height(x, y)
         local = tuple(split(height, y.size, r) for r in range(y.size))
-        made = [split(self.out(height, 0), y.size, r) for r in range(y.size)]
-        needed = local if y.size == 1 else tuple(self._needed(rows) for rows in made)
+        out_rows = [split(self.out(height, 0), y.size, r) for r in range(y.size)]
+        needed = local if y.size == 1 else tuple(self._needed(rows) for rows in out_rows)
         return Halo(y, local, needed, fill=fill)
 
     def out(self, length: int, dim: int) -> int:
@@ -88,10 +88,10 @@ class Stencil:
     def _span(self, dim):
         return self.dilation[dim] * (self.kernel[dim] - 1) + 1
 
-    def _needed(self, made):
-        if made.start == made.stop:
+    def _needed(self, out_rows):
+        if out_rows.start == out_rows.stop:
             return slice(0, 0)
-        first, last = (row * self.stride[0] - self.padding[0] for row in (made.start, made.stop - 1))
+        first, last = (row * self.stride[0] - self.padding[0] for row in (out_rows.start, out_rows.stop - 1))
         return slice(first, last + self._span(0))
 
 

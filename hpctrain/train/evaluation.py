@@ -79,14 +79,14 @@ def evaluate(
     model.eval()
     with torch.no_grad():
         for together in _batched(mine, stages):  # a microbatch a stage fills the pipeline
-            made = []
+            microbatches = []
             for number, starts in together:
                 ids, targets = _windows(tokens, starts, parts[number][1], context)
                 counts[number] += int((targets != IGNORED).sum())
-                made.append(_microbatch(model, ids, targets))
+                microbatches.append(_microbatch(model, ids, targets))
             empty = torch.empty(0, context, dtype=torch.int64)
-            made += [_microbatch(model, empty, empty)] * (stages - len(made))
-            losses = executor.run(Stages(model, made))
+            microbatches += [_microbatch(model, empty, empty)] * (stages - len(microbatches))
+            losses = executor.run(Stages(model, microbatches))
             for (number, _), loss in zip(together, losses):
                 sums[number] += loss.double().cpu()
     comm.all_reduce(sums, grid.world)
