@@ -29,7 +29,7 @@ ENDS = 16  # ranks of a large grid that `describe` shows first; half as many las
 
 
 class OperationWatch(Protocol):
-    """What is told of every operation: `comm.Watchdog`."""
+    """What is called before and after every operation: `comm.Watchdog`."""
 
     def begin(self, axis: Axis, name: str, peer: int | None, patience: int = 1) -> None: ...
 
@@ -53,7 +53,7 @@ class Transport:
         cuda_aware: MPI may be given device memory; otherwise CUDA tensors are staged through pinned host memory.
             Set by `comm.decide_cuda_aware`.
         synchronous: every send is an MPI_Ssend, which waits for its receiver, so that no buffering hides a deadlock.
-        watchdog: `comm.Watchdog` that is told of every operation, or None.
+        watchdog: `comm.Watchdog`, called before and after every operation, or None.
         checker: `comm.CollectiveChecker` that is asked before every operation, or None.
         resources: what `comm/` made for the grid and `Grid.free` frees, in the order in which it was made: windows of
             shared memory and communicators.

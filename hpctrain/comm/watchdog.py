@@ -30,7 +30,7 @@ FRAMES = 12  # of the stack in a report
 class Alarm:
     """When an operation is reported, and when its rank ends the job.
 
-    An operation's age is the time for which this process ran, told from how late the looks come that are due every
+    An operation's age is the time for which this process ran, known by how late the looks come that are due every
     `interval` seconds: a job that was stopped and goes on (`scontrol suspend`, Ctrl-Z) has waited for nobody meanwhile.
     """
 

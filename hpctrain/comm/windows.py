@@ -61,7 +61,7 @@ class Window:
         self._window.Free()
 
     def memory_barrier(self) -> None:
-        """What this rank wrote, others see once they are told; what they have told of, this one sees."""
+        """What this rank wrote, others see after a message from it; what they wrote, this one after theirs."""
         self._window.Sync()
 
     def barrier(self) -> None:

@@ -44,7 +44,7 @@ class RunConfig:
     )
     machine: str = option(
         "",
-        "a machine's name or file, as of `hpctrain plan`: what it predicts of a step is told beside what was measured",
+        "a machine's name or file, as of `hpctrain plan`: what it predicts of a step is shown beside what was measured",
     )
     max_seconds: float = option(0.0, "save and stop after so long, as on SIGUSR1; 0: never", low=0)
 

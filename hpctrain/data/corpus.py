@@ -22,7 +22,7 @@ TEXT_SUFFIXES = frozenset(
 
 def text_files(sources: list[str], skip: Callable[[str, str], None] = lambda place, why: None) -> list[Path]:
     """The files of a list of files, directories (searched for text suffixes, in sorted order) and `python-stdlib`.
-    `skip` is told of the other files in directories.
+    `skip` is called for the other files in directories.
 
     Raises:
         ValueError: for a path that does not exist, or a directory without text files.

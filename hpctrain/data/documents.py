@@ -12,7 +12,7 @@ from typing import IO
 
 from hpctrain.data.corpus import read_text, suffix
 
-Skip = Callable[[str, str], None]  # told of what is not packed: where it is, and why
+Skip = Callable[[str, str], None]  # called for what is not packed: where it is, and why
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class MixedOrder:
     Args:
         orders: of the sources.
         weights: of the sources; their sum is 1, or is made so.
-        firsts: numbers of the sources' first samples, which are told apart by them.
+        firsts: numbers of the sources' first samples, by which they are known.
 
     Attributes: `samples`, of all sources.
 

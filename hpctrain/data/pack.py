@@ -54,7 +54,7 @@ def pack(
         processes: that encode; 0: one a core for more than LARGE bytes. What is written does not depend on it.
         validation: part of the documents, evenly spread, that is packed apart, as `validation_output(output)`.
         validation_sources: files and directories that are packed there instead.
-        skip: told of each file and record that is not packed, and why.
+        skip: called for each file and record that is not packed, with the reason.
 
     Returns:
         {"files", "documents", "tokens", "shards"}, and where documents are packed apart "validation documents" and

@@ -45,7 +45,7 @@ class LossScale:
     """What the loss is multiplied by, so that small gradients do not vanish in float16. Steps whose gradient is not
     finite are left out, and halve it; `GROWTH` others in a row double it.
 
-    All ranks must be told the same norms.
+    All ranks must be given the same norms.
 
     Source: Micikevicius et al., "Mixed precision training" (2018), §3.2.
     """

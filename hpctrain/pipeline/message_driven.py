@@ -1,4 +1,4 @@
-"""What a message driven pipeline is told: how many instances are under way, and when weights are updated."""
+"""Options of a message driven pipeline: how many instances are under way, and when weights are updated."""
 
 from __future__ import annotations
 

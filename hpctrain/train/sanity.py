@@ -6,7 +6,7 @@ import math
 import statistics
 
 WINDOW = 32  # steps whose losses say what is usual
-REPORTED = 5  # steps whose gradient norms are told where training ends
+REPORTED = 5  # steps whose gradient norms are reported where training ends
 
 KINDS = {1: "spike", 2: "nonfinite"}  # the largest code of all ranks counts
 

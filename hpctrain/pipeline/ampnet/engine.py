@@ -69,7 +69,7 @@ class Engine:
 
         Args:
             instances: the same on every rank, or of each what the nodes of the rank ask for.
-            record: is told the order of messages.
+            record: is given the order of messages.
             replay: the order of a recorded run, of the same graph, placement and instances.
         """
         self._run, self._ready = Run(instances, training), Ready() if replay is None else Replay(replay)

@@ -29,7 +29,7 @@ class Emission(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What nodes are told of the run: its instances, by number, and whether gradients are wanted."""
+    """What nodes know of the run: its instances, by number, and whether gradients are wanted."""
 
     instances: Sequence[Any]
     training: bool

@@ -73,7 +73,7 @@ class Weights:
 
     @property
     def newest(self) -> dict[str, torch.Tensor]:
-        """By name: tensors beside the parameters, so that autograd of what is under way is told of no later update."""
+        """By name: tensors beside the parameters, so that autograd of what is under way sees no later update."""
         if self._newest is None:
             self._newest = {name: p.data.requires_grad_(p.requires_grad) for name, p in self.parameters.items()}
         return self._newest
