@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hpctrain.choices import DEFAULT_OVERLAP, check_overlap, check_product
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 from hpctrain.matmul import Agarwal, Cannon, Summa
+from hpctrain.matmul.plane import Plane
 from hpctrain.matmul.two_half_d_rows import TwoHalfDRows
 from hpctrain.shard import split, split_sizes, subsplit
 
@@ -46,11 +47,22 @@ class Algorithm:
         rows: the axis over which it spreads rows.
     """
 
+    columns: Axis
+    rows: Axis
+
     def __init__(self, grid: Grid, name: str):
         self.name, self.x, self.y, self.z = name, grid.tensor.x, grid.tensor.y, grid.tensor.z
 
     def inner(self, length: int, unit: int = 1, rank: int | None = None) -> slice:
         """The features that a rank of `columns`, this one by default, holds in the inner layout."""
+        raise NotImplementedError
+
+    def rows_over_x(self, sequences: int, length: int) -> tuple[int, ...]:
+        """Residual rows of the ranks of x, of a z block of whole sequences."""
+        raise NotImplementedError
+
+    def inner_sequences(self, sequences: int) -> slice:
+        """Which sequences of the z block this rank holds in the inner layout."""
         raise NotImplementedError
 
 
@@ -63,16 +75,14 @@ class BoxAlgorithm(Algorithm):
         self.overlap = frozenset(overlap)
         self.matmul = Agarwal(grid.tensor)
 
-    def inner(self, length: int, unit: int = 1, rank: int | None = None):
+    def inner(self, length: int, unit: int = 1, rank: int | None = None) -> slice:
         i, j = divmod(self.columns.rank if rank is None else rank, self.y.size)
         return subsplit(split(length, self.x.size, i, unit), self.y.size, j, unit)
 
     def rows_over_x(self, sequences: int, length: int) -> tuple[int, ...]:
-        """Residual rows of the ranks of x, of a z block of whole sequences."""
         return split_sizes(sequences * length, self.x.size)
 
     def inner_sequences(self, sequences: int) -> slice:
-        """Which sequences of the z block this rank holds in the inner layout."""
         return slice(0, sequences)
 
 
@@ -82,13 +92,14 @@ class PlaneAlgorithm(Algorithm):
     def __init__(self, grid: Grid, name: str):
         super().__init__(grid, name)
         self.columns, self.rows = self.y, grid.plane("x", "z")
-        self.matmul = {"cannon": Cannon, "summa": Summa, "two_half_d": TwoHalfDRows}[name](grid.tensor)
+        products: dict[str, type[Plane]] = {"cannon": Cannon, "summa": Summa, "two_half_d": TwoHalfDRows}
+        self.matmul = products[name](grid.tensor)
 
-    def inner(self, length: int, unit: int = 1, rank: int | None = None):
+    def inner(self, length: int, unit: int = 1, rank: int | None = None) -> slice:
         return split(length, self.y.size, self.y.rank if rank is None else rank, unit)
 
-    def rows_over_x(self, sequences: int, length: int):
+    def rows_over_x(self, sequences: int, length: int) -> tuple[int, ...]:
         return split_sizes(sequences * length, self.x.size, max(1, length))
 
-    def inner_sequences(self, sequences: int):
+    def inner_sequences(self, sequences: int) -> slice:
         return split(sequences, self.x.size, self.x.rank)

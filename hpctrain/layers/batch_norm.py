@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +37,13 @@ class BatchNorm2d(torch.nn.Module):
             channel.
     """
 
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    num_batches_tracked: torch.Tensor | None
+
     def __init__(
         self, grid: Grid, features: int, eps: float = 1e-5, momentum: float | None = 0.1, *, key: RngKey | None = None,
-        dtype: torch.dtype | None = None, device: torch.device | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         grid.check_whole_sequences("BatchNorm2d")
@@ -60,12 +65,22 @@ class BatchNorm2d(torch.nn.Module):
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         return batch_norm(self, x, self.weight, self.bias, self.axes)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"{self.features}, eps={self.eps}, momentum={self.momentum}"
 
 
+class Normalising(Protocol):
+    """A batch normalisation: torch's, or the one above."""
+
+    eps: float
+    momentum: float | None
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    num_batches_tracked: torch.Tensor | None
+
+
 def batch_norm(
-    layer: torch.nn.Module,
+    layer: Normalising,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -84,11 +99,12 @@ def batch_norm(
     """
     with torch.no_grad():
         mean, variance, count = _statistics(x, axes)
-        if layer.running_mean is not None:
-            layer.num_batches_tracked += 1
-            newest = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
-            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), newest)
-            layer.running_var.lerp_((variance * (count / (count - 1))).to(layer.running_var.dtype), newest)
+        running, spread, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
+        if running is not None and spread is not None and batches is not None:
+            batches += 1
+            newest = 1 / batches.item() if layer.momentum is None else layer.momentum
+            running.lerp_(mean.to(running.dtype), newest)
+            spread.lerp_((variance * (count / (count - 1))).to(spread.dtype), newest)
         scale = (variance + layer.eps).rsqrt_()
     return _Normalise.apply(x, weight, bias, mean, scale, count, layer.eps, axes)
 

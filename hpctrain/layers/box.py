@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hpctrain import comm
-from hpctrain.layers.parameter import accumulate
+from hpctrain.layers.parameter import ProductQueue, accumulate
 from hpctrain.matmul.agarwal import Sharding
 from hpctrain.matmul.operands import Gathered
 from hpctrain.matmul.sharded_dim import Columns, Rows
@@ -16,6 +16,7 @@ from hpctrain.shard import Shard, split, split_sizes, subsplit
 
 if TYPE_CHECKING:
     from hpctrain.layers.algorithm import BoxAlgorithm
+    from hpctrain.layers.tokens import Tokens
 
 
 class BoxProduct:
@@ -30,7 +31,7 @@ class BoxProduct:
     ):
         x, y, z = algorithm.x, algorithm.y, algorithm.z
         self.matmul, self.to_inner, self.overlap = algorithm.matmul, to_inner, algorithm.overlap
-        self.split_backward = None  # the `layers.split_backward.SplitBackward` of a model whose backwards are split
+        self.split_backward: ProductQueue | None = None  # of a model whose backwards are split
         over_out, over_in = (x, y) if to_inner else (y, x)
         rows = split(out_features, over_out.size, over_out.rank, out_unit)
         columns = split(in_features, over_in.size, over_in.rank, in_unit)
@@ -45,7 +46,9 @@ class BoxProduct:
             self.inner = Columns(y, split_sizes(columns.stop - columns.start, y.size, in_unit))
             self.bias = Shard((out_features,), (rows,), ("x", "z"))
 
-    def __call__(self, x, weight, bias, tokens):
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens
+    ) -> torch.Tensor:
         source, target = (tokens.rows, self.inner) if self.to_inner else (self.inner, tokens.rows)
         return _BoxLinear.apply(x, weight, bias, Sharding(self.over_z, source, target, transposed=True), self)
 
@@ -62,10 +65,12 @@ class BoxProduct:
             return sync.defer(grad.whole.t(), x.whole, sharding.a)
         return mm.nt(grad, x, sharding, plus=sync.deferred())
 
-    def late_weight_gradient(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, sharding: Any) -> None:
+    def late_weight_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.nn.Parameter, sharding: Sharding
+    ) -> None:
         """The weight gradient that backward left to be computed."""
-        grad, x = self.matmul.gathered_c(grad, sharding), self.matmul.gathered_b(x, sharding)
-        accumulate(weight, self.weight_gradient(grad, x, weight, sharding))
+        c, b = self.matmul.gathered_c(grad, sharding), self.matmul.gathered_b(x, sharding)
+        accumulate(weight, self.weight_gradient(c, b, weight, sharding))
 
 
 class _BoxLinear(torch.autograd.Function):

@@ -95,7 +95,7 @@ class Conv2d(torch.nn.Module):
         rows = halo.exchange(x)
         return self.source.gather(rows) if self.source else rows
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         s = self.stencil
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={s.kernel}, stride={s.stride}, "

@@ -28,7 +28,7 @@ class Embedding(torch.nn.Module):
 
     def __init__(
         self, grid: Grid, vocabulary: int, width: int, *, std: float = 1.0, key: RngKey | None = None,
-        dtype: torch.dtype | None = None, device: torch.device | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         self.tensor = grid.tensor

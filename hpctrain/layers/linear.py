@@ -7,7 +7,7 @@ import torch
 from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import Algorithm, BoxAlgorithm, algorithm_of
 from hpctrain.layers.box import BoxProduct
-from hpctrain.layers.parameter import drawn_key, parameter
+from hpctrain.layers.parameter import Factory, drawn_key, parameter
 from hpctrain.layers.plane import PlaneProduct
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
@@ -40,7 +40,7 @@ class Linear(torch.nn.Module):
     def __init__(
         self, grid: Grid, in_features: int, out_features: int, bias: bool = True, *, to: str, in_unit: int = 1,
         out_unit: int = 1, algorithm: str | Algorithm = "agarwal", std: float | None = None, key: RngKey | None = None,
-        dtype: torch.dtype | None = None, device: torch.device | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         if to not in ("inner", "residual"):
@@ -51,14 +51,16 @@ class Linear(torch.nn.Module):
         std = (3 * in_features) ** -0.5 if std is None else std
 
         algorithm = algorithm_of(grid, algorithm)
-        product = BoxProduct if isinstance(algorithm, BoxAlgorithm) else PlaneProduct
-        self.product = product(algorithm, in_features, out_features, self.to_inner, in_unit, out_unit)
-        factory = {"dtype": dtype, "device": device}
+        sizes = in_features, out_features, self.to_inner, in_unit, out_unit
+        self.product = (
+            BoxProduct(algorithm, *sizes) if isinstance(algorithm, BoxAlgorithm) else PlaneProduct(algorithm, *sizes)
+        )
+        factory = Factory(dtype=dtype, device=device)
         self.weight = parameter(self.product.weight, key / "weight", std, **factory)
         self.bias = parameter(self.product.bias, key / "bias", None, **factory) if bias else None
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return self.product(x, self.weight, self.bias, tokens)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, to={'inner' if self.to_inner else 'residual'}"

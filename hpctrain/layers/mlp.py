@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -32,21 +34,23 @@ class MLP(torch.nn.Module):
     def __init__(
         self, grid: Grid, width: int, hidden: int, activation: str = "gelu_tanh", *, bias: bool = True,
         algorithm: str | Algorithm = "agarwal", std: float | None = None, std_out: float | None = None,
-        key: RngKey | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None,
+        key: RngKey | None = None, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
         self.activation, key = activation, drawn_key(grid, key)
-        factory = {"bias": bias, "algorithm": algorithm_of(grid, algorithm), "dtype": dtype, "device": device}
+        linear = functools.partial(
+            Linear, grid, bias=bias, algorithm=algorithm_of(grid, algorithm), dtype=dtype, device=device
+        )
         unit = 2 if activation == "swiglu" else 1
-        self.up = Linear(grid, width, unit * hidden, to="inner", out_unit=unit, std=std, key=key / "up", **factory)
-        self.down = Linear(grid, hidden, width, to="residual", std=std_out, key=key / "down", **factory)
+        self.up = linear(width, unit * hidden, to="inner", out_unit=unit, std=std, key=key / "up")
+        self.down = linear(hidden, width, to="residual", std=std_out, key=key / "down")
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return self.down(_ACTIVATIONS[self.activation](self.up(x, tokens)), tokens)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return self.activation
 
 

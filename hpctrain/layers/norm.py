@@ -17,7 +17,7 @@ class LayerNorm(torch.nn.Module):
     """torch.nn.LayerNorm over the features of (rows, width) in the residual layout; `eps` and `bias` as there."""
 
     def __init__(self, grid: Grid, width: int, eps: float = 1e-5, *, bias: bool = True, key: RngKey | None = None,
-                 dtype: torch.dtype | None = None, device: torch.device | None = None):  # fmt: skip
+                 dtype: torch.dtype | None = None, device: torch.device | str | None = None):  # fmt: skip
         super().__init__()
         self.y, self.width, self.eps = grid.tensor.y, width, eps
         shard, key = _features(grid, width), drawn_key(grid, key)
@@ -37,7 +37,7 @@ class _RMSWeight(torch.nn.Module):
     """What the two norms below have in common: `eps`, and one weight for `width` features."""
 
     def __init__(self, grid: Grid, width: int, eps: float | None = None, *, key: RngKey | None = None,
-                 dtype: torch.dtype | None = None, device: torch.device | None = None):  # fmt: skip
+                 dtype: torch.dtype | None = None, device: torch.device | str | None = None):  # fmt: skip
         super().__init__()
         self.y, self.width, self.eps = grid.tensor.y, width, eps
         key = drawn_key(grid, key)

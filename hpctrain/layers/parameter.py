@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol, TypedDict
+
 import torch
 
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate
 from hpctrain.randomness import RngKey, fill_slice
 from hpctrain.shard import Shard
+
+
+class Factory(TypedDict):
+    """Of what kind a layer's parameters are."""
+
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+
+
+class ProductQueue(Protocol):
+    """Where products put off their weight gradients: `layers.split_backward.SplitBackward`."""
+
+    queue: list[Callable[[], None]] | None
 
 
 def parameter(
@@ -17,8 +33,8 @@ def parameter(
     value: float = 0.0,
     *,
     dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-):
+    device: torch.device | str | None = None,
+) -> torch.nn.Parameter:
     """A parameter holding a slice: normal with standard deviation `std`, or constant `value` where std is None."""
     data = torch.empty(shard.shape, dtype=dtype)
     if std is None:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpctrain.layers.parameter import accumulate
+from hpctrain.layers.parameter import ProductQueue, accumulate
 from hpctrain.shard import Shard, split, subsplit
 
 if TYPE_CHECKING:
     from hpctrain.layers.algorithm import PlaneAlgorithm
+    from hpctrain.layers.tokens import Tokens
 
 
 class PlaneProduct:
@@ -31,7 +32,7 @@ class PlaneProduct:
     ):
         x, y, z = algorithm.x, algorithm.y, algorithm.z
         self.matmul = algorithm.matmul
-        self.split_backward = None  # the `layers.split_backward.SplitBackward` of a model whose backwards are split
+        self.split_backward: ProductQueue | None = None  # of a model whose backwards are split
         rows = split(out_features, x.size, x.rank, out_unit)
         self.sizes = self.matmul.cut(out_features, out_unit)
         self.weight = Shard(
@@ -40,7 +41,9 @@ class PlaneProduct:
         )
         self.bias = Shard((out_features,), (split(out_features, y.size, y.rank, out_unit),), ("x", "z"))
 
-    def __call__(self, x, weight, bias, tokens):
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens
+    ) -> torch.Tensor:
         return _PlaneLinear.apply(x, weight, bias, self, tokens.over_z)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from hpctrain.grid import Axis
@@ -40,13 +42,13 @@ class SplitBackward:
                 f"{type(model).__name__} has no hpctrain.layers.Linear whose weight gradient could be put off; use a "
                 "schedule with whole backwards, such as 1f1b, or layers of hpctrain"
             )
-        self.queue: list | None = None
+        self.queue: list[Callable[[], None]] | None = None
         for product in products:
             product.split_backward = self
 
-    def __enter__(self) -> list:
+    def __enter__(self) -> list[Callable[[], None]]:
         self.queue = []
         return self.queue
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.queue = None
