@@ -64,7 +64,8 @@ class Disk:
     """
 
     def __init__(self, raw: io.RawIOBase):
-        self.raw, self.error, self.place, self.end = raw, None, 0, 0
+        self.raw, self.place, self.end = raw, 0, 0
+        self.error: BaseException | None = None
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self.place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.end}[whence]
@@ -74,15 +75,15 @@ class Disk:
         return self.place
 
     def write(self, data: bytes | memoryview) -> int:
-        data, done = memoryview(data).cast("B"), 0
+        content, done = memoryview(data).cast("B"), 0
         try:
-            while not self.error and done < len(data):
-                done += os.pwrite(self.raw.fileno(), data[done:], self.place + done)
+            while not self.error and done < len(content):
+                done += os.pwrite(self.raw.fileno(), content[done:], self.place + done)
         except BaseException as error:  # Ctrl-C among them
             self.error = error
-        self.place += len(data)
+        self.place += len(content)
         self.end = max(self.end, self.place)
-        return len(data)
+        return len(content)
 
     def read(self, size: int) -> bytes:
         found = os.pread(self.raw.fileno(), size, self.place)

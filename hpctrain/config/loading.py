@@ -8,12 +8,13 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterator, Sequence
 
 from hpctrain import files
 from hpctrain.config.checks import check
 from hpctrain.config.option import Option, options
-from hpctrain.config.sections import Config
+from hpctrain.config.sections import Config, DataConfig
 
 LARGEST = 1 << 20  # bytes of a file
 # Sections and keys that had other names.
@@ -88,7 +89,7 @@ def section_options(section: str) -> dict[str, Option]:
     """
     if now := RENAMED.get(section):
         raise ValueError(f"{section} is called {now} now")
-    types = {field.name: field.default_factory for field in dataclasses.fields(Config)}
+    types = typing.get_type_hints(Config)
     if section not in types:
         raise ValueError(f"unknown section {section}{_hint(section, list(types))}")
     return options(types[section], section)
@@ -104,12 +105,12 @@ def find_option(section: str, key: str) -> Option:
     return known[key]
 
 
-def _kept(data, overridden: set[str]) -> tuple[str, list[str]]:
+def _kept(data: DataConfig, overridden: set[str]) -> tuple[str, list[str]]:
     """Path and text that stand beside a mixture of the command line: those of the command line."""
     return data.path if "data.path" in overridden else "", data.text if "data.text" in overridden else []
 
 
-def _set(config: Config, section: str, key: str, value, text: str | None = None) -> None:
+def _set(config: Config, section: str, key: str, value: object, text: str | None = None) -> None:
     option = find_option(section, key)
     setattr(getattr(config, section), key, option.convert(value, text))
 
@@ -123,7 +124,7 @@ def _read(path: str | os.PathLike) -> dict:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
 
 
-def _parsed(text: str):
+def _parsed(text: str) -> object:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -131,7 +132,7 @@ def _parsed(text: str):
 
 
 @contextlib.contextmanager
-def _in(path: str | os.PathLike | None):
+def _in(path: str | os.PathLike | None) -> Iterator[None]:
     """Errors name the file, if there is one."""
     try:
         yield
@@ -139,8 +140,8 @@ def _in(path: str | os.PathLike | None):
         raise ValueError(f"{path}: {error}" if path is not None else str(error)) from error
 
 
-def _names(thing) -> list[str]:
-    return [f.name for f in dataclasses.fields(thing)]
+def _names(config: Config) -> list[str]:
+    return [section.name for section in dataclasses.fields(config)]
 
 
 def _hint(word: str, known: list[str], prefix: str = "") -> str:

@@ -8,9 +8,10 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, NoReturn
 
 from hpctrain import files
+from hpctrain.data.tokenizers import Tokenizer
 
 PYTHON_SOURCE = "python-stdlib"  # the running interpreter's standard library: real text that every machine has
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -30,7 +31,7 @@ def text_files(sources: list[str], skip: Callable[[str, str], None] = lambda pla
     """
     if not sources:
         raise ValueError("no text given; name files, directories or python-stdlib")
-    found = []
+    found: list[Path] = []
     for source in sources:
         path = Path(source)
         if files.is_folder(path):
@@ -62,7 +63,7 @@ def suffix(path: Path) -> str:
     return Path(path.stem).suffix.lower() if outer in (".gz", ".zst") else outer
 
 
-def fingerprint(texts: list[Path], tokenizer: Any, how: str = "") -> str:
+def fingerprint(texts: list[Path], tokenizer: Tokenizer, how: str = "") -> str:
     """Changes with the names, sizes and times of the files, with the tokenizer, and with how else they are packed."""
     facts = (f"{path.name}:{(s := path.stat()).st_size}:{s.st_mtime_ns}" for path in texts)
     return hashlib.blake2b("\n".join([tokenizer.description, how, *facts]).encode(), digest_size=8).hexdigest()
@@ -71,7 +72,7 @@ def fingerprint(texts: list[Path], tokenizer: Any, how: str = "") -> str:
 def _below(folder: Path) -> list[Path]:
     """All files of a folder and those in it, sorted; a folder that cannot be listed is an error."""
 
-    def fail(error):
+    def fail(error: OSError) -> NoReturn:
         raise error
 
     return sorted(Path(place, name) for place, _, names in os.walk(folder, onerror=fail) for name in names)

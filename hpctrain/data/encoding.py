@@ -7,18 +7,19 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ProcessPoolExecutor
 
 import numpy as np
 
 from hpctrain.data.documents import Piece
-from hpctrain.data.tokenizers import tokenizer_from_description
+from hpctrain.data.tokenizers import Tokenizer, tokenizer_from_description
+
+Waiting = collections.deque[tuple[list[Piece], Future[list[np.ndarray]]]]
 
 TOGETHER = 1 << 20  # characters that a process is given at once
 
 
-def encoded(pieces: Iterable[Piece], tokenizer: Any, processes: int = 1) -> Iterator[tuple[Piece, np.ndarray]]:
+def encoded(pieces: Iterable[Piece], tokenizer: Tokenizer, processes: int = 1) -> Iterator[tuple[Piece, np.ndarray]]:
     """Each piece with its tokens. With several processes a few batches of pieces are under way at a time, from as many
     inputs as they reach into; what comes out is the same, in the same order.
 
@@ -33,7 +34,7 @@ def encoded(pieces: Iterable[Piece], tokenizer: Any, processes: int = 1) -> Iter
     pool = ProcessPoolExecutor(
         processes, multiprocessing.get_context("spawn"), _begin, (tokenizer.description,)
     )  # fmt: skip
-    waiting: collections.deque = collections.deque()
+    waiting: Waiting = collections.deque()
     try:
         for batch in _batches(pieces):
             waiting.append((batch, pool.submit(_encode, [piece.text for piece in batch])))
@@ -45,13 +46,14 @@ def encoded(pieces: Iterable[Piece], tokenizer: Any, processes: int = 1) -> Iter
         pool.shutdown(cancel_futures=True)
 
 
-def _next(waiting) -> Iterator[tuple[Piece, np.ndarray]]:
+def _next(waiting: Waiting) -> Iterator[tuple[Piece, np.ndarray]]:
     batch, future = waiting.popleft()
     yield from zip(batch, future.result(), strict=True)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch, size = [], 0
+    batch: list[Piece] = []
+    size = 0
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
@@ -72,7 +74,9 @@ def _begin(description: str) -> None:
 
 def _end_with_parent() -> None:
     """A killed parent cannot end its processes, and they would wait for work for good."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 

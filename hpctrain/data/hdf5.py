@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, overload
 
 import h5py
 import numpy as np
@@ -24,10 +25,10 @@ class reading:
     def __init__(self, path: str | os.PathLike):
         self.path = path
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, _):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # h5py answers a strange file with any of these
         if isinstance(error, (OSError, LookupError, RuntimeError, TypeError, ValueError, OverflowError)):
             # the system's errors, such as too many open files, have a number
@@ -52,6 +53,10 @@ def opened(path: Path, **how: Any) -> h5py.File:
         raise ValueError(f"{path} {said}: {error}") from error
 
 
+@overload
+def attribute(file: h5py.File, name: str, kind: type[int]) -> int: ...
+@overload
+def attribute(file: h5py.File, name: str, kind: type[str]) -> str: ...
 def attribute(file: h5py.File, name: str, kind: type) -> int | str:
     """One integer, or one text of a fixed length, of the root's attributes.
 

@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import h5py
 import numpy as np
@@ -19,7 +19,7 @@ from hpctrain.data.corpus import fingerprint, text_files
 from hpctrain.data.documents import Fields, Piece, Skip, documents
 from hpctrain.data.encoding import encoded
 from hpctrain.data.index import Index, read_index, shard_name, token_dtype, write_index
-from hpctrain.data.tokenizers import ByteTokenizer
+from hpctrain.data.tokenizers import ByteTokenizer, Tokenizer
 
 SHARD_TOKENS = 2**28
 LARGE = 16 << 20  # bytes, below which other processes would take longer to start than to encode
@@ -28,7 +28,7 @@ LARGE = 16 << 20  # bytes, below which other processes would take longer to star
 def pack(
     sources: list[str],
     output: str | os.PathLike,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     shard_tokens: int = SHARD_TOKENS,
     progress: Callable[[int, int], None] = lambda done, total: None,
     replace: bool = True,
@@ -132,7 +132,7 @@ def _write(encoded: Iterator[tuple[Piece, np.ndarray]], chosen: Iterator[_Writer
 class _Writer:
     """Appends tokens to a row of shards; files are called *.part until they are whole."""
 
-    def __init__(self, output: Path, tokenizer, shard_tokens: int, sources: str, masked: bool = False):
+    def __init__(self, output: Path, tokenizer: Tokenizer, shard_tokens: int, sources: str, masked: bool = False):
         if not 0 <= tokenizer.end_of_document < tokenizer.vocabulary <= 2**32 >> masked:
             raise ValueError(
                 f"the tokenizer's vocabulary must be above its end_of_document = {tokenizer.end_of_document}, and at "
@@ -142,17 +142,17 @@ class _Writer:
         self.output, self.tokenizer, self.limit, self.sources = output, tokenizer, shard_tokens, sources
         self.packing = secrets.token_hex(4)
         self.dtype = token_dtype(tokenizer.vocabulary * (1 + masked))
-        self.shards = []  # tokens and bytes of each
+        self.shards: list[tuple[int, int]] = []  # tokens and bytes of each
         self.documents = 0
-        self.written = []  # files, by all their names
-        self.file = None
+        self.written: list[Path] = []  # by all their names
+        self.file: _NewFile | None = None
         self.buffer = np.empty(64 * format.CHUNK, self.dtype)
         self.filled = 0
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, failed, *_):
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         if failed:
             if self.file:
                 self.file.close()
@@ -160,12 +160,12 @@ class _Writer:
                 with contextlib.suppress(OSError):  # what it failed of is to be told
                     path.unlink(missing_ok=True)
 
-    def start_document(self):
+    def start_document(self) -> None:
         self._shard()
         self.starts.append(self.length + self.filled)
         self.documents += 1
 
-    def append(self, ids: np.ndarray, counts: bool = True):
+    def append(self, ids: np.ndarray, counts: bool = True) -> None:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocabulary:
             raise ValueError(
                 f"the tokenizer made the ids {ids.min()} to {ids.max()}, which must lie below its vocabulary = "
@@ -203,36 +203,39 @@ class _Writer:
         files.sync(self.output.parent)
         return {"documents": self.documents, "tokens": int(tokens.sum()), "shards": len(self.shards)}
 
-    def _shard(self):
-        """Open the next shard unless one is open."""
+    def _shard(self) -> _NewFile:
+        """The open shard, or else the next."""
         if self.file:
-            return
+            return self.file
         self.name = shard_name(self.output.stem, self.packing, len(self.shards))
         self.file = self._new(self._part())
         self.file.hdf5.attrs.update(packing=np.bytes_(self.packing), number=len(self.shards))
         self.data = self.file.hdf5.create_dataset(
             "tokens", (0,), self.dtype, maxshape=(None,), chunks=(format.CHUNK,), fletcher32=True
         )
-        self.length, self.starts = 0, []
+        self.length = 0
+        self.starts: list[int] = []
+        return self.file
 
-    def _new(self, path: Path):
+    def _new(self, path: Path) -> _NewFile:
         self.written.append(path)
         return _NewFile(path)
 
-    def _flush(self):
+    def _flush(self) -> None:
         self.data.resize((self.length + self.filled,))
         self.data[self.length :] = self.buffer[: self.filled]
         self.length += self.filled
         self.filled = 0
-        self.file.check()
+        self._shard().check()
 
-    def _close(self):
+    def _close(self) -> None:
+        file = self._shard()
         self._flush()
         starts = np.array(self.starts, "<i8")
         chunks = (max(1, min(len(starts), format.CHUNK)),)
-        self.file.hdf5.create_dataset("documents", data=starts, maxshape=(None,), chunks=chunks, fletcher32=True)
-        self.file.close()
-        self.file.check()
+        file.hdf5.create_dataset("documents", data=starts, maxshape=(None,), chunks=chunks, fletcher32=True)
+        file.close()
+        file.check()
         self.file = None
         final = self.output.parent / self.name
         self.written.append(final)
@@ -251,10 +254,10 @@ class _NewFile:
         self._disk = files.Disk(self._raw)
         self.hdf5 = h5py.File(self._disk, "w", libver=format.LIBVER)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, failed, *_):
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         self.close()
         if not failed:
             self.check()

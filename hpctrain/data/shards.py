@@ -9,9 +9,9 @@ import functools
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -21,8 +21,8 @@ from hpctrain.data import format, hdf5
 from hpctrain.data.chunks import AVAILABLE as CHUNKS_AVAILABLE
 from hpctrain.data.chunks import Chunks, Scratch
 from hpctrain.data.hdf5 import reading
-from hpctrain.data.index import read_index
-from hpctrain.data.tokenizers import tokenizer_from_description
+from hpctrain.data.index import Index, read_index
+from hpctrain.data.tokenizers import Tokenizer, tokenizer_from_description
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,11 +52,17 @@ class ShardedTokens:
     def __init__(self, path: str | os.PathLike, comm: MPI.Intracomm | None = None):
         self.path = Path(path)
         rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+        shared: tuple[Index, str] | None = None
         with _together(comm):
-            index = self._read_index() if rank == 0 else None
-        digest = hashlib.sha256(index.tokenizer.encode()).hexdigest() if rank == 0 else None
-        if comm is not None:  # without the tokenizer, which may be large and is seldom asked for
-            index, digest = comm.bcast((dataclasses.replace(index, tokenizer=""), digest) if rank == 0 else None)
+            if rank == 0:
+                index = self._read_index()
+                digest = hashlib.sha256(index.tokenizer.encode()).hexdigest()
+                # the tokenizer may be large and is seldom asked for
+                shared = dataclasses.replace(index, tokenizer=""), digest
+        if comm is not None:
+            shared = comm.bcast(shared)
+        assert shared is not None
+        index, digest = shared
         with _together(comm):
             for number in range(rank, len(index.tokens), ranks):
                 self._check_size(index, number)
@@ -68,11 +74,12 @@ class ShardedTokens:
         alone = "chunks" if CHUNKS_AVAILABLE else "sec2"
         self.driver = "mpio" if comm is not None and h5py.get_config().mpi else alone
         self._chunks: dict[int, Chunks] = {}
-        how = (self._descriptor, os.close) if self.driver == "chunks" else (self._shard, h5py.File.close)
-        self._files = _Recent(*how)
+        self._files: _Recent = (
+            _Recent(self._descriptor, os.close) if self.driver == "chunks" else _Recent(self._shard, h5py.File.close)
+        )
 
     @functools.cached_property
-    def tokenizer(self):
+    def tokenizer(self) -> Tokenizer:
         """That the text was packed with."""
         index = self._read_index()
         if index.packing != self._index.packing:
@@ -122,7 +129,7 @@ class ShardedTokens:
     def close(self) -> None:
         self._files.close()
 
-    def _parts(self, start: int, count: int):
+    def _parts(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
         """(shard, first token there, how many) for each shard that holds some of the tokens."""
         while count:
             number = bisect.bisect_right(self._ends, start)
@@ -133,7 +140,7 @@ class ShardedTokens:
     def _path(self, number: int) -> Path:
         return self.path.parent / self._index.name(number)
 
-    def _read_index(self):
+    def _read_index(self) -> Index:
         index = read_index(self.path)
         tokenizer = tokenizer_from_description(index.tokenizer, f"the tokenizer in {self.path}")
         found = tokenizer.vocabulary, tokenizer.end_of_document
@@ -159,7 +166,7 @@ class ShardedTokens:
         """Open a shard by HDF5, and check that it is the one that the index tells of."""
         path, index = self._path(number), self._index
         self._check_size(index, number)
-        how = {}
+        how: dict[str, Any] = {}
         if self.driver == "mpio":
             from mpi4py import MPI
 
@@ -187,7 +194,7 @@ class ShardedTokens:
     def _descriptor(self, number: int) -> int:
         return os.open(self._path(number), os.O_RDONLY)
 
-    def _check_size(self, index, number: int) -> None:
+    def _check_size(self, index: Index, number: int) -> None:
         path, expected = self.path.parent / index.name(number), int(index.bytes[number])
         with reading(path):
             there = files.regular(path)
@@ -203,9 +210,10 @@ class _Recent:
     """The shards used last, by number; others are opened when asked for, in their place."""
 
     def __init__(self, open: Callable, close: Callable):
-        self._open, self._close, self._files = open, close, OrderedDict()
+        self._open, self._close = open, close
+        self._files: OrderedDict[int, Any] = OrderedDict()
 
-    def __getitem__(self, number: int):
+    def __getitem__(self, number: int) -> Any:
         if number in self._files:
             self._files.move_to_end(number)
         else:
@@ -219,7 +227,7 @@ class _Recent:
             self._close(self._files.popitem()[1])
 
 
-def _together(comm):
+def _together(comm: MPI.Intracomm | None) -> contextlib.AbstractContextManager[None]:
     if comm is None:
         return contextlib.nullcontext()
     from hpctrain.comm.agree import together  # packing and planning do without MPI

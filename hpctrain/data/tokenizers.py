@@ -76,10 +76,10 @@ class FileTokenizer:
         # ids may have gaps, so that the largest is not their number
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         ends = [self._tokenizer.token_to_id(token) for token in self.END]
-        found = [end for end in ends if end is not None]
-        if not found:
+        known = [end for end in ends if end is not None]
+        if not known:
             raise ValueError(f"{name} has no token to end a document; add one of {', '.join(self.END)}")
-        self.end_of_document = found[0]
+        self.end_of_document = known[0]
 
     def encode(self, text: str) -> np.ndarray:
         try:
@@ -96,11 +96,14 @@ class FileTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def tokenizer_from_description(description: str, name: str = "tokenizer"):
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def tokenizer_from_description(description: str, name: str = "tokenizer") -> Tokenizer:
     return ByteTokenizer() if description == "bytes" else FileTokenizer(description, name)
 
 
-def tokenizer_from_option(option: str | os.PathLike):
+def tokenizer_from_option(option: str | os.PathLike) -> Tokenizer:
     """ "bytes", or the path of a tokenizer file."""
     if option == "bytes":
         return ByteTokenizer()
