@@ -9,11 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpctrain.traffic import Traffic
 
@@ -75,7 +74,7 @@ class Axis:
     """The ranks of a grid that differ only along some of its axes, and this rank's place among them.
 
     Attributes: `name` (of one axis its own, of several that of JOINED or, of tensor axes, theirs joined by "+"), `comm`
-    (an mpi4py communicator), `rank` and `size` along it, `nodes` (which of them share memory: a number for each rank),
+    (an mpi4py `Intracomm`), `rank` and `size` along it, `nodes` (which of them share memory: a number for each rank),
     `one_node` (whether all do), and `transport`, shared by the whole grid.
     """
 
@@ -104,13 +103,13 @@ class Axis:
         self.one_node = len(set(self.nodes)) == 1
         self.transport = transport
 
-    def __deepcopy__(self, memo: dict) -> Axis:
+    def __deepcopy__(self, memo):
         return self  # a copy of a model is on the same ranks
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+    def __reduce_ex__(self, protocol):
         raise ValueError("a grid of ranks cannot be pickled; of a model, save ht.gather_state_dict(model)")
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"
 
 
@@ -173,10 +172,10 @@ class Grid:
         for name in TENSOR:
             setattr(self.tensor, name, axes[name])
 
-    def __deepcopy__(self, memo: dict) -> Grid:
+    def __deepcopy__(self, memo):
         return self  # a copy of a model is on the same ranks
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+    def __reduce_ex__(self, protocol):
         raise ValueError("a grid of ranks cannot be pickled; of a model, save ht.gather_state_dict(model)")
 
     def plane(self, *names: str) -> Axis:
@@ -217,9 +216,7 @@ class Grid:
     def __enter__(self) -> Grid:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace) -> None:
         if kind is None:  # on an error the other ranks may be elsewhere, and would be waited for
             self.free()
 
@@ -242,10 +239,10 @@ class Grid:
                 lines.append(f"     … {after - rank - 1} more")
         return "\n".join(lines)
 
-    def _is_shown(self, rank: int) -> bool:
+    def _is_shown(self, rank):
         return rank < ENDS or rank >= self.size - ENDS // 2 or abs(rank - self.rank) <= ENDS // 4
 
-    def _place(self, rank: int) -> list[int]:
+    def _place(self, rank):
         """Coordinates of a rank."""
         place = []
         for size in reversed(self.shape.values()):
@@ -287,17 +284,16 @@ def grid_shape(data: Any, pipeline: int, tensor: Any) -> dict[str, int]:
     )
 
 
-def _three(option: str, sizes: object, axes: Sequence[str]) -> tuple[int, int, int]:
+def _three(option, sizes, axes):
     """Sizes of three axes, where one number is the size of the first."""
     if not isinstance(sizes, (tuple, list)):
         return _size(option, sizes), 1, 1
     if len(sizes) != 3:
         raise ValueError(f"{option} must be one integer or three ({', '.join(axes)}), got {sizes!r}")
-    first, second, third = (_size(f"{option} ({axis})", size) for axis, size in zip(axes, sizes))
-    return first, second, third
+    return tuple(_size(f"{option} ({axis})", size) for axis, size in zip(axes, sizes))
 
 
-def _size(option: str, size: object) -> int:
+def _size(option, size):
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"{option} must be an integer of at least 1, got {size!r}")
     return size
@@ -314,11 +310,10 @@ def describe_shape(shape: dict[str, int]) -> str:
     return f"data {data} × pipeline {pipeline} × tensor {tensor}"
 
 
-def grid_arguments(shape: dict[str, int]) -> tuple[int | tuple[int, int, int], int, tuple[int, int, int]]:
+def grid_arguments(shape: dict[str, int]):
     """(data, pipeline, tensor) as `Grid` takes them."""
-    replica, ring, ulysses = (shape[axis] for axis in JOINED["data"])
-    x, y, z = (shape[axis] for axis in TENSOR)
-    return replica if (ring, ulysses) == (1, 1) else (replica, ring, ulysses), shape["pipeline"], (x, y, z)
+    data = tuple(shape[axis] for axis in JOINED["data"])
+    return data[0] if data[1:] == (1, 1) else data, shape["pipeline"], tuple(shape[axis] for axis in TENSOR)
 
 
 def check_ranks(shape: dict[str, int], ranks: int) -> None:
@@ -327,7 +322,7 @@ def check_ranks(shape: dict[str, int], ranks: int) -> None:
     if product == ranks:
         return
 
-    def named(shape: dict[str, int]) -> str:
+    def named(shape):
         return "data={} pipeline={} tensor={}".format(*grid_arguments(shape))
 
     raise ValueError(
@@ -347,7 +342,7 @@ def nearest_grids(shape: dict[str, int], ranks: int, count: int = 3) -> list[dic
     axes = [axis for axis in AXES if axis not in JOINED["sequence"] or shape[axis] > 1]
     near = [{**shape, **dict(zip(axes, sizes))} for sizes in _factorisations(ranks, len(axes))]
 
-    def distance(sizes: dict[str, int]) -> float:
+    def distance(sizes):
         return sum(abs(math.log(sizes[axis] / shape[axis])) for axis in axes)
 
     return sorted(near, key=lambda sizes: (round(distance(sizes), 9), tuple(sizes.values())))[:count]
@@ -366,7 +361,7 @@ def all_grids(ranks: int, sequence: bool = False) -> list[tuple]:
     return [((r, c, u), p, (x, y, z)) for r, c, u, p, x, y, z in _factorisations(ranks, len(AXES))]
 
 
-def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+def _factorisations(number: int, parts: int):
     if parts == 1:
         yield (number,)
         return
@@ -376,5 +371,5 @@ def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _subsets(names):
     return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(1, len(names) + 1))
