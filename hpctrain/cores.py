@@ -98,7 +98,7 @@ def find(root: str = "/", affinity: set[int] | None = None) -> Cores:
     """
     if affinity is None:
         affinity = os.sched_getaffinity(0)
-    packages = {}
+    packages: dict[int, set[int]] = {}
     for core, package in identities(affinity, root):
         packages.setdefault(package, set()).add(core)
     allowed = _allowed(root)
@@ -127,7 +127,8 @@ def _read(path: str) -> str | None:
 
 def _numbers(path: str) -> set[int] | None:
     """Those of a list such as 0-3,8; None where there is no such file, or an empty one."""
-    text, numbers = _read(path), set()
+    text = _read(path)
+    numbers: set[int] = set()
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
         numbers.update(range(int(first), int(last or first) + 1))
@@ -171,6 +172,8 @@ def _quota(root: str) -> float | None:
     """CPUs that the control group may keep busy: the least over it and those above."""
     quotas = []
     for folder in _groups(root, "cpu"):
+        quota: str | None
+        period: str | None
         if limit := _read(os.path.join(folder, "cpu.max")):  # version 2: "200000 100000", or "max 100000"
             quota, period = limit.split()
         else:

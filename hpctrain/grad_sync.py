@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -17,6 +17,12 @@ class GradState(enum.Enum):
     ACCUMULATING = "backwards add up on this rank; the last one is still to be announced"
     SYNCING = "the gradient of the next backward completes it: its bucket may be summed when that has come"
     DONE = "it has come, and its bucket's sum may be under way: nothing may be added any more"
+
+
+class SumOver(Protocol):
+    """The ranks whose products are summed: `matmul.sharded_dim.Rows`."""
+
+    def sum(self, matrix: torch.Tensor) -> torch.Tensor: ...
 
 
 class GradSync:
@@ -38,7 +44,9 @@ class GradSync:
     def __init__(self, view: torch.Tensor, direct: bool = True):
         self.view, self.direct, self.state = view, direct, GradState.ACCUMULATING
         self._written = False  # the first product of the step
-        self._has_deferred, self._deferred, self._over = False, None, None
+        self._has_deferred = False
+        self._deferred: torch.Tensor | None = None
+        self._over: SumOver | None = None
 
     # Called by layers, in backward -----------------------------------------------------------------------------------
 
@@ -54,12 +62,12 @@ class GradSync:
         """Whether a later backward of the step may take this one's sum over ranks along."""
         return self.direct and self.state is not GradState.SYNCING
 
-    def defer(self, a: torch.Tensor, b: torch.Tensor, over: Any) -> None:
-        """Keep a @ b, to be summed over the ranks of `over` (`layers.sharded_dim.Rows`)."""
-        if self._has_deferred:
-            self._deferred.addmm_(a, b)
-        elif self._deferred is None:
+    def defer(self, a: torch.Tensor, b: torch.Tensor, over: SumOver) -> None:
+        """Keep a @ b, to be summed over the ranks of `over` (`matmul.sharded_dim.Rows`)."""
+        if self._deferred is None:
             self._deferred = a @ b
+        elif self._has_deferred:
+            self._deferred.addmm_(a, b)
         else:
             torch.mm(a, b, out=self._deferred)
         self._has_deferred, self._over = True, over
@@ -102,7 +110,8 @@ class GradSync:
 
     def add_deferred(self, parameter: torch.nn.Parameter) -> None:
         """Add the sum of what the layer put off, if anything is left of it."""
-        if not self._has_deferred:
+        over, pending = self._over, self.deferred()
+        if over is None or pending is None:
             return
-        late = self._over.sum(self.deferred())
+        late = over.sum(pending)
         parameter.grad = self.view.copy_(late) if parameter.grad is None else parameter.grad.add_(late)

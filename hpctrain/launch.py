@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain import cores
 
@@ -40,7 +40,7 @@ def complain(error: Exception, rank: int = 0, status: int = USAGE_ERROR) -> int:
     return status
 
 
-def abort(world: MPI.Comm) -> None:
+def abort(world: MPI.Comm) -> NoReturn:
     """End all ranks, after this one's traceback. Waiting would hang: the others are in a collective without it."""
     print(f"hpctrain: rank {world.rank} of {world.size} failed:", file=sys.stderr)
     traceback.print_exc()

@@ -51,6 +51,11 @@ def annotate(parameter: torch.nn.Parameter, **attributes: Unpack[Annotations]) -
     return parameter
 
 
+def shard_of(parameter: torch.Tensor) -> Shard:
+    """The parameter's `shard`."""
+    return vars(parameter)["shard"]
+
+
 def forget_grad_sync(parameter: torch.nn.Parameter) -> None:
     """The bucket of an earlier strategy is of no more use: layers must defer no sum to it."""
     vars(parameter).pop("grad_sync", None)

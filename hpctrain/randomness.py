@@ -172,11 +172,11 @@ def _mix(words: np.ndarray) -> np.ndarray:
 def generator_states() -> dict[str, int]:
     """Checksums of the states of the generators that code which is not ours draws from: torch's, on the GPU in use
     too, Python's and numpy's."""
-    states = {
-        "torch": torch.get_rng_state().numpy(),
+    states: dict[str, bytes | memoryview] = {
+        "torch": torch.get_rng_state().numpy().data,
         "random": pickle.dumps(random.getstate()),
         "numpy": pickle.dumps(np.random.get_state()),
     }
     if torch.cuda.is_initialized():
-        states["torch.cuda"] = torch.cuda.get_rng_state().numpy()
+        states["torch.cuda"] = torch.cuda.get_rng_state().numpy().data
     return {name: zlib.crc32(state) for name, state in states.items()}

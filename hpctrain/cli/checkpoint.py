@@ -84,9 +84,9 @@ def export(root: Path, steps: list[int], options: argparse.Namespace) -> int:
     else:
         return 1
     manifest = node.manifest
-    options, method = manifest.member("config", "model"), manifest.member("config", "data_parallel", "method")
-    spec = models.get(options["kind"])
-    writer = HuggingFaceWriter(target, spec, spec.shape(options), manifest.member("data", "end_of_document"))
+    model, method = manifest.member("config", "model"), manifest.member("config", "data_parallel", "method")
+    spec = models.get(model["kind"])
+    writer = HuggingFaceWriter(target, spec, spec.shape(model), manifest.member("data", "end_of_document"))
     for name in manifest.tensors:
         if name.startswith("model/"):
             weight = reading.whole(node, name)

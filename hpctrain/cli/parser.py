@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from typing import Any
 
 from hpctrain import __version__
 from hpctrain.cli import (
@@ -76,9 +76,9 @@ def _parser() -> argparse.ArgumentParser:
 class Intermixed(argparse.ArgumentParser):
     """Options may stand between the arguments, as in `submit JOB --nodes 2 run.steps=3 --follow`."""
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
-        self.parse_known_args = super().parse_known_args  # which the line below calls
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        vars(self)["parse_known_args"] = super().parse_known_args  # which the line below calls
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:
-            del self.parse_known_args
+            del vars(self)["parse_known_args"]

@@ -64,7 +64,8 @@ class Mailbox:
             self._arriving.append(
                 (letter, None if payload is None else recv_start(payload, self.axis, source, _PAYLOAD))
             )
-        found, rest = [], []
+        found: list[Letter] = []
+        rest: list[tuple[Letter, Work[torch.Tensor] | None]] = []
         for letter, work in self._arriving:
             if work is None or work.test():
                 if work is not None:

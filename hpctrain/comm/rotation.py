@@ -93,6 +93,7 @@ class HopRotation:
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
         own.add_(self._expect(self.axis.rank).wait())
+        assert self._sent is not None  # there are other ranks, and so other blocks
         self._sent.wait()
         return own
 

@@ -56,7 +56,7 @@ class Window:
         axis.transport.resources.append(self)
 
     def free(self) -> None:
-        self.whole, self.parts = None, ()
+        del self.whole, self.parts
         self._window.Unlock_all()
         self._window.Free()
 

@@ -20,7 +20,7 @@ def check(config: Config) -> None:
     """Raise ValueError for values that no run can use; changes nothing."""
     for field in fields(config):
         section = getattr(config, field.name)
-        for key, option in options(type(section), field.name).items():
+        for key, option in options(section.__class__, field.name).items():
             option.validate(getattr(section, key))
     shape = config.grid_shape
     check_sequence_axes(config)
@@ -37,7 +37,7 @@ def check(config: Config) -> None:
 def check_train(config: Config) -> None:
     """Raise ValueError for options of the training that contradict each other, or the model."""
     train, kind = config.train, config.model.kind
-    if train.min_lr != "auto" and train.min_lr > train.lr:
+    if not isinstance(train.min_lr, str) and train.min_lr > train.lr:
         raise ValueError(f"train.min_lr must be at most train.lr = {train.lr}, got {train.min_lr}")
     if train.ema_use and not train.ema_decay:
         raise ValueError(f"train.ema_use = {train.ema_use} needs a train.ema_decay above 0, such as 0.999")

@@ -96,7 +96,7 @@ class Chunks:
         """(chunks, size): chunk `first`, and up to `most` - 1 more that follow it in the file; until the next call."""
         place, follow = self._place(first)
         stored = self._scratch.stored[: min(most, follow, TOGETHER)]
-        if os.preadv(file, [stored], place) != stored.nbytes:
+        if os.preadv(file, [stored.data], place) != stored.nbytes:
             raise OSError(f"the file ends within chunk {first} or soon after it")
         numbers = stored[:, : self._bytes].view(self.dtype)
         new = ((1 << len(stored)) - 1) << first

@@ -6,7 +6,7 @@ import codecs
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -21,7 +21,7 @@ TEXT_SUFFIXES = frozenset(
 )
 
 
-def text_files(sources: list[str], skip: Callable[[str, str], None] = lambda place, why: None) -> list[Path]:
+def text_files(sources: Sequence[str], skip: Callable[[str, str], None] = lambda place, why: None) -> list[Path]:
     """The files of a list of files, directories (searched for text suffixes, in sorted order) and `python-stdlib`.
     `skip` is called for the other files in directories.
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from hpctrain.data.corpus import read_text, suffix
 
@@ -76,7 +76,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         if outer == ".gz":
             try:
                 with gzip.open(raw) as file:
-                    yield file
+                    yield cast(IO[bytes], file)  # it is one in all but its class
             except (EOFError, gzip.BadGzipFile) as error:
                 raise ValueError(f"{path} is not whole gzip: {error}") from error
         elif outer == ".zst":

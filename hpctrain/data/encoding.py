@@ -16,6 +16,8 @@ from hpctrain.data.tokenizers import Tokenizer, tokenizer_from_description
 
 Waiting = collections.deque[tuple[list[Piece], Future[list[np.ndarray]]]]
 
+_tokenizer: Tokenizer  # of a process that encodes
+
 TOGETHER = 1 << 20  # characters that a process is given at once
 
 

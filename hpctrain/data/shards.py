@@ -119,8 +119,8 @@ class ShardedTokens:
         with _together(comm):
             mine = {place: self.read(starts[place], min(count, self.tokens)) for place in range(rank, places, ranks)}
         if comm is not None:
-            parts = comm.gather(mine)
-            mine = {place: tokens for part in parts for place, tokens in part.items()} if rank == 0 else {}
+            parts = comm.gather(mine) or []
+            mine = {place: tokens for part in parts for place, tokens in part.items()}
         sums = hashlib.sha256(str(self.tokens).encode())
         for _, tokens in sorted(mine.items()):
             sums.update(tokens.tobytes())

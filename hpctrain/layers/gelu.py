@@ -39,7 +39,7 @@ class _TanhGELU(torch.autograd.Function):
         for start in range(0, x.numel(), chunk):
             part = slice(start, min(start + chunk, x.numel()))
             a, v = x.view(-1)[part], scratch[0, : part.stop - start]
-            sigma = derivative.view(-1)[part] if wanted else scratch[1, : part.stop - start]
+            sigma = scratch[1, : part.stop - start] if derivative is None else derivative.view(-1)[part]
             torch.addcmul(slope, a, a, value=SLOPE * CUBIC, out=v).mul_(a)
             torch.sigmoid(v, out=sigma)
             torch.mul(a, sigma, out=y.view(-1)[part])

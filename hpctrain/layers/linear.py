@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.grid import Grid
-from hpctrain.layers.algorithm import Algorithm, BoxAlgorithm, algorithm_of
+from hpctrain.layers.algorithm import Algorithm, BoxAlgorithm, PlaneAlgorithm, algorithm_of
 from hpctrain.layers.box import BoxProduct
 from hpctrain.layers.parameter import Factory, drawn_key, parameter
 from hpctrain.layers.plane import PlaneProduct
@@ -52,9 +52,12 @@ class Linear(torch.nn.Module):
 
         algorithm = algorithm_of(grid, algorithm)
         sizes = in_features, out_features, self.to_inner, in_unit, out_unit
-        self.product = (
-            BoxProduct(algorithm, *sizes) if isinstance(algorithm, BoxAlgorithm) else PlaneProduct(algorithm, *sizes)
-        )
+        self.product: BoxProduct | PlaneProduct
+        if isinstance(algorithm, BoxAlgorithm):
+            self.product = BoxProduct(algorithm, *sizes)
+        else:
+            assert isinstance(algorithm, PlaneAlgorithm)
+            self.product = PlaneProduct(algorithm, *sizes)
         factory = Factory(dtype=dtype, device=device)
         self.weight = parameter(self.product.weight, key / "weight", std, **factory)
         self.bias = parameter(self.product.bias, key / "bias", None, **factory) if bias else None

@@ -65,7 +65,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, scale, layer):
         rows, columns = logits.shape
-        plane, smoothing, z_loss = layer.plane, *layer.regularisation
+        plane = layer.plane
+        smoothing, z_loss = layer.regularisation
         sharp, smooth = 1 - smoothing, smoothing / layer.vocabulary
         local, ignored = targets - layer.first, targets == layer.ignore_index
         found = ((local >= 0) & (local < columns)).nonzero().squeeze(1)

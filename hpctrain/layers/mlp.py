@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +83,7 @@ def _columns(both):
     return both.unflatten(1, (-1, 2)).unbind(2)
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": gelu_tanh,
     "gelu": F.gelu,
     "relu": F.relu,

@@ -74,7 +74,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _turn(grad, *ctx.table, -1), None, None
+        cos, sin = ctx.table
+        return _turn(grad, cos, sin, -1), None, None
 
 
 def _turn(x, cos, sin, sign):

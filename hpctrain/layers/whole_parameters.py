@@ -10,6 +10,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.grid import Grid
+from hpctrain.parameter import shard_of
 
 
 def whole_parameters(model: torch.nn.Module, grid: Grid) -> Iterator[tuple[str, torch.Tensor]]:
@@ -18,8 +19,8 @@ def whole_parameters(model: torch.nn.Module, grid: Grid) -> Iterator[tuple[str, 
     The first rank gets the whole tensor, in host memory, one at a time; the others get an empty one.
     """
     here = dict(model.named_parameters())
-    local = {} if grid.data.rank else {name: p for name, p in here.items() if p.shard.owned(grid.coords)}
-    reported = grid.comm.allgather({name: (p.shard, p.dtype) for name, p in local.items()})
+    local = {} if grid.data.rank else {name: p for name, p in here.items() if shard_of(p).owned(grid.coords)}
+    reported = grid.comm.allgather({name: (shard_of(p), p.dtype) for name, p in local.items()})
     for name in dict.fromkeys(name for shards in reported for name in shards):
         owners = [rank for rank, shards in enumerate(reported) if name in shards]
         with getattr(here.get(name), "gathered", contextlib.nullcontext()):  # of ZeRO-3, spread over the replicas
@@ -34,6 +35,6 @@ def whole_parameters(model: torch.nn.Module, grid: Grid) -> Iterator[tuple[str, 
                         whole[part.slices] = comm.recv(torch.empty(part.shape, dtype=dtype), grid.world, rank)
                 yield name, whole
             else:
-                if name in local and math.prod(local[name].shard.shape):
+                if name in local and 0 not in shard_of(local[name]).shape:
                     comm.send(local[name].detach().cpu(), grid.world, 0)
                 yield name, torch.empty(0)

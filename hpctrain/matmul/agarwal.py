@@ -66,7 +66,8 @@ class Agarwal(Matmul):
         """C = A B, plus `bias` where C is stored transposed."""
         b = sharding.b.gather(b)
         if in_place(sharding.a.axis, b) and (not sharding.panels_in_c or in_place(sharding.c.axis, b)):
-            return sharding.c.multiply(*_factors_of_c(sharding.a.gather(a), b, sharding), bias)
+            left, right = _factors_of_c(sharding.a.gather(a), b, sharding)
+            return sharding.c.multiply(left, right, bias)
         source = operand(Direct, sharding.a, 0, a, self._orders(sharding.a, sharding), self._scratch)
         n = b.shape[not sharding.transposed]
         if sharding.panels_in_c:
@@ -87,23 +88,24 @@ class Agarwal(Matmul):
         plus: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A = C Bᵀ; `out` and `plus` as in `Rows.multiply`."""
-        b = b.whole if isinstance(b, Gathered) else sharding.b.gather(b)
-        c = self._c(c, sharding, whole=plus is not None)
-        if isinstance(c, Gathered) and (plus is not None or in_place(sharding.a.axis, b)):
-            return sharding.a.multiply(*_factors_of_a(c.whole, b, sharding), out=out, plus=plus)
-        k = b.shape[sharding.transposed]
-        target = result(sharding.a, 0, k, b, self._orders(sharding.a, sharding), self._scratch)
-        return map_panels(c, target, lambda panel: _factors_of_a(panel, b, sharding))
+        whole = b.whole if isinstance(b, Gathered) else sharding.b.gather(b)
+        source = self._c(c, sharding, whole=plus is not None)
+        if isinstance(source, Gathered) and (plus is not None or in_place(sharding.a.axis, whole)):
+            left, right = _factors_of_a(source.whole, whole, sharding)
+            return sharding.a.multiply(left, right, out=out, plus=plus)
+        k = whole.shape[sharding.transposed]
+        target = result(sharding.a, 0, k, whole, self._orders(sharding.a, sharding), self._scratch)
+        return map_panels(source, target, lambda panel: _factors_of_a(panel, whole, sharding))
 
     def tn(self, a: torch.Tensor, c: torch.Tensor | Gathered, sharding: Sharding) -> torch.Tensor:
         """B = Aᵀ C."""
-        c = self._c(c, sharding)
-        if isinstance(c, Gathered) and in_place(sharding.a.axis, a):
-            return sharding.b.multiply(*_factors_of_b(sharding.a.gather(a), c.whole, sharding))
-        k, n = a.shape[1], (c.whole if isinstance(c, Gathered) else c.block).shape[not sharding.transposed]
+        of_c = self._c(c, sharding)
+        if isinstance(of_c, Gathered) and in_place(sharding.a.axis, a):
+            return sharding.b.multiply(*_factors_of_b(sharding.a.gather(a), of_c.whole, sharding))
+        k, n = a.shape[1], (of_c.whole if isinstance(of_c, Gathered) else of_c.block).shape[not sharding.transposed]
         partial = summand_buffer(sharding.b.axis, (n, k) if sharding.transposed else (k, n), a)
         source = operand(Direct, sharding.a, 0, a, self._orders(sharding.a, sharding), self._scratch)
-        left, right = (c, source) if sharding.transposed else (source, c)
+        left, right = (of_c, source) if sharding.transposed else (source, of_c)
         contract(left, right, partial.shape, transpose=not sharding.transposed, out=partial)
         return sharding.b.reduce(partial)
 
@@ -172,13 +174,16 @@ class Agarwal(Matmul):
 # The factors of each matrix as it is stored, from those as they are stored.
 
 
-def _factors_of_c(a, b, sharding):
+Factors = tuple[torch.Tensor, torch.Tensor]
+
+
+def _factors_of_c(a: torch.Tensor, b: torch.Tensor, sharding: Sharding) -> Factors:
     return (b, a.t()) if sharding.transposed else (a, b)
 
 
-def _factors_of_a(c, b, sharding):
+def _factors_of_a(c: torch.Tensor, b: torch.Tensor, sharding: Sharding) -> Factors:
     return (c.t(), b) if sharding.transposed else (c, b.t())
 
 
-def _factors_of_b(a, c, sharding):
+def _factors_of_b(a: torch.Tensor, c: torch.Tensor, sharding: Sharding) -> Factors:
     return (c, a) if sharding.transposed else (a.t(), c)

@@ -13,6 +13,8 @@ from hpctrain.grid import Axis
 from hpctrain.matmul.panels import Scratch
 from hpctrain.shard import subsplit
 
+Layouts = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+
 
 class Matmul:
     """C = A B of an m×k and a k×n matrix on the tensor axes of a grid, every matrix spread over all of their ranks.
@@ -34,7 +36,7 @@ class Matmul:
     """
 
     # for A, B and C: the axes, outermost first, that the rows are cut over, and the columns
-    layouts: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+    layouts: Layouts
 
     def __init__(self, tensor: Axis):
         self.tensor, self.x, self.y, self.z = tensor, tensor.x, tensor.y, tensor.z

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpctrain.matmul.base import Matmul
+from hpctrain.matmul.base import Layouts, Matmul
 from hpctrain.matmul.operands import Broadcast, Direct, operand
 from hpctrain.matmul.panels import panels, rotated
 from hpctrain.matmul.pipelined_loops import contract, map_panels
@@ -36,7 +36,7 @@ class Plane(Matmul):
     kn (x-1)/(xy) + mn (y-1)/(xy): less, where k > n.
     """
 
-    layouts = ((("x",), ("y",)),) * 3
+    layouts: Layouts = ((("x",), ("y",)),) * 3
     _kind: type[Direct]  # how operands travel
 
     def cut(self, length: int, unit: int = 1) -> Sizes:
@@ -81,6 +81,10 @@ class Plane(Matmul):
         """B, whose rows are spread over x."""
         orders = self._orders(product, self.x, over_x, over_y)
         return operand(self._kind, Rows(self.x, over_x), 0, b, orders, self._scratch)
+
+    def _turn(self, product: str, i: int, j: int) -> tuple[int, int]:
+        """Where the rank at (i, j) begins among its panels: so many of so many parts of the way."""
+        raise NotImplementedError
 
     def _orders(self, product, axis, over_x, over_y):
         """For each rank of the axis, its panels in the order of its steps."""

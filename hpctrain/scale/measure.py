@@ -70,7 +70,9 @@ def measure(session: Session, world: MPI.Intracomm, steps: int) -> dict:
     taken = []
     for _ in range(steps):
         world.Barrier()
-        taken.append(train_step(session))
+        record = train_step(session)
+        assert record is not None  # a study has no checkpoint to go back to
+        taken.append(record)
     rank, known = session.grid.pipeline.rank, work.has_formula(session.config)
     mine = {
         "taken": [(record["seconds"], record["time"]) for record in taken],

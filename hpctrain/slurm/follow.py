@@ -16,7 +16,8 @@ def follow(job: str) -> int:
 
     A job that is requeued is followed on. Ctrl-C ends the following, not the job.
     """
-    position, printed, facts = 0, None, {}
+    position, printed = 0, None
+    facts: dict[str, str] = {}
     try:
         while True:
             latest = client.show(job)
@@ -29,7 +30,7 @@ def follow(job: str) -> int:
             if state != printed:
                 print(f"job {job}: {state}", file=sys.stderr, flush=True)
                 printed = state
-            if latest == {} or facts.get("JobState") in client.ENDED and facts.get("Requeue") != "2":
+            if latest == {} or facts.get("JobState", "") in client.ENDED and facts.get("Requeue") != "2":
                 _print_from(facts.get("StdOut"), position)  # what was written meanwhile
                 return client.exit_status(facts) if facts else 1
             time.sleep(SECONDS)

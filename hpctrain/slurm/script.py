@@ -21,14 +21,15 @@ def configurations(script: Path, arguments: list[str], array: str | None = None)
     default = re.search(r"^#HPCTRAIN config=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
     if not default:
         return [None] * len(tasks)
-    root, found = checkout(script), []
+    root = checkout(script)
+    found: list[Config | None] = []
     for task in tasks:
         overrides = [text if task is None else text.replace("%a", str(task)) for text in arguments]
         overrides = [text for text in overrides if not text.startswith("--resume")]
         path = root / default[1]
         if overrides and overrides[0].endswith(".toml"):
-            named = overrides.pop(0)
-            path = named if Path(named).is_file() else root / named
+            named = Path(overrides.pop(0))
+            path = named if named.is_file() else root / named
         found.append(load_config(path, overrides))
     return found
 

@@ -48,11 +48,11 @@ def tasks(array: str) -> list[int]:
     Traceback (most recent call last):
     ValueError: --array must read like 0-3,7 or 0-30:10%2, got 'a'
     """
-    numbers = []
+    numbers: list[int] = []
     for part in array.split("%")[0].split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
         if not match:
             raise ValueError(f"--array must read like 0-3,7 or 0-30:10%2, got {array!r}")
-        first, last, step = (int(group) if group else None for group in match.groups())
-        numbers += range(first, (first if last is None else last) + 1, step or 1)
+        first, last, step = match.groups()
+        numbers += range(int(first), int(last or first) + 1, int(step or 0) or 1)
     return numbers

@@ -8,6 +8,7 @@ import torch
 
 from hpctrain.comm.algorithms.by_messages import Link, direct
 from hpctrain.comm.buffers import wait
+from hpctrain.comm.message_workspace import MessageWorkspace
 from hpctrain.comm.workspace import new_workspace
 from hpctrain.grid import Axis
 from hpctrain.shard import split
@@ -27,12 +28,14 @@ class Hierarchy:
         from mpi4py import MPI
 
         node, lanes = axis.nodes[axis.rank], min(Counter(axis.nodes).values())
-        self.node = Axis(axis.name, axis.comm.Split(node, axis.rank), node, axis.transport)
+        self.node = Axis(axis.name, MPI.Intracomm(axis.comm.Split(node, axis.rank)), node, axis.transport)
         lane = self.node.rank if self.node.rank < lanes else MPI.UNDEFINED
-        comm = axis.comm.Split(lane, axis.rank)
+        comm = MPI.Intracomm(axis.comm.Split(lane, axis.rank))
         self.lane = Axis(axis.name, comm, node, axis.transport) if comm != MPI.COMM_NULL else None
         self.lanes, self.nodes = lanes, len(set(axis.nodes))
-        self._memory = new_workspace(self.node, torch.empty(0))
+        memory = new_workspace(self.node, torch.empty(0))
+        assert not isinstance(memory, MessageWorkspace)  # its ranks share memory
+        self._memory = memory
         axis.transport.resources.append(self)
 
     def free(self) -> None:
