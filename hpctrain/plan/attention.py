@@ -105,7 +105,7 @@ def hops(spans: tuple[Spans, ...], mask: Mask, length: int) -> tuple[tuple[Hop, 
 
 
 def _hop(queries, spans, owner, mask, length):
-    pairs, count = Counter(), Counter()
+    pairs, count = Counter[str](), Counter[str]()
     for tile in tiles(queries, spans[owner], mask, length):
         pairs[tile.kind] += tile.pairs
         count[tile.kind] += 1
@@ -119,8 +119,8 @@ def text(plan: AttentionPlan, width: int = 100) -> str:
     share = max(1, sum(most)) / width
     lines = [plan.choice, f"causal attention of {plan.length:,} tokens, sequence.balance = {plan.balance}:", ""]
     for rank, (spans, row) in enumerate(zip(plan.spans, plan.hops)):
-        cells = (_cell(hop, round(hop.work / share), round(longest / share)) for hop, longest in zip(row, most))
-        lines.append(f"ring {rank:<3}" + "|".join(cells) + "  positions " + _positions(spans))
+        bar = (_cell(hop, round(hop.work / share), round(longest / share)) for hop, longest in zip(row, most))
+        lines.append(f"ring {rank:<3}" + "|".join(bar) + "  positions " + _positions(spans))
     lines += [f"  {NOTE}", ""]
     mean = sum(hop.work for row in plan.hops for hop in row) / len(plan.hops)
     cells = [[f"{hop.owner}: {hop.work:,} {_tiles(hop)}" for hop in row] for row in plan.hops]

@@ -71,8 +71,8 @@ class Estimator:
     def parts(self, choice: Choice) -> tuple[Part, Part, Part, float]:
         """A block, the embedding and the head of a microbatch; seconds of the sums over z of a block's weights."""
         distance = choice.pipeline if choice.ring > 1 else 1  # of the boxes of a ring
-        key = choice.algorithm, choice.box, choice.ring, choice.ulysses, distance, choice.recompute
-        key = *key, self.job.sequences(choice)
+        shape = choice.algorithm, choice.box, choice.ring, choice.ulysses
+        key = *shape, distance, choice.recompute, self.job.sequences(choice)
         if key not in self._parts:
             box = Box(self.job, self.machine, self.network, choice)
             z_sums = sum(box.weight_sum(e.n_in, e.n_out) for e in self.job.costs.linears)
@@ -170,8 +170,11 @@ class Estimator:
         if p == 1:
             seconds = sum(m * stage.microbatch + stage.ending for stage in stages)
         else:
+            forward, inputs, weights = (list(each) for each in zip(*(stage.passes for stage in stages)))
             costs = Costs(
-                *(list(each) for each in zip(*(stage.passes for stage in stages))),
+                forward,
+                inputs,
+                weights,
                 reduce=[stage.sums + stage.sums_tensor for stage in stages],
                 update=[stage.update for stage in stages],
                 slices=[n / job.costs.context for n in job.slices] or None,
@@ -201,8 +204,7 @@ class Estimator:
     def reading(self, choice: Choice) -> float:
         """Seconds of a step's tokens, from memory: int64 ids and targets, copied once."""
         tokens = self.job.sequences(choice) * choice.microbatches * self.job.costs.context
-        tokens /= choice.ring * choice.ulysses
-        return 4 * 8 * tokens / self.machine.device.bandwidth
+        return 4 * 8 * (tokens / (choice.ring * choice.ulysses)) / self.machine.device.bandwidth
 
     # Memory
 

@@ -140,9 +140,9 @@ def read(config: Config) -> tuple[Job, Choice]:
         servers=config.data_parallel.idle,
     )
     grid = config.grid_shape
-    sizes = (grid[axis] for axis in ("replica", "pipeline", "x", "y", "z"))
     choice = Choice(
-        *sizes, train.microbatches, pipeline.schedule, pipeline.virtual_stages, train.recompute,
-        config.data_parallel.method, config.tensor.algorithm, grid["ring"], grid["ulysses"],
+        grid["replica"], grid["pipeline"], grid["x"], grid["y"], grid["z"], train.microbatches, pipeline.schedule,
+        pipeline.virtual_stages, train.recompute, config.data_parallel.method, config.tensor.algorithm,
+        grid["ring"], grid["ulysses"],
     )  # fmt: skip
     return job, choice

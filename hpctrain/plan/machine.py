@@ -154,7 +154,7 @@ class Machine:
         """
         path = Path(name)
         if str(name) in names():
-            path = resources.files("hpctrain.plan") / "machines" / f"{name}.toml"
+            path = Path(str(resources.files("hpctrain.plan"))) / "machines" / f"{name}.toml"
         elif path.suffix != ".toml" and not files.regular(path):
             near = difflib.get_close_matches(str(name), names(), 1)
             hint = f"did you mean {near[0]}? " if near else ""
@@ -226,7 +226,7 @@ def _read(kind: type, table: dict, where: str):
 
 
 def _value(hint, value, where):
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _read(hint, value, where)
     if typing.get_origin(hint) is tuple:
         item, *_ = typing.get_args(hint)

@@ -8,6 +8,7 @@ calls, as what others do to the machine only adds to a time, of the slowest rank
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -124,13 +125,14 @@ def attention(grid: Grid, device: torch.device, heads: int = 8, length: int = 25
 
 def collectives(grid: Grid, device: torch.device) -> dict[str, list[tuple[int, float]]]:
     """{operation: [(bytes of the whole tensor, seconds)]} over all ranks, and of messages between two."""
-    axis, found = grid.data, {}
+    axis = grid.data
+    found: dict[str, list[tuple[int, float]]] = {}
     for nbytes in SIZES:
         whole = torch.zeros(axis.size, max(1, nbytes // 4 // axis.size), device=device)
         buffer = comm.AllReduceBuffer(axis, whole.numel(), whole)
-        calls = {
-            "all_gather": lambda whole=whole: comm.all_gather(whole[:1], axis),
-            "reduce_scatter": lambda whole=whole: comm.reduce_scatter(whole, axis),
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather": functools.partial(comm.all_gather, whole[:1], axis),
+            "reduce_scatter": functools.partial(comm.reduce_scatter, whole, axis),
             "all_reduce": buffer.all_reduce,
         }
         for name, call in calls.items():

@@ -7,8 +7,9 @@ from hpctrain.plan.job import Job
 
 def state_bytes(job: Job, method: str, data: int) -> float:
     """Of one parameter: weights, gradients, masters and the optimizer's numbers; see data_parallel/README.md."""
-    masters = (job.master if job.master != job.itemsize else 0) + job.moments * job.master
-    weights, gradients = job.itemsize, job.reduce
+    masters: float = (job.master if job.master != job.itemsize else 0) + job.moments * job.master
+    weights: float = job.itemsize
+    gradients: float = job.reduce
     if method in ("zero1", "zero2", "zero3"):
         masters /= data
     if method in ("zero2", "zero3"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from hpctrain.config import Config
 from hpctrain.config.checks import check
@@ -69,7 +70,7 @@ def predicted(estimator: Estimator, choice: Choice, estimate: Estimate | None = 
         fits=estimate.memory <= machine.device.memory,
         bytes=received(job, choice),
         parts=estimate.parts,
-        bound_by=max(ranked, key=ranked.get),
+        bound_by=max(ranked, key=ranked.__getitem__),
         settings=choice.settings,
     )
 
@@ -92,7 +93,7 @@ def received(job: Job, choice: Choice) -> dict[str, float]:
 
 def planned(config: Config, prediction: Prediction) -> Config:
     """The configuration with the prediction's settings, checked."""
-    sections: dict[str, object] = {}
+    sections: dict[str, Any] = {}  # each of a class of its own
     for name, value in prediction.settings.items():
         section, _, key = name.partition(".")
         sections[section] = dataclasses.replace(sections.get(section, getattr(config, section)), **{key: value})

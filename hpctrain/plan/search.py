@@ -72,7 +72,9 @@ class Search:
     def best(self, top: int) -> list[tuple[Estimate, Choice]]:
         """Those that take the fewest seconds; of equals, the first in the order of their settings."""
         number = itertools.count()
-        queue = [(self.layout_bound(layout), next(number), layout) for layout in self.layouts]
+        queue: list[tuple[float, int, Layout | list[Choice]]] = [
+            (self.layout_bound(layout), next(number), layout) for layout in self.layouts
+        ]
         heapq.heapify(queue)
         found: list[tuple[float, Choice, Estimate]] = []
         while queue:
@@ -149,6 +151,7 @@ class Search:
                 need = self.estimator.memory(choice)
                 if need < least:
                     leanest, least = choice, need
+        assert leanest is not None  # there are layouts
         settings = " ".join(f"{name}={value}" for name, value in leanest.settings.items())
         return (
             f"no plan fits: device.memory of {self.estimator.machine.name} is {self.memory / GIB:.2f} GiB, and the "
@@ -170,7 +173,7 @@ def changes(found: list[Prediction]) -> list[str]:
         }
         slower = f"{100 * (other.seconds / best.seconds - 1):.1f} % slower"
         if factors:
-            name = min(factors, key=factors.get)
+            name = min(factors, key=factors.__getitem__)
             slower += f"; the faster one where {name} takes {factors[name]:.2f} times as long"
         lines.append(slower)
     return lines

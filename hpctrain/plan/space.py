@@ -37,7 +37,7 @@ def layouts(job: Job, given: Choice, ranks: int) -> Iterator[Layout]:
             continue
         sequences = -(-job.batch // workers)
         for microbatches in divisors(sequences):
-            yield Layout(data, pipeline, *box, microbatches)
+            yield Layout(data, pipeline, box[0], box[1], box[2], microbatches)
 
 
 def choices(job: Job, given: Choice, layout: Layout) -> Iterator[Choice]:
