@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 
 from hpctrain.choices import PRODUCTS, check_product
-from hpctrain.grid import all_grids, grid_shape
+from hpctrain.grid_shape import all_grids, grid_shape
 
 ROOT = Path(__file__).parents[1]
 GOAL = 1e-10

@@ -26,7 +26,7 @@ import hpctrain as ht
 from hpctrain import data_parallel
 from hpctrain.choices import STRATEGIES
 from hpctrain.config import DataParallelConfig
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.layers import Tokens
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.shard import split, subsplit

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 
 from hpctrain.config import Config, load_config
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.plan import Machine, predict
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,7 +7,7 @@ import math
 import torch
 
 from hpctrain import Grid, RngKey
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.layers import image_block
 
 KEY = RngKey(5, "images")

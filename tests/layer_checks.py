@@ -7,7 +7,7 @@ import torch
 
 from hpctrain import Grid, RngKey
 from hpctrain.data_parallel import DataParallel
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.layers import Tokens
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.shard import split, subsplit

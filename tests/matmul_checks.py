@@ -3,7 +3,7 @@
 import torch
 
 from hpctrain import Grid, matmul
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.matmul.two_half_d_rows import TwoHalfDRows
 
 ALGORITHMS = ("Cannon", "Summa", "TwoHalfD", "Agarwal")

@@ -6,7 +6,7 @@ import pytest
 from hpctrain import Grid, RngKey
 from hpctrain.data import ShardedTokens, pack
 from hpctrain.data.tokenizers import tokenizer_from_option
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.pipeline import one_f_one_b
 from hpctrain.train.batches import Samples
 

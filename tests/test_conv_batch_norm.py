@@ -5,7 +5,7 @@ import torch
 from image_checks import DOUBLE, KEY, assembled, block, check, close, tensor_grids, whole
 
 from hpctrain import Grid
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.layers import BatchNorm2d
 from hpctrain.shard import split
 

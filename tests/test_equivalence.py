@@ -7,7 +7,7 @@ from training_checks import CORNERS, PLANES, UNEVEN, by_messages, check, fitting
 
 from hpctrain import Grid
 from hpctrain.choices import OVERLAPS
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6, 8)]
 

@@ -7,7 +7,7 @@ import reference
 import torch
 
 from hpctrain import Grid, RngKey
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.train.generate import generate
 

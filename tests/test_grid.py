@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpctrain import Grid, comm
-from hpctrain.grid import AXES, grid_shape
+from hpctrain.grid_shape import AXES, grid_shape
 
 pytestmark = pytest.mark.mpi
 
@@ -73,7 +73,7 @@ def members(axis, grid):
 def test_data_pipeline_tensor(world):
     grid = Grid(data=2, pipeline=2, tensor=2)
     coords, *lines = GRID_2_2_2[world.rank]
-    assert tuple(grid.coords.values()) == coords
+    assert tuple(grid.coords[axis] for axis in AXES) == coords
     t = grid.tensor
     assert [members(a, grid) for a in (grid.data, grid.pipeline, t.x, t.y, t.z, t)] == lines
 
@@ -82,7 +82,7 @@ def test_data_pipeline_tensor(world):
 def test_box_and_planes(world):
     grid = Grid(tensor=(2, 2, 2))
     coords, x, y, z, xz = BOX_2_2_2[world.rank]
-    assert tuple(grid.coords.values()) == coords
+    assert tuple(grid.coords[axis] for axis in AXES) == coords
     assert [members(a, grid) for a in (grid.tensor.x, grid.tensor.y, grid.tensor.z)] == [x, y, z]
     assert members(grid.plane("z", "x"), grid) == xz  # row-major, however it is asked for
     assert members(grid.plane("x", "y", "z"), grid) == list(range(8))
@@ -100,7 +100,7 @@ def test_box_and_planes(world):
 def test_sequence_axes(world, shape, table):
     grid = Grid(**shape)
     coords, *lines = table[world.rank]
-    assert tuple(grid.coords.values()) == coords
+    assert tuple(grid.coords[axis] for axis in AXES) == coords
     others = grid.tensor.x if "tensor" in shape else grid.pipeline
     axes = (grid.data, grid.replica, grid.sequence, grid.ring, grid.ulysses, others)
     assert [members(axis, grid) for axis in axes] == lines
@@ -108,6 +108,72 @@ def test_sequence_axes(world, shape, table):
     replicas, rings, ulysses = shape["data"]
     assert grid.data.rank == (grid.replica.rank * rings + grid.ring.rank) * ulysses + grid.ulysses.rank
     assert grid.sequence.rank == grid.ring.rank * ulysses + grid.ulysses.rank
+
+
+# Of a grid: (coordinates along expert and copies, ranks along expert, ranks along copies) of each rank
+EXPERTS = {
+    4: {
+        # expert neighbours are ulysses neighbours
+        ((2, 1, 2), 1, 1, 2): [
+            (0, 0, [0, 1], [0, 2]), (1, 0, [0, 1], [1, 3]), (0, 1, [2, 3], [0, 2]), (1, 1, [2, 3], [1, 3]),
+        ],
+        # tensor and data ranks together
+        (2, 1, (1, 2, 1), 4): [
+            (0, 0, [0, 1, 2, 3], [0]), (1, 0, [0, 1, 2, 3], [1]), (2, 0, [0, 1, 2, 3], [2]), (3, 0, [0, 1, 2, 3], [3]),
+        ],
+        # within a stage: ranks 0 and 2 are those of the first
+        (2, 2, 1, 2): [(0, 0, [0, 2], [0]), (0, 0, [1, 3], [1]), (1, 0, [0, 2], [2]), (1, 0, [1, 3], [3])],
+        # without experts every rank of a stage is a copy
+        (2, 2, 1, 1): [(0, 0, [0], [0, 2]), (0, 0, [1], [1, 3]), (0, 1, [2], [0, 2]), (0, 1, [3], [1, 3])],
+    },
+    6: {
+        # neither of data nor of tensor ranks a multiple
+        (2, 1, 3, 2): [
+            (0, 0, [0, 1], [0, 2, 4]), (1, 0, [0, 1], [1, 3, 5]), (0, 1, [2, 3], [0, 2, 4]),
+            (1, 1, [2, 3], [1, 3, 5]), (0, 2, [4, 5], [0, 2, 4]), (1, 2, [4, 5], [1, 3, 5]),
+        ],
+    },
+    8: {
+        # ring, pipeline and z: the stages are 0, 1, 4, 5 and 2, 3, 6, 7
+        ((1, 2, 1), 2, (1, 1, 2), 2): [
+            (0, 0, [0, 1], [0, 4]), (1, 0, [0, 1], [1, 5]), (0, 0, [2, 3], [2, 6]), (1, 0, [2, 3], [3, 7]),
+            (0, 1, [4, 5], [0, 4]), (1, 1, [4, 5], [1, 5]), (0, 1, [6, 7], [2, 6]), (1, 1, [6, 7], [3, 7]),
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.ranks(*EXPERTS)
+def test_experts(world):
+    for shape, table in EXPERTS[world.size].items():
+        with Grid(*shape) as grid:
+            *place, expert, copies = table[world.rank]
+            assert [grid.coords["expert"], grid.coords["copies"]] == [grid.expert.rank, grid.copies.rank] == place
+            assert members(grid.expert, grid) == grid.members("expert") == expert
+            assert members(grid.copies, grid) == grid.members("copies") == copies
+
+
+@pytest.mark.ranks(2, 4)
+def test_experts_that_do_not_fit_are_refused(world):
+    for expert, said in ((3, "got 3"), (2 * world.size, f"got {2 * world.size}")):
+        with pytest.raises(ValueError, match="grid.expert must divide the . ranks of a pipeline stage") as refused:
+            Grid(world.size, expert=expert)
+        assert str(refused.value).endswith(said)
+    with pytest.raises(ValueError, match="grid.expert must divide the 1 ranks of a pipeline stage, data × tensor: 1,"):
+        Grid(1, world.size, 1, expert=world.size)
+
+
+@pytest.mark.ranks(4)
+def test_describe_experts(world):
+    lines = Grid(2, 2, 1, expert=2).describe().splitlines()
+    assert lines[0] == "grid of 4 ranks: data 2 × pipeline 2 × tensor (1, 1, 1), experts over 2 ranks in 1 copy"
+    assert [line.replace("→", " ").split() for line in lines[1:]] == [
+        ["rank", "data", "pipeline", "x", "y", "z", "copies", "expert"],
+        ["0", "0", "0", "0", "0", "0", "0", "0"],
+        ["1", "0", "1", "0", "0", "0", "0", "0"],
+        ["2", "1", "0", "0", "0", "0", "0", "1"],
+        ["3", "1", "1", "0", "0", "0", "0", "1"],
+    ]
 
 
 def test_wrong_product_is_refused_everywhere(world):
@@ -130,6 +196,7 @@ def test_wrong_product_is_refused_everywhere(world):
         ({"data": True}, "grid.data must be an integer of at least 1, got True"),
         ({"data": (1, 2)}, "grid.data must be one integer or three (replica, ring, ulysses), got (1, 2)"),
         ({"data": (1, 0, 2)}, "grid.data (ring) must be an integer of at least 1, got 0"),
+        ({"expert": 0}, "grid.expert must be an integer of at least 1, got 0"),
     ],
 )
 def test_bad_sizes_are_refused(world, sizes, option):
@@ -219,4 +286,4 @@ def test_a_part_of_the_ranks(world):
     part = world.Split(world.rank % 2)
     grid = Grid(data=part.size, comm=part)
     assert (grid.size, grid.coords["replica"]) == (part.size, part.rank)
-    assert list(grid.coords) == list(AXES)
+    assert list(grid.coords) == [*AXES, "expert", "copies"]

@@ -26,8 +26,11 @@ LAYERS = [
     ("data",),
     ("comm",),
     ("grid", "launch", "parameter"),
-    ("grad_sync", "shard", "shard_entries", "traffic", "randomness", "files", "cores", "digest", "choices"),
-]
+    (
+        "grid_shape", "grad_sync", "shard", "shard_entries", "traffic", "randomness", "files", "cores", "digest",
+        "choices",
+    ),
+]  # fmt: skip
 ONE_CONCEPT = [{"cli", "__main__"}, {"shard", "shard_entries"}]  # of several files
 
 

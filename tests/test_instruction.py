@@ -12,7 +12,7 @@ from hpctrain import Grid, RngKey, models
 from hpctrain.config import load_config
 from hpctrain.data import MixedOrder, SampleOrder, ShardedTokens, pack
 from hpctrain.data.documents import Fields
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.pipeline import one_f_one_b, schedule
 from hpctrain.train.batches import IGNORED, Samples
 

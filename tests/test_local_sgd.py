@@ -10,7 +10,7 @@ from training_checks import UNEVEN, batches, fitting, microbatches
 
 from hpctrain import Grid, RngKey
 from hpctrain.data_parallel import DataParallel, LocalSGD
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.shard import split
 from hpctrain.train.trainer import Trainer

@@ -14,7 +14,7 @@ from hpctrain import Grid, RngKey, models
 from hpctrain.comm import together
 from hpctrain.config import load_config
 from hpctrain.data import ShardedTokens
-from hpctrain.grid import grid_shape
+from hpctrain.grid_shape import grid_shape
 from hpctrain.models.plain.model import seeded
 from hpctrain.pipeline import one_f_one_b
 from hpctrain.plan import step_traffic

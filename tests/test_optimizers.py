@@ -7,7 +7,7 @@ from replica_checks import ROWS, STEPS, X, Y, grid_of, layers_on, train
 from hpctrain import Grid
 from hpctrain.choices import OPTIMIZERS
 from hpctrain.data_parallel import DataParallel, ParameterServer
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.train.optimizer import make_optimizer
 
 pytestmark = pytest.mark.mpi

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.config import load_config
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.plan import Machine, changes, planned, predict, search
 from hpctrain.plan import job as jobs
 from hpctrain.plan.estimator import Estimator

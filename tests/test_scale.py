@@ -11,7 +11,7 @@ import pytest
 from hpctrain import plan
 from hpctrain.cli import main
 from hpctrain.config import load_config
-from hpctrain.grid import grid_shape
+from hpctrain.grid_shape import grid_shape
 from hpctrain.scale import report, work
 from hpctrain.scale.figures import PARTS
 from hpctrain.scale.points import points

@@ -8,7 +8,7 @@ from traffic_checks import EVEN, counted
 
 from hpctrain import Grid, models
 from hpctrain.choices import DEFAULT_OVERLAP, OVERLAPS
-from hpctrain.grid import all_grids, grid_shape
+from hpctrain.grid_shape import all_grids, grid_shape
 from hpctrain.models.gpt2 import GPT2Shape
 from hpctrain.models.llama import LlamaShape
 from hpctrain.pipeline import schedule

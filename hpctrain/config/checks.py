@@ -9,7 +9,7 @@ from hpctrain import models
 from hpctrain.choices import check_product
 from hpctrain.config.option import options
 from hpctrain.config.sections import Config
-from hpctrain.grid import check_ranks, size_of
+from hpctrain.grid_shape import check_expert, check_ranks, size_of
 from hpctrain.pipeline import Schedule, balanced_slices, schedule
 from hpctrain.pipeline.partitioners import check_counts
 
@@ -23,6 +23,7 @@ def check(config: Config) -> None:
         for key, option in options(section.__class__, field.name).items():
             option.validate(getattr(section, key))
     shape = config.grid_shape
+    check_experts(config)
     check_sequence_axes(config)
     check_product(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])
     models.get(config.model.kind).shape(vars(config.model))
@@ -93,6 +94,16 @@ def check_documents(config: Config) -> None:
 def check_grid(config: Config, ranks: int) -> None:
     """Raise ValueError unless the grid has exactly `ranks` places."""
     check_ranks(config.grid_shape, ranks)
+
+
+def check_experts(config: Config) -> None:
+    """Raise ValueError for a grid that cannot spread experts as grid.expert says, or without any to spread."""
+    check_expert(config.grid_shape, expert := config.grid.expert)
+    if expert > 1 and not models.get(config.model.kind).experts:
+        raise ValueError(
+            f"grid.expert = {expert} spreads the experts of a mixture, which model.kind = {config.model.kind} has not "
+            "got; use grid.expert=1"
+        )
 
 
 def check_sequence_axes(config: Config) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain import choices, models
 from hpctrain.config.option import option
 from hpctrain.config.sequence import SequenceChoice
-from hpctrain.grid import grid_shape
+from hpctrain.grid_shape import grid_shape
 from hpctrain.models.registry import SPECS as KINDS
 from hpctrain.pipeline.partitioners import METHODS as PARTITIONERS
 from hpctrain.pipeline.registry import NAMES as SCHEDULES
@@ -114,6 +114,10 @@ class GridConfig:
     sequence: int = option(
         1, "ranks that share every sequence of each of grid.data replicas, by sequence.method; ranks are their product",
         low=1,
+    )  # fmt: skip
+    expert: int = option(
+        1, "ranks that the experts of a mixture are spread over: a divisor of data × tensor, of whose ranks each then "
+        "holds only some of the experts; 1: all of them on every rank", low=1,
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from hpctrain.convert.refusals import hook_refused
 from hpctrain.convert.sharded_module import sharded_type
 from hpctrain.convert.sharded_parameter import ReplicatedParameter, attach
 from hpctrain.convert.sharding import Sharding, hooked
-from hpctrain.grid import TENSOR, Grid
+from hpctrain.grid import Grid
+from hpctrain.grid_shape import TENSOR
 from hpctrain.parameter import annotate
 from hpctrain.randomness import RngKey, fill_slice
 from hpctrain.shard import Shard, split

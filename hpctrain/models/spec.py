@@ -31,6 +31,7 @@ class ModelSpec(abc.ABC):
         kind: the name in messages and in exported folders.
         keys: the keys of [model] that this kind has beside the common ones. 0 or false is the kind's own default.
         sequence_axes: whether ring and Ulysses ranks may share a sequence.
+        experts: whether the model has a mixture's experts, which grid.expert ranks divide.
         own_loss: whether the model computes its loss otherwise than by `layers.CrossEntropy`.
         documents: whether tokens attend to their own document alone where `tokens` are given `documents`.
         token_slices: whether a sequence may pass through the stages in slices, as the schedule "terapipe" has it.
@@ -41,6 +42,7 @@ class ModelSpec(abc.ABC):
     kind: str
     keys: frozenset[str] = frozenset()
     sequence_axes: bool = True
+    experts: bool = False
     own_loss: bool = False
     documents: bool = True
     token_slices: bool = True

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain import models
 from hpctrain.config import Config
-from hpctrain.grid import size_of
+from hpctrain.grid_shape import size_of
 from hpctrain.layers.context.heads import kv_heads, query_heads
 from hpctrain.layers.context.mask import Mask
 from hpctrain.layers.context.spans import Spans, sequence_spans

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hpctrain import models
 from hpctrain.config import Config
 from hpctrain.config.checks import token_slices
-from hpctrain.grid import grid_shape
+from hpctrain.grid_shape import grid_shape
 from hpctrain.models import TransformerCosts
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hpctrain.choices import RECOMPUTE, check_product
-from hpctrain.grid import all_grids
+from hpctrain.grid_shape import all_grids
 from hpctrain.plan.job import Choice, Job
 
 ZERO = ("ddp", "zero1", "zero2", "zero3")

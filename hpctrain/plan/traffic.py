@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.choices import DEFAULT_OVERLAP, PLANE_PRODUCTS
-from hpctrain.grid import size_of
+from hpctrain.grid_shape import size_of
 from hpctrain.models import TransformerCosts
 from hpctrain.pipeline import Schedule, one_f_one_b
 from hpctrain.pipeline.actions import FORWARD, WEIGHT_GRADIENT, flat

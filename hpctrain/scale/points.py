@@ -8,7 +8,7 @@ from math import prod, sqrt
 from pathlib import Path
 
 from hpctrain.config import Config, load_config, to_toml
-from hpctrain.grid import all_grids, describe_shape
+from hpctrain.grid_shape import all_grids, describe_shape
 from hpctrain.plan import Machine, predict
 from hpctrain.scale.work import received
 
@@ -65,7 +65,7 @@ def points(
                 f"the grid of {path} has {base.ranks} ranks, but the study begins with {ranks[0]}; give the grid of "
                 f"the first point, as grid.data={ranks[0]}, or begin with --ranks 1 or {base.ranks}"
             )
-        fixed += ["grid.data=1", "grid.sequence=1", "grid.pipeline=1", "grid.tensor=[1, 1, 1]"]
+        fixed += ["grid.data=1", "grid.sequence=1", "grid.pipeline=1", "grid.tensor=[1, 1, 1]", "grid.expert=1"]
         base = load_config(path, fixed)
     fastest = []
     for count in ranks:

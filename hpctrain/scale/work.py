@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpctrain import models
 from hpctrain.config import Config
 from hpctrain.config.checks import pipeline_schedule, token_slices
-from hpctrain.grid import size_of
+from hpctrain.grid_shape import size_of
 from hpctrain.matmul import lower_bound
 from hpctrain.plan import step_traffic
 from hpctrain.shard import split_sizes

@@ -16,7 +16,8 @@ from hpctrain.config.loading import toml_value
 from hpctrain.data.index import read_index
 from hpctrain.data.tokenizers import tokenizer_from_description
 from hpctrain.data_parallel.optimizer_state import parameters_to_load
-from hpctrain.grid import Grid, grid_arguments
+from hpctrain.grid import Grid
+from hpctrain.grid_shape import grid_arguments
 from hpctrain.layers import algorithm_of
 from hpctrain.models.export import TOKENIZER, TOKENIZER_SETTINGS
 from hpctrain.models.pretrained import load, read_settings
@@ -60,7 +61,7 @@ def open_trained(source: Path, overrides: list[str], world: MPI.Intracomm) -> Tr
         if spec.own_loss:
             raise ValueError(f"model.kind = {config.model.kind} has a loss and logits of its own")
         check_grid(config, world.size)
-    grid = Grid(*grid_arguments(config.grid_shape), comm=world)
+    grid = Grid(*grid_arguments(config.grid_shape), config.grid.expert, comm=world)
     device = comm.local_device(config.run.device, world)
     comm.decide_cuda_aware(grid, device)
     master, precision = dtypes(config.precision)
@@ -98,7 +99,7 @@ def configuration(source: Path, overrides: list[str], ranks: int) -> Config:
         path, given = None, [f"model.{key}={toml_value(value)}" for key, value in found.options(settings).items()]
     else:
         raise ValueError(f"{source} is neither a run folder (config.toml) nor one of Hugging Face's (config.json)")
-    alone = ["grid.data=1", "grid.pipeline=1", "grid.tensor=1"]
+    alone = ["grid.data=1", "grid.pipeline=1", "grid.tensor=1", "grid.expert=1"]
     if any(override.startswith("grid.") for override in overrides):
         return load_config(path, [*given, *alone, *overrides])
     config = load_config(path, [*given, *overrides])

@@ -13,7 +13,8 @@ from hpctrain.checkpoint import Checkpointer, TrainingState
 from hpctrain.config import Config
 from hpctrain.config.checks import check_grid, pipeline_schedule, token_slices
 from hpctrain.data_parallel import Precision, make
-from hpctrain.grid import Grid, grid_arguments
+from hpctrain.grid import Grid
+from hpctrain.grid_shape import grid_arguments
 from hpctrain.layers import algorithm_of
 from hpctrain.models import ModelSpec
 from hpctrain.models.partition import layers_per_stage
@@ -95,7 +96,7 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
             made, or checkpoints of which none can be used.
     """
     check_grid(config, world.size)
-    grid = Grid(*grid_arguments(config.grid_shape), comm=world)
+    grid = Grid(*grid_arguments(config.grid_shape), config.grid.expert, comm=world)
     watched = grid.comm
     if config.comm.watchdog:
         watched = comm.WatchedComm(comm.Watchdog(grid, config.comm.watchdog))

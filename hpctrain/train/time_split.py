@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpctrain.traffic import Traffic
 
 AXES = ("data", "sequence", "pipeline", "tensor")
-PART = {"replica": "data", "ring": "sequence", "ulysses": "sequence"}  # of which they are
+PART = {"replica": "data", "copies": "data", "ring": "sequence", "ulysses": "sequence"}  # of which they are
 
 
 def time_split(traffic: Traffic, total: float, reading: float) -> dict[str, float]:

@@ -1,0 +1,158 @@
+"""Sizes of the axes of a grid, and their products: pure arithmetic, without MPI."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+# Row-major, z fastest: tensor neighbours share a node before those of Ulysses do, which talk more than those of a ring.
+AXES = ("replica", "ring", "pipeline", "ulysses", "x", "y", "z")
+TENSOR = ("x", "y", "z")
+# Names of several axes joined; a rank along them is row-major, too.
+JOINED = {
+    "data": ("replica", "ring", "ulysses"),
+    "sequence": ("ring", "ulysses"),
+    "stage": ("replica", "ring", "ulysses", *TENSOR),
+    "world": AXES,
+}
+
+
+def parts_of(name: str) -> tuple[str, ...]:
+    """The axes that an axis of this name joins.
+
+    >>> parts_of("data"), parts_of("x+z")
+    (('replica', 'ring', 'ulysses'), ('x', 'z'))
+    """
+    return JOINED.get(name) or tuple(name.split("+"))
+
+
+def size_of(shape: dict[str, int], name: str) -> int:
+    """Ranks along an axis of this name, of a grid of these sizes.
+
+    >>> size_of(grid_shape((3, 1, 2), 1, 4), "data")
+    6
+    """
+    return math.prod(shape[axis] for axis in parts_of(name))
+
+
+def grid_shape(data: Any, pipeline: int, tensor: Any) -> dict[str, int]:
+    """Sizes of AXES by name.
+
+    >>> grid_shape(2, 1, 4)
+    {'replica': 2, 'ring': 1, 'pipeline': 1, 'ulysses': 1, 'x': 4, 'y': 1, 'z': 1}
+    >>> grid_shape(0, 1, (1, 1, 1))
+    Traceback (most recent call last):
+    ValueError: grid.data must be an integer of at least 1, got 0
+    """
+    replica, ring, ulysses = _three("grid.data", data, JOINED["data"])
+    return dict(
+        zip(AXES, (replica, ring, _size("grid.pipeline", pipeline), ulysses, *_three("grid.tensor", tensor, TENSOR)))
+    )
+
+
+def _three(option, sizes, axes):
+    """Sizes of three axes, where one number is the size of the first."""
+    if not isinstance(sizes, (tuple, list)):
+        return _size(option, sizes), 1, 1
+    if len(sizes) != 3:
+        raise ValueError(f"{option} must be one integer or three ({', '.join(axes)}), got {sizes!r}")
+    return tuple(_size(f"{option} ({axis})", size) for axis, size in zip(axes, sizes))
+
+
+def _size(option, size):
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"{option} must be an integer of at least 1, got {size!r}")
+    return size
+
+
+def describe_shape(shape: dict[str, int], expert: int = 1) -> str:
+    """
+    >>> describe_shape(grid_shape(2, 1, 4))
+    'data 2 × pipeline 1 × tensor (4, 1, 1)'
+    >>> describe_shape(grid_shape((1, 2, 1), 1, 4))
+    'data (1, 2, 1) × pipeline 1 × tensor (4, 1, 1)'
+    >>> describe_shape(grid_shape(4, 2, 2), expert=4)
+    'data 4 × pipeline 2 × tensor (2, 1, 1), experts over 4 ranks in 2 copies'
+    """
+    data, pipeline, tensor = grid_arguments(shape)
+    copies = size_of(shape, "stage") // expert
+    experts = f", experts over {expert} ranks in {copies} cop{'y' if copies == 1 else 'ies'}" if expert > 1 else ""
+    return f"data {data} × pipeline {pipeline} × tensor {tensor}{experts}"
+
+
+def grid_arguments(shape: dict[str, int]):
+    """(data, pipeline, tensor) as `Grid` takes them."""
+    data = tuple(shape[axis] for axis in JOINED["data"])
+    return data[0] if data[1:] == (1, 1) else data, shape["pipeline"], tuple(shape[axis] for axis in TENSOR)
+
+
+def check_ranks(shape: dict[str, int], ranks: int) -> None:
+    """Raise ValueError with the nearest valid grids unless `shape` has exactly `ranks` places."""
+    product = math.prod(shape.values())
+    if product == ranks:
+        return
+
+    def named(shape):
+        return "data={} pipeline={} tensor={}".format(*grid_arguments(shape))
+
+    raise ValueError(
+        f"the grid {named(shape)} has {product} places, but there are {ranks} ranks. "
+        f"Start {product} ranks, or use one of the nearest grids of {ranks}: "
+        + "; ".join(map(named, nearest_grids(shape, ranks)))
+    )
+
+
+def check_expert(shape: dict[str, int], expert: int) -> None:
+    """Raise ValueError unless the ranks of a stage are a multiple of `expert`.
+
+    >>> check_expert(grid_shape(3, 2, 2), 4)
+    Traceback (most recent call last):
+    ValueError: grid.expert must divide the 6 ranks of a pipeline stage, data × tensor: 1, 2, 3 or 6, got 4
+    """
+    ranks = size_of(shape, "stage")
+    if ranks % _size("grid.expert", expert) == 0:
+        return
+    *others, largest = (n for n in range(1, ranks + 1) if ranks % n == 0)
+    choices = f"{', '.join(map(str, others))} or {largest}" if others else "1"
+    raise ValueError(
+        f"grid.expert must divide the {ranks} ranks of a pipeline stage, data × tensor: {choices}, got {expert}"
+    )
+
+
+def nearest_grids(shape: dict[str, int], ranks: int, count: int = 3) -> list[dict[str, int]]:
+    """The grids of exactly `ranks` places that change the sizes of `shape` by the smallest total ratio; those of a
+    sequence axis only where it has ranks.
+
+    >>> [tuple(near.values()) for near in nearest_grids(grid_shape(2, 2, 2), 4)]
+    [(1, 1, 2, 1, 2, 1, 1), (2, 1, 1, 1, 2, 1, 1), (2, 1, 2, 1, 1, 1, 1)]
+    """
+    axes = [axis for axis in AXES if axis not in JOINED["sequence"] or shape[axis] > 1]
+    near = [{**shape, **dict(zip(axes, sizes))} for sizes in _factorisations(ranks, len(axes))]
+
+    def distance(sizes):
+        return sum(abs(math.log(sizes[axis] / shape[axis])) for axis in axes)
+
+    return sorted(near, key=lambda sizes: (round(distance(sizes), 9), tuple(sizes.values())))[:count]
+
+
+def all_grids(ranks: int, sequence: bool = False) -> list[tuple]:
+    """Every (data, pipeline, (x, y, z)) of exactly `ranks` places; with `sequence`, data is (replica, ring, ulysses).
+
+    >>> [len(all_grids(ranks)) for ranks in (1, 2, 4, 8)]
+    [1, 5, 15, 35]
+    >>> [len(all_grids(ranks, sequence=True)) for ranks in (1, 2, 4, 8)]
+    [1, 7, 28, 84]
+    """
+    if not sequence:
+        return [(d, p, (x, y, z)) for d, p, x, y, z in _factorisations(ranks, 5)]
+    return [((r, c, u), p, (x, y, z)) for r, c, u, p, x, y, z in _factorisations(ranks, len(AXES))]
+
+
+def _factorisations(number: int, parts: int):
+    if parts == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorisations(number // first, parts - 1):
+                yield (first, *rest)
