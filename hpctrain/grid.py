@@ -30,6 +30,8 @@ from hpctrain.traffic import Traffic
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpctrain.shard import Shard
+
 ENDS = 16  # ranks of a large grid that `describe` shows first; half as many last, half as many around this one
 
 
@@ -201,6 +203,10 @@ class Grid:
         """The ranks that differ from this one only along these tensor axes, in row-major order."""
         return self._axes["+".join(name for name in TENSOR if name in names)]
 
+    def alike(self, shard: Shard) -> Axis:
+        """The ranks that hold the same slice as this one, beside those of tensor axes."""
+        return self._axes[shard.alike]
+
     def axes(self) -> list[Axis]:
         """All there are, in one order on all ranks."""
         return list(self._axes.values())
@@ -224,6 +230,11 @@ class Grid:
                 f"{what} has whole sequences on each rank, got grid.data = {sizes} of replica, ring and ulysses; use "
                 f"grid.data = {self.data.size}"
             )
+
+    def check_whole_experts(self, what: str) -> None:
+        """Raise ValueError where experts are spread over ranks, naming `what` cannot have that."""
+        if self.expert.size > 1:
+            raise ValueError(f"{what} has all weights on every replica, got grid.expert = {self.expert.size}; use 1")
 
     def free(self) -> None:
         """Give back the communicators and the shared memory. Collective; nothing of the grid may be used after it, nor

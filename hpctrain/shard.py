@@ -1,4 +1,4 @@
-"""Which slice of a global tensor a rank holds, and on which axes other ranks hold the same one."""
+"""Which slice of a global tensor a rank holds, and along which axes other ranks hold the same one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Shard:
             axes; otherwise each computes the whole gradient.
         holders: ranks of the pipeline axis that hold the slice, in order, when more than one does (tied embeddings,
             schedules with two replicas of a stage); their gradients are summed, and the first one counts.
-
-    Every rank of the data axis holds the same slices, so that `replicated` does not list it.
+        alike: axis along which all ranks hold this same slice, beside those of `replicated`; their gradients are
+            partial sums. "data", or "copies" for experts that are spread over ranks, see `expert_shard`.
     """
 
     global_shape: tuple[int, ...]
@@ -30,15 +30,33 @@ class Shard:
     replicated: tuple[str, ...] = ()
     holders: tuple[int, ...] = ()
     partial: bool = True
+    alike: str = "data"
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(part.stop - part.start for part in self.slices)
 
     def owned(self, coords: dict[str, int]) -> bool:
-        """Whether the rank at `coords` is the one that counts this slice, among those that hold it."""
+        """Whether the rank at `coords` is the one that counts this slice, among those that hold it and are at the same
+        place along the axis `alike`."""
         first = all(coords[axis] == 0 for axis in self.replicated)
         return first and (not self.holders or coords["pipeline"] == self.holders[0])
+
+
+def expert_shard(global_shape: tuple[int, ...], ranks: int, rank: int) -> Shard:
+    """Of a parameter of experts, which are its dim 0, on a rank of the axis `expert`, of so many.
+
+    Every rank of a stage has tokens of its own. Where none has the others' experts, those that have the same lie along
+    `copies`; where all have all of them, they are weights as any others, replicated over the tensor axes.
+
+    >>> expert_shard((5, 8, 4), 2, 1)
+    Shard(global_shape=(5, 8, 4), slices=(slice(3, 5, None), slice(0, 8, None), slice(0, 4, None)), replicated=(),
+          holders=(), partial=True, alike='copies')
+    """
+    slices = (split(global_shape[0], ranks, rank), *(slice(0, length) for length in global_shape[1:]))
+    if ranks == 1:
+        return Shard(global_shape, slices, replicated=("x", "y", "z"))
+    return Shard(global_shape, slices, alike="copies")
 
 
 def check_shards(model: torch.nn.Module) -> None:

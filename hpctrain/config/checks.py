@@ -104,6 +104,11 @@ def check_experts(config: Config) -> None:
             f"grid.expert = {expert} spreads the experts of a mixture, which model.kind = {config.model.kind} has not "
             "got; use grid.expert=1"
         )
+    if expert > 1 and (method := config.data_parallel.method) in ("parameter_server", "local_sgd"):
+        raise ValueError(
+            f"data_parallel.method = {method} has all weights on every replica, got grid.expert = {expert}; use 1, or "
+            "another method"
+        )
 
 
 def check_sequence_axes(config: Config) -> None:

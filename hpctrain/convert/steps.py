@@ -7,7 +7,7 @@ import torch
 from hpctrain import comm
 from hpctrain.convert.gradients import as_tensors, check_summed, is_summed, mark_summed
 from hpctrain.data_parallel.buckets import sum_gradients, summed_over
-from hpctrain.data_parallel.clipping import clip, local_square
+from hpctrain.data_parallel.clipping import clip, local_squares, replica_totals
 from hpctrain.grid import Grid
 from hpctrain.shard import check_shards
 
@@ -48,8 +48,8 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, grid: Grid | None =
     parameters = list(model.parameters())
     check_summed(parameters, "ht.clip_grad_norm_")
     with as_tensors():
-        square = comm.all_reduce(local_square(parameters, grid.coords), grid.tensor)
-        norm = square.sqrt()
+        nothing = torch.zeros((), dtype=torch.float64)
+        norm = replica_totals(nothing, local_squares(parameters, grid.coords), grid)[1].sqrt()
         clip(parameters, norm.item(), max_norm)
     return norm
 
@@ -71,8 +71,10 @@ def _complete(parameters, grid) -> list[torch.nn.Parameter]:
     Raises:
         ValueError: on every rank, when all of these gradients are sums over the replicas already.
     """
-    by_axis: dict = {grid.data: parameters}
+    by_axis: dict = {grid.data: [parameter for parameter in parameters if parameter.shard.alike == "data"]}
     for parameter in parameters:
+        if parameter.shard.alike == "copies":
+            by_axis.setdefault(grid.copies, []).append(parameter)
         if (plane := summed_over(parameter, grid)) is not None:
             by_axis.setdefault(plane, []).append(parameter)
     there = {parameter: parameter.grad is not None for parameter in parameters}

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.data_parallel.buckets import BUCKET_BYTES
-from hpctrain.data_parallel.clipping import clip, local_square
+from hpctrain.data_parallel.clipping import clip, local_squares
 from hpctrain.data_parallel.parameter_server import ParameterServer, ServedBucket
 from hpctrain.grid import Grid
 
@@ -69,7 +69,7 @@ class AsyncParameterServer(ParameterServer):
     def loss_and_grad_norm(self, loss: torch.Tensor) -> tuple[float, float]:
         if self.serves:
             return 0.0, 0.0
-        totals = torch.stack([loss, local_square(self.parameters, self.grid.coords).sqrt()])
+        totals = torch.stack([loss, local_squares(self.parameters, self.grid.coords).sum().sqrt()])
         loss, norm = (self.workers * totals).tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RuntimeError(f"loss {loss} and gradient norm {norm} of worker {self.grid.data.rank} are not finite")

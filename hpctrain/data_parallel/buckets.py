@@ -19,7 +19,7 @@ HOLDERS_TAG = 32766  # above those of the pipeline's messages
 
 
 class GradBucket:
-    """A bucket whose gradients are summed over the ranks of one replica.
+    """A bucket whose gradients are summed over tensor axes.
 
     Attributes:
         flat: memory of the gradients, one after another.
@@ -52,14 +52,14 @@ class GradBucket:
 
 
 class AllReducedGradBucket(GradBucket):
-    """The same, summed over the replicas as well: every rank gets all sums."""
+    """The same, summed over the ranks that hold the same weights as well: every rank gets all sums."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, data: Axis):
-        self.data = data
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, alike: Axis):
+        self.alike = alike
         super().__init__(parameters, plane)
 
     def _allocate(self, numel):
-        self._sums = comm.AllReduceBuffer(self.data, numel, self.parameters[0])
+        self._sums = comm.AllReduceBuffer(self.alike, numel, self.parameters[0])
         return self._sums.local
 
     def launch(self) -> None:
@@ -93,17 +93,18 @@ def grouped(parameters: Iterable[torch.nn.Parameter], grid: Grid, limit: int):
     """Groups of parameters for one bucket each, in the order in which they are closed: when they reach `limit` bytes.
 
     In a group all have the same dtype, the same holders and the same replication: ranks that hold the same parameters
-    must cut buckets at the same elements. The bytes are an even share of the whole parameter's over the tensor axis,
-    not those of this rank: its ranks must agree on the groups, since some are summed over them between the collectives
-    of backward.
+    must cut buckets at the same elements. The bytes are an even share of the whole parameter's over the ranks that
+    divide it, not those of this rank: all of a stage must agree on the groups, since some are summed over tensor axes
+    between the collectives of backward, and experts' over other ranks than those of the weights around them.
     """
     open_groups: dict[tuple, list] = {}
     filled: Counter = Counter()
     for parameter in parameters:
-        replicated = tuple(axis for axis in parameter.shard.replicated if grid.shape[axis] > 1)
-        key = parameter.dtype, replicated, summed_over(parameter, grid), parameter.shard.holders
+        shard, divided = parameter.shard, grid.expert if parameter.shard.alike == "copies" else grid.tensor
+        replicated = tuple(axis for axis in shard.replicated if grid.shape[axis] > 1)
+        key = parameter.dtype, replicated, summed_over(parameter, grid), shard.alike, shard.holders
         open_groups.setdefault(key, []).append(parameter)
-        filled[key] += math.prod(parameter.shard.global_shape) * parameter.itemsize // grid.tensor.size
+        filled[key] += math.prod(shard.global_shape) * parameter.itemsize // divided.size
         if filled[key] >= limit:
             filled[key] = 0
             yield open_groups.pop(key)
@@ -117,7 +118,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], grid: Grid, limit: i
     for group in grouped(reversed(parameters), grid, limit):
         gradients = [parameter.grad for parameter in group]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        for axis in (summed_over(group[0], grid), grid.data):
+        for axis in (summed_over(group[0], grid), grid.alike(group[0].shard)):
             if axis is not None:
                 comm.all_reduce(flat, axis)
         for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):

@@ -6,16 +6,29 @@ from collections.abc import Iterable
 
 import torch
 
+from hpctrain import comm
 from hpctrain.comm.buffers import REDUCED_HERE
+from hpctrain.grid import Grid
 
 
-def local_square(parameters: Iterable[torch.nn.Parameter], coords: dict[str, int]) -> torch.Tensor:
-    """Sum of the squares of the gradients that this rank counts, float64.
+def local_squares(parameters: Iterable[torch.nn.Parameter], coords: dict[str, int]) -> torch.Tensor:
+    """Sums of the squares of the gradients that this rank counts, float64: those of spread experts are the second.
 
-    Summed over the tensor and pipeline axes it is the square of the norm of the dense gradient: every slice is counted
-    by one of the ranks that hold it.
+    Of every slice one of the ranks that hold it counts it, at each place along the axis `alike` of its `Shard`.
     """
-    return square([p.grad for p in parameters if p.grad is not None and p.shard.owned(coords)])
+    counted = [p for p in parameters if p.grad is not None and p.shard.owned(coords)]
+    return torch.stack([square([p.grad for p in counted if p.shard.alike == axis]) for axis in ("data", "copies")])
+
+
+def replica_totals(loss: torch.Tensor, squares: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The `loss` over the tensor and pipeline axes, and the square of the norm of the whole gradient. Collective.
+
+    Args:
+        squares: as `local_squares` gives them, of gradients that are summed over the replicas.
+    """
+    totals = comm.all_reduce(torch.stack([loss, squares[0]]), grid.tensor)
+    totals[1] += comm.all_reduce(squares[1:], grid.expert)[0]
+    return comm.all_reduce(totals, grid.pipeline)
 
 
 def square(tensors: list[torch.Tensor]) -> torch.Tensor:

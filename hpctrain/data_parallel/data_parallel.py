@@ -16,9 +16,10 @@ from hpctrain.parameter import on_arrival
 class DataParallel(DataParallelStrategy):
     """Completes the gradients of a model's parameters, each of which carries its `Shard`.
 
-    A gradient is a partial sum over the data axis, over the tensor axes on which its parameter is replicated and over
-    the pipeline ranks that hold its slice. Buckets are filled in the reverse order of the parameters, which is about
-    the order of backward, and reduced in that same order on every rank. On one node they lie in shared memory.
+    A gradient is a partial sum over the data axis (an expert's over its copies), over the tensor axes on which its
+    parameter is replicated and over the pipeline ranks that hold its slice. Buckets are filled in the reverse order of
+    the parameters, which is about the order of backward, and reduced in that same order on every rank. On one node they
+    lie in shared memory.
 
     Use: `zero_grad()` before a step; `enable_grad_sync()` before the last backward of the step (earlier ones only
     accumulate), or before the last one of some parameters; `finish_grad_sync()` after it.
@@ -48,7 +49,7 @@ class DataParallel(DataParallelStrategy):
             on_arrival(parameter, self._arrived)
 
     def _bucket(self, parameters, plane) -> GradBucket:
-        return AllReducedGradBucket(parameters, plane, self.grid.data)
+        return AllReducedGradBucket(parameters, plane, self.grid.alike(parameters[0].shard))
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""

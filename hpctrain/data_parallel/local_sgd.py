@@ -10,7 +10,7 @@ import torch
 from hpctrain import comm
 from hpctrain.data_parallel import optimizer_state
 from hpctrain.data_parallel.buckets import BUCKET_BYTES, AllReducedGradBucket
-from hpctrain.data_parallel.clipping import local_square
+from hpctrain.data_parallel.clipping import local_squares, replica_totals
 from hpctrain.data_parallel.data_parallel import DataParallel
 from hpctrain.grid import Grid
 from hpctrain.shard import Shard
@@ -36,6 +36,9 @@ class LocalSGD(DataParallel):
     Args:
         every: steps from average to average; 0: never but for `full_weights()`, called at a run's end (ParallelSGD).
         state: average the optimizer's state too (momentum and second moments); otherwise each replica keeps its own.
+
+    Raises:
+        ValueError: on every rank, where experts are spread over ranks.
     """
 
     alike = False
@@ -49,6 +52,7 @@ class LocalSGD(DataParallel):
         state: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ):
+        grid.check_whole_experts("data_parallel.method = local_sgd")
         super().__init__(parameters, grid, optimizer, bucket_bytes)
         self.every, self.average_state = every, state
         self._steps = torch.zeros((), dtype=torch.int64)  # since the last average
@@ -64,9 +68,7 @@ class LocalSGD(DataParallel):
 
     def loss_and_grad_norm(self, loss: torch.Tensor) -> tuple[float, float]:
         grid = self.grid
-        totals = torch.stack([loss, local_square(self.parameters, grid.coords)])
-        comm.all_reduce(totals, grid.tensor)
-        comm.all_reduce(totals, grid.pipeline)
+        totals = replica_totals(loss, local_squares(self.parameters, grid.coords), grid)
         comm.all_reduce(totals[:1], grid.sequence)
         self._norm = totals[1].sqrt().item()
         comm.all_reduce(totals, grid.replica)

@@ -16,7 +16,8 @@ class MixedDataParallel(Zero1):
     shards_state = False
 
     def _bucket(self, parameters, plane):
-        return _MixedGradBucket(parameters, plane, self.grid.data, self.precision.of(parameters[0].dtype))
+        alike = self.grid.alike(parameters[0].shard)
+        return _MixedGradBucket(parameters, plane, alike, self.precision.of(parameters[0].dtype))
 
 
 class _MixedGradBucket(ReduceScatteredGradBucket):

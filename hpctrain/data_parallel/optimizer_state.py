@@ -23,8 +23,7 @@ SINCE_AVERAGE = "steps_since_average"  # a number of checkpoints in which each r
 
 def to_save(names: Names, optimizer: torch.optim.Optimizer, grid: Grid) -> list[Entry]:
     """This rank's part of what all replicas have."""
-    entries = [*_parameters(names, grid), *_states(names, optimizer, grid)]
-    return replicas_part(entries, grid.data.size, grid.data.rank)
+    return _part([*_parameters(names, grid), *_states(names, optimizer, grid)], grid)
 
 
 def to_load(names: Names, optimizer: torch.optim.Optimizer, saved: dict[str, Described]) -> list[Entry]:
@@ -47,7 +46,7 @@ def to_load(names: Names, optimizer: torch.optim.Optimizer, saved: dict[str, Des
 
 
 def parameters_to_save(names: Names, grid: Grid) -> list[Entry]:
-    return replicas_part(_parameters(names, grid), grid.data.size, grid.data.rank)
+    return _part(_parameters(names, grid), grid)
 
 
 def parameters_to_load(names: Names, saved: dict[str, Described]) -> list[Entry]:
@@ -55,6 +54,15 @@ def parameters_to_load(names: Names, saved: dict[str, Described]) -> list[Entry]
     entries = [Entry(f"model/{name}", p.shard, p.detach()) for p, name in names.items()]
     _check(entries, saved)
     return entries
+
+
+def _part(entries, grid):
+    """Of those that others have as well."""
+    return [
+        entry
+        for axis in (grid.data, grid.copies)
+        for entry in replicas_part([e for e in entries if e.shard.alike == axis.name], axis.size, axis.rank)
+    ]
 
 
 def _parameters(names, grid):
@@ -75,7 +83,7 @@ def _states(names, optimizer, grid):
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Elements `start` to `stop`, in row-major order, of this rank's slice of a parameter, which no other replica has.
+    """Elements `start` to `stop`, in row-major order, of this rank's slice of a parameter; others have other elements.
 
     Attributes: `local`, the optimizer's parameter for them, flat.
     """

@@ -38,7 +38,8 @@ class ParameterServer(DataParallel):
         servers: how many ranks serve.
 
     Raises:
-        ValueError: on every rank, for a data axis without a worker or a server, or whose ranks share sequences.
+        ValueError: on every rank, for a data axis without a worker or a server, or whose ranks share sequences, and
+            where experts are spread over ranks.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ParameterServer(DataParallel):
     ):
         data = grid.data
         grid.check_whole_sequences("data_parallel.method = parameter_server")
+        grid.check_whole_experts("data_parallel.method = parameter_server")
         if not 1 <= servers < data.size:
             raise ValueError(
                 f"data_parallel.servers must leave a worker: at least 1 and below grid.data = {data.size}, "

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.data_parallel import optimizer_state
-from hpctrain.data_parallel.clipping import clip, local_square
+from hpctrain.data_parallel.clipping import clip, local_squares, replica_totals
 from hpctrain.grid import Grid
 from hpctrain.parameter import forget_grad_sync
 from hpctrain.shard_entries import Described, Entry
@@ -78,9 +78,7 @@ class DataParallelStrategy:
 
     def loss_and_grad_norm(self, loss: torch.Tensor) -> tuple[float, float]:
         """The loss over all ranks, of which this rank's share is given as float64, and the norm of the gradient."""
-        totals = torch.stack([loss, local_square(self.parameters, self.grid.coords)])
-        comm.all_reduce(totals, self.grid.tensor)
-        comm.all_reduce(totals, self.grid.pipeline)
+        totals = replica_totals(loss, local_squares(self.parameters, self.grid.coords), self.grid)
         comm.all_reduce(totals[:1], self.grid.data)
         loss, square = totals.tolist()
         return loss, square**0.5

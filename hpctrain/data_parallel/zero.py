@@ -13,7 +13,7 @@ import torch
 from hpctrain import comm
 from hpctrain.data_parallel import optimizer_state
 from hpctrain.data_parallel.buckets import BUCKET_BYTES, GradBucket, sum_over_holders
-from hpctrain.data_parallel.clipping import clipping_factor
+from hpctrain.data_parallel.clipping import clipping_factor, replica_totals
 from hpctrain.data_parallel.data_parallel import DataParallel
 from hpctrain.data_parallel.master_weights import MasterWeights, shard_optimizer, step_by_bucket
 from hpctrain.data_parallel.precision import AS_GIVEN, LossScale, Precision
@@ -44,10 +44,12 @@ class ZeroStrategy(DataParallelStrategy):
         return {"loss_scale": self.loss_scale, **skipped}
 
     def loss_and_grad_norm(self, loss: torch.Tensor):
-        square = sum(bucket.masters.square(bucket.gradient, self.grid.coords) for bucket in self.buckets)
-        totals = torch.stack([loss, torch.as_tensor(square, dtype=torch.float64)])
-        comm.all_reduce(totals, self.grid.tensor)
-        comm.all_reduce(totals, self.grid.pipeline)
+        squares = torch.zeros(2, dtype=torch.float64)
+        for bucket in self.buckets:
+            # The ranks of a stage count ranges of their own, or, where each has all, experts' apart from the rest.
+            apart = bucket.alike is self.grid.copies and not self.shards_state
+            squares[int(apart)] += bucket.masters.square(bucket.gradient, self.grid.coords)
+        totals = replica_totals(loss, squares, self.grid)
         comm.all_reduce(totals if self.shards_state else totals[:1], self.grid.data)
         loss, square = totals.tolist()
         self._scaled = self.loss_scale  # which may change before the update
@@ -66,7 +68,7 @@ class ZeroStrategy(DataParallelStrategy):
             work.wait()
 
     def to_save(self, names: dict[torch.nn.Parameter, str]):
-        pieces = self._pieces() if self.shards_state or self.grid.data.rank == 0 else []
+        pieces = [p for p in self._pieces() if self.shards_state or self.grid.alike(p.parameter.shard).rank == 0]
         scale = self.scaling.entries() if self.scaling and self.grid.rank == 0 else []
         trained, frozen = self._divided(names)
         entries = optimizer_state.pieces_to_save(trained, pieces, self.optimizer, self.grid, weights=True)
@@ -90,7 +92,8 @@ class ZeroStrategy(DataParallelStrategy):
 
 class Zero1(ZeroStrategy, DataParallel):
     """ZeRO-1: the optimizer's state, and with it the master weights where the model computes in fewer bits, are spread
-    over the data axis. Each rank updates its range of every bucket, and gives the weights to the others.
+    over the data axis, and over the copies of an expert. Each rank updates its range of every bucket, and gives the
+    weights to the others.
 
     Gradients are treated as by `DataParallel`, but every rank receives its range of their sums only. In bytes this is
     the same: half of an all-reduce for the gradients, the other half for the weights.
@@ -115,16 +118,18 @@ class Zero1(ZeroStrategy, DataParallel):
         shard_optimizer(optimizer, self._pieces())
 
     def _bucket(self, parameters, plane):
-        return ReduceScatteredGradBucket(parameters, plane, self.grid.data, self.precision.of(parameters[0].dtype))
+        alike = self.grid.alike(parameters[0].shard)
+        return ReduceScatteredGradBucket(parameters, plane, alike, self.precision.of(parameters[0].dtype))
 
 
 class ReduceScatteredGradBucket(GradBucket):
     """A bucket of whose gradients every rank has its own summands, and the sums of its range."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, data: Axis, precision: Precision):
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, alike: Axis, precision: Precision):
         numel = sum(p.detach().numel() for p in parameters)
-        self._weights = comm.ReplicatedBuffer(data, numel, parameters[0], precision.compute)
-        self._summands = comm.ReplicatedBuffer(data, numel, parameters[0], precision.reduce)
+        self.alike = alike
+        self._weights = comm.ReplicatedBuffer(alike, numel, parameters[0], precision.compute)
+        self._summands = comm.ReplicatedBuffer(alike, numel, parameters[0], precision.reduce)
         own = self._own()
         self.masters = MasterWeights(parameters, self._weights.local, own)
         self.gradient = self._summands.local[own]

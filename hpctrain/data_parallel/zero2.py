@@ -49,8 +49,11 @@ class Zero2(ZeroStrategy):
         ]
         shard_optimizer(optimizer, self._pieces())
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        if grid.pipeline.size > 1 and self.buckets:
-            max(self.buckets, key=lambda bucket: bucket.nbytes).reserve()
+        if grid.pipeline.size > 1:
+            for alike in (grid.data, grid.copies):
+                over = [bucket for bucket in self.buckets if bucket.alike is alike]
+                if over:
+                    max(over, key=lambda bucket: bucket.nbytes).reserve()
         self._turn = 0  # of the buckets, in a round
         self._round = comm.done()  # how many ranks have another round
         self._summing: ShardedGradBucket | None = None  # the bucket whose sum is under way
@@ -61,7 +64,7 @@ class Zero2(ZeroStrategy):
         return grouped(reversed(self.parameters), self.grid, bucket_bytes)
 
     def _bucket(self, parameters, plane, precision):
-        return ShardedGradBucket(parameters, plane, self.grid.data, precision)
+        return ShardedGradBucket(parameters, plane, self.grid.alike(parameters[0].shard), precision)
 
     def zero_grad(self):
         super().zero_grad()
@@ -141,8 +144,8 @@ class ShardedGradBucket:
         gradient: this rank's range of the sums.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, data: Axis, precision: Precision):
-        self.parameters, self.plane, self.data = parameters, plane, data
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, alike: Axis, precision: Precision):
+        self.parameters, self.plane, self.alike = parameters, plane, alike
         self._sizes = [p.detach().numel() for p in parameters]
         self._hold(precision.compute)
         self.gradient = self.masters.weights.new_zeros(len(self.masters.weights), dtype=precision.reduce)
@@ -152,7 +155,7 @@ class ShardedGradBucket:
 
     def _hold(self, dtype) -> None:
         """Make room for the weights."""
-        self.weights = comm.ReplicatedBuffer(self.data, sum(self._sizes), self.parameters[0], dtype)
+        self.weights = comm.ReplicatedBuffer(self.alike, sum(self._sizes), self.parameters[0], dtype)
         self.masters = MasterWeights(self.parameters, self.weights.local, self.weights.own)
 
     def clear(self) -> None:
@@ -169,11 +172,11 @@ class ShardedGradBucket:
 
     def reserve(self) -> None:
         """Make the memory for sums of this size, on which the replicas agree. Collective over them."""
-        comm.workspace(self.data, self._summand, "started").reserve(sum(self._sizes), self._summand)
+        comm.workspace(self.alike, self._summand, "started").reserve(sum(self._sizes), self._summand)
 
     def launch(self) -> None:
         """Begin to sum what has come."""
-        scratch = comm.workspace(self.data, self._summand, "started")
+        scratch = comm.workspace(self.alike, self._summand, "started")
         summands = scratch.buffer(sum(self._sizes), self._summand)
         for parameter, part in zip(self.parameters, summands.split(self._sizes)):
             if parameter.grad is None:

@@ -58,7 +58,8 @@ class Zero3(Zero2):
         inside = {module: [p for p in module.parameters() if uses[p] == 1 and p.requires_grad] for module in modules}
         self._parameters_of = {**inside, model: [p for p in trained if uses[p] != 1]}
         super().__init__(trained, grid, optimizer, bucket_bytes, precision)
-        self._by_messages = any(comm.path_of(grid.data, p) is comm.Path.MESSAGES for p in trained)
+        by_messages = any(comm.path_of(grid.alike(p.shard), p) is comm.Path.MESSAGES for p in trained)
+        self._by_messages = any(grid.comm.allgather(by_messages))  # copies may be on one node where data is not
         self._tracker = ModuleTracker()
         self._backwards = 0  # that came to what is outside of the layers, in this step
         self._reached: list[_Layer] = []  # by the backward that is under way, and not left
@@ -90,7 +91,7 @@ class Zero3(Zero2):
         return list(dict.fromkeys(self._bucket_of[p] for p in parameters))
 
     def _bucket(self, parameters, plane, precision):
-        return _FullyShardedBucket(parameters, plane, self.grid.data, precision)
+        return _FullyShardedBucket(parameters, plane, self.grid.alike(parameters[0].shard), precision)
 
     def _arrived(self, parameter):
         super()._arrived(parameter)
@@ -254,7 +255,7 @@ class _FullyShardedBucket(ShardedGradBucket):
     """A bucket whose weights are not always there."""
 
     def _hold(self, dtype):
-        self.weights = comm.ShardedBuffer(self.data, sum(self._sizes), self.parameters[0], dtype)
+        self.weights = comm.ShardedBuffer(self.alike, sum(self._sizes), self.parameters[0], dtype)
         self.masters = MasterWeights(self.parameters, self.weights.whole, self.weights.own, self.weights.local)
         self.weights.release()
 

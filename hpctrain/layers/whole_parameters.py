@@ -19,7 +19,7 @@ def whole_parameters(model: torch.nn.Module, grid: Grid) -> Iterator[tuple[str, 
     The first rank gets the whole tensor, in host memory, one at a time; the others get an empty one.
     """
     here = dict(model.named_parameters())
-    local = {} if grid.data.rank else {name: p for name, p in here.items() if shard_of(p).owned(grid.coords)}
+    local = {n: p for n, p in here.items() if grid.alike(shard_of(p)).rank == 0 and shard_of(p).owned(grid.coords)}
     reported = grid.comm.allgather({name: (shard_of(p), p.dtype) for name, p in local.items()})
     for name in dict.fromkeys(name for shards in reported for name in shards):
         owners = [rank for rank, shards in enumerate(reported) if name in shards]

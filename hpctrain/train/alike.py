@@ -13,10 +13,11 @@ from hpctrain.grid import Grid
 
 
 def differing(names: dict[torch.nn.Parameter, str], grid: Grid) -> list[str]:
-    """Parameters that differ between this rank and those that hold the same slice on other ranks of the data axis, or
-    of tensor axes. Collective over the grid."""
-    groups: dict[str, tuple] = {"data": (grid.data, list(names))}
+    """Parameters that differ between this rank and those that hold the same slice on other ranks of the data axis (of
+    experts, on other copies), or of tensor axes. Collective over the grid."""
+    groups: dict[str, tuple] = {}
     for p in names:
+        groups.setdefault(p.shard.alike, (grid.alike(p.shard), []))[1].append(p)
         axes = [axis for axis in p.shard.replicated if grid.shape[axis] > 1]
         if axes:
             plane = grid.plane(*axes)

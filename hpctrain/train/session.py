@@ -103,7 +103,8 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
     if config.comm.check:
         comm.CollectiveChecker(grid)
     device = comm.local_device(config.run.device, world)
-    comm.choose_all_reduce(grid.data, config.comm.all_reduce)
+    for axis in (grid.data, grid.copies) if grid.expert.size > 1 else (grid.data,):
+        comm.choose_all_reduce(axis, config.comm.all_reduce)
     transport = comm.decide_cuda_aware(grid, device)
     key = RngKey(config.run.seed)
 
