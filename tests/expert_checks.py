@@ -16,9 +16,7 @@ from hpctrain.config import DataParallelConfig
 from hpctrain.data_parallel import MixedDataParallel, make
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.parameter import annotate
-from hpctrain.pipeline import StageGraph, list_schedule
-from hpctrain.pipeline.graph import Edge
-from hpctrain.pipeline.network import Network
+from hpctrain.pipeline import Edge, Network, StageGraph, schedule
 from hpctrain.shard import Shard, expert_shard, split, subsplit
 from hpctrain.train.trainer import Trainer
 
@@ -101,22 +99,23 @@ def optimizer_of(parameters, kind="adamw"):
 class Run:
     """A toy in training."""
 
-    def __init__(self, grid, experts, method="ddp", clip=CLIP, optimizer="adamw", **options):
-        self.grid, how = grid, {}
+    def __init__(self, grid, experts, method="ddp", clip=CLIP, optimizer="adamw", pipeline="1f1b", **options):
+        self.grid, order, loss = grid, None, None
         if grid.pipeline.size == 1:
-            self.model, schedule = Whole(grid, experts), None
-            how["loss"] = lambda model, batch: model(batch)
+            self.model, loss = Whole(grid, experts), lambda model, batch: model(batch)
         else:
             graph = StageGraph(2, [Edge(0, 1, (TOKENS, WIDTH), "float64")])
-            schedule = list_schedule(graph, {(0, 0): 0, (0, 1): 1}, MICROBATCHES)
+            order = dataclasses.replace(schedule(pipeline, 2, MICROBATCHES), graph=graph)
             makers = [functools.partial(kind, grid, experts) for kind in (Dense, Experts)]
-            self.model = Network(grid, schedule, makers)
+            self.model = Network(grid, order, makers)
         self.optimizer = optimizer_of(self.model.parameters(), optimizer)
         if method == "mixed":
             self.strategy = MixedDataParallel(self.model.parameters(), grid, self.optimizer)
         else:
             self.strategy = make(DataParallelConfig(method=method, **options), self.model, grid, self.optimizer)
-        self.trainer = Trainer(self.model, grid, self.optimizer, schedule, max_norm=clip, strategy=self.strategy, **how)
+        self.trainer = Trainer(
+            self.model, grid, self.optimizer, order, loss=loss, max_norm=clip, strategy=self.strategy
+        )
 
     def steps(self, first=0, last=STEPS, servers=0):
         """(loss, norm) of each."""

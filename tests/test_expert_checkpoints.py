@@ -65,7 +65,8 @@ def test_every_grid_to_every_other(world, tmp_path, monkeypatch, experts):
 
 
 @pytest.mark.parametrize(
-    ("method", "shape"), [("zero1", (4, 1, 1, 2)), ("zero2", (2, 1, 2, 4)), ("zero3", (4, 1, 1, 2))]
+    ("method", "shape"),
+    [("mixed", (4, 1, 1, 2)), ("zero1", (4, 1, 1, 2)), ("zero2", (2, 1, 2, 4)), ("zero3", (4, 1, 1, 2))],
 )
 def test_through_zero_and_back(world, tmp_path, method, shape):
     """Of ranges over copies: the same bits as data parallelism has, and back again on another number of ranks."""

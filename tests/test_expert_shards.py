@@ -22,6 +22,14 @@ def test_equals_one_rank(world, method, experts):
             check(run, run.steps(), serial(experts))
 
 
+@pytest.mark.ranks(4, 8)
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3"])
+def test_two_replicas_of_each_stage(world, method):
+    """A pipeline rank holds all stages; the gradients of the two that hold an expert are summed as well."""
+    run = Run(Grid(world.size // 2, 2, 1, expert=2), 5, method, pipeline="chimera")
+    check(run, run.steps(), serial(5))
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_gradients(world, bucket_bytes):
     """Each is the sum over the tokens of all ranks, neither multiplied nor divided by the ranks that hold experts."""
@@ -44,17 +52,17 @@ def test_gradients(world, bucket_bytes):
 
 
 def test_a_loop_of_one_s_own(world):
-    """ht.sync_gradients and ht.clip_grad_norm_; a rank whose experts got no token has no gradient of them."""
+    """ht.sync_gradients and ht.clip_grad_norm_; ranks without tokens have no gradients."""
     for shape in GRIDS[world.size]:
         with grid_of(shape) as grid:
             if grid.pipeline.size > 1:
                 continue
             model = Whole(grid, 5)
             optimizer = optimizer_of(model.parameters())
-            expected = serial(5)
+            expected, without = serial(5), grid.data.size // 2 if grid.copies.size > 1 else 0
             for step in range(STEPS):
                 optimizer.zero_grad()
-                for batch in batches(grid, step):
+                for batch in batches(grid, step, without):
                     model(batch).backward()
                 for p in model.parameters():
                     p.grad = p.grad if p.grad.any() else None
