@@ -67,6 +67,9 @@ def test_a_loop_of_one_s_own(world):
                 for p in model.parameters():
                     p.grad = p.grad if p.grad.any() else None
                 ht.sync_gradients(model, grid)
+                if world.size > 1:
+                    with pytest.raises(ValueError, match="ht.sync_gradients was called twice"):
+                        ht.sync_gradients(model, grid)
                 norm = ht.clip_grad_norm_(model, CLIP, grid)
                 assert norm.item() == pytest.approx(expected.norms[step], rel=1e-12)
                 for p in model.parameters():

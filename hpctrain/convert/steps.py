@@ -84,7 +84,7 @@ def _complete(parameters, grid) -> list[torch.nn.Parameter]:
         *found, unsummed = comm.all_reduce(flags, axis, "max").tolist()
         there.update(zip(by_axis[axis], map(bool, found)))
     used = [parameter for parameter in parameters if there[parameter]]
-    if used and not unsummed and grid.data.size > 1:
+    if used and not unsummed and any(axis.size > 1 for axis in by_axis):
         raise ValueError(
             "ht.sync_gradients was called twice: the gradients are the sums over the replicas already, and a second "
             "sum would multiply them by the number of replicas; call it once, after the last backward of a step"
