@@ -56,7 +56,7 @@ class Experts(torch.nn.Module):
 
     def forward(self, x, target):
         y, tokens = target
-        loss = 0.0 * (self.weight.sum() + self.bias.sum())
+        loss = 0.0 * (x.sum() + self.weight.sum() + self.bias.sum())  # backward reaches every layer on every rank
         for number, (weight, bias) in enumerate(zip(self.weight, self.bias), self.first):
             mine = tokens % self.experts == number
             loss = loss + (x[mine] @ weight + bias - y[mine]).square().sum() / TOKENS
