@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -73,7 +73,7 @@ class Fused(NamedTuple):
     backward: Action
 
 
-def flat(order: Iterable[Action | Fused]):
+def flat(order: Iterable[Action | Fused]) -> Iterator[Action]:
     """The actions of one rank's order, fused pairs opened."""
     for entry in order:
         if isinstance(entry, Fused):

@@ -56,7 +56,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     order = []
     for rank in range(ranks):
         swapped = rank >= ranks // 2  # here the far end's direction is the near one
-        work = []
+        work: list[Action | Fused] = []
         for entry in _phases(min(rank, ranks - 1 - rank), ranks // 2, many):
             left = []
             for kind, phase, at in entry:
@@ -79,7 +79,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     order = []
     for rank in range(ranks):
         stages = rank, 2 * ranks - 1 - rank
-        work = []
+        work: list[Action | Fused] = []
         for entry in _phases(rank, ranks, max(microbatches, 2 * ranks)):
             actions = [Action(kind, 0, stages[phase], at) for kind, phase, at in entry]
             work += [Fused(*actions)] if len(actions) == 2 else actions

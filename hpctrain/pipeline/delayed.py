@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hpctrain.pipeline.actions import BACKWARD, FORWARD, FREE, REDUCE, UPDATE, WORK, Action
+from hpctrain.pipeline.actions import BACKWARD, FORWARD, FREE, REDUCE, UPDATE, WORK, Action, flat
 from hpctrain.pipeline.graph import StageGraph
 from hpctrain.pipeline.list_scheduler import list_schedule
 from hpctrain.pipeline.message_driven import AMPNet
@@ -54,7 +54,9 @@ def ampnet(
     options = AMPNet(keys, min_update_frequency, staleness_correction)
     graph, placement = StageGraph.chain(ranks), chain_placement(ranks)
     order = list_schedule(graph, placement, microbatches, in_flight=min(keys, microbatches)).order
-    updated = [_updated(stage, rank, microbatches, min_update_frequency) for stage, rank in enumerate(order)]
+    updated = [
+        _updated(stage, list(flat(rank)), microbatches, min_update_frequency) for stage, rank in enumerate(order)
+    ]
     return Schedule("ampnet", graph, placement, updated, microbatches, delayed=True, asynchronous=options)
 
 

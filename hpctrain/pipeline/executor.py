@@ -31,7 +31,7 @@ MOST_EDGES = 1 << 14  # two tags each, below those that hpctrain.comm uses itsel
 class StageWork(Protocol):
     """What the executor asks of a model. An action names replica, stage, microbatch, token slice and version."""
 
-    def message_spec(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    def message_spec(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device | None]:
         """Shape, dtype and device of the activation that a receive brings along `action.edge`."""
 
     def forward(self, action: Action, inputs: list[torch.Tensor]) -> torch.Tensor | Sequence[torch.Tensor]:
@@ -100,7 +100,7 @@ class Executor:
 
     def _mark_last(self) -> list[tuple[int, int]]:
         """The (replica, stage) whose gradients a whole backward completes, in the order in which it does."""
-        last = {}
+        last: dict[tuple[int, int], _Step] = {}
         for step in self._steps:
             if step.action.kind in (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
                 last.pop(step.unit[:2], None)
@@ -149,7 +149,7 @@ class _Step:
             places = [graph.sorted.index(target) for _, target in graph.out[stage]]
             self.users = sorted(range(len(places)), key=places.__getitem__, reverse=True)
             self.takes = [self.takes[i] for i in self.users]
-        elif action.peer is not None:
+        elif action.peer is not None and action.edge is not None:
             gradient = lowered.is_gradient(action)
             self.message = 2 * action.edge + gradient, replica, m, part
             if gradient and kind == RECEIVE:  # has the shape of what the receiver gave along the edge
@@ -185,7 +185,7 @@ class _Run:
         self.messages[step.message] = work.wait() if self.synchronous else work
 
     def send(self, step):
-        tensor, peer, tag = self.messages.pop(step.message), step.action.peer, step.message[0]
+        tensor, peer, tag = self.take(step.message), step.action.peer, step.message[0]
         if self.synchronous:
             comm.send(tensor, self.axis, peer, tag)
         else:
@@ -205,6 +205,7 @@ class _Run:
         if self.training:
             self.saved[step.unit] = inputs, y
         if not step.gives:
+            assert isinstance(y, torch.Tensor)
             self.results.append(y.detach())
         elif isinstance(y, torch.Tensor):
             for message in step.gives:
@@ -217,11 +218,11 @@ class _Run:
         if step.last:
             self.on_last_backward(step.action)
         inputs, y = self.saved.pop(step.unit)
-        grads = [self.take(message) for message in step.takes]
+        grads: list[torch.Tensor | None] = [self.take(message) for message in step.takes]
         roots = [y if isinstance(y, torch.Tensor) else y[i] for i in step.users] or [y]
         if self.sliced:
             more, of_more = self.work.carried(step.action)
-            roots, grads = roots + more, (grads or [None]) + of_more
+            roots, grads = roots + more, [*(grads or [None]), *of_more]
         # a stage without parameters or inputs has nothing to differentiate
         wanted = [(y, grad) for y, grad in zip(roots, grads or [None]) if y.requires_grad]
         if wanted:

@@ -40,6 +40,7 @@ class Lowered:
 
     def is_gradient(self, message: Action) -> bool:
         """Whether a send or receive carries a gradient: then its sender is the stage where the edge ends."""
+        assert message.edge is not None
         return message.stage == self.graph.edges[message.edge].target
 
     def to_json(self) -> str:
@@ -85,9 +86,11 @@ class Lowered:
     def _together(self, action: Action, rank: int, current) -> list[int] | None:
         """The ranks that pass with this one; None while one of them is not there yet."""
         if action.kind in (SEND, RECEIVE):
-            other = current(action.peer) if action.peer != rank else None
+            peer = action.peer
+            assert peer is not None
+            other = current(peer) if peer != rank else None
             opposite = action._replace(kind=RECEIVE if action.kind == SEND else SEND, peer=rank)
-            return [rank, action.peer] if other == opposite else None
+            return [rank, peer] if other == opposite else None
         if action.kind == REDUCE:
             ranks = [home for (_, stage), home in self.placement.items() if stage == action.stage]
             there = [current(one) for one in ranks]
@@ -99,6 +102,7 @@ class Lowered:
         if action.kind in (SEND, RECEIVE):
             kind = INPUT_GRADIENT if self.is_gradient(action) else FORWARD
             result = kind, *action.unit
+            assert action.peer is not None
             sender, receiver = (rank, action.peer) if action.kind == SEND else (action.peer, rank)
             if result not in here[sender]:
                 raise ValueError(f"rank {sender} sends what it does not have: {action}")
@@ -123,7 +127,7 @@ def lower(schedule: ScheduleLike, tasks: Tasks, simulation: Simulation) -> Lower
         else:
             giver, task, (_, unit, edge) = item
             version = next(action.version for action in tasks.actions[giver] if action.unit == unit)
-            send = Action(SEND, *unit, version, edge=edge)
+            send = Action(SEND, *unit)._replace(version=version, edge=edge)
             here, there = tasks.ranks[giver][0], tasks.ranks[task][0]
             programs[here].append(send._replace(peer=there))
             programs[there].append(send._replace(kind=RECEIVE, peer=here))

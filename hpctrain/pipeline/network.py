@@ -83,7 +83,7 @@ class Network(torch.nn.Module):
             if not getattr(torch, edge.dtype).is_floating_point:
                 raise ValueError(f"{edge} must be of floating point numbers, which have gradients")
         key = key or RngKey(grid.comm.bcast(int(torch.randint(2**62, ()))))
-        ranks = {}
+        ranks: dict[int, set[int]] = {}
         for (_, stage), rank in self.placement.items():
             ranks.setdefault(stage, set()).add(rank)
         self.stages = [stage for stage in self.graph.sorted if grid.pipeline.rank in ranks[stage]]
@@ -109,7 +109,7 @@ class Network(torch.nn.Module):
 
     def _describe(self, tensor: int, ranks: dict[int, set[int]]) -> None:
         """Give every parameter its shard."""
-        seen = {}
+        seen: dict[torch.nn.Parameter, int] = {}
         for stage in self.stages:
             for name, parameter in self.stage[str(stage)].named_parameters():
                 if parameter in seen:
@@ -129,9 +129,9 @@ class Network(torch.nn.Module):
         """Those of one stage of this rank."""
         return self.stage[str(stage)].parameters()
 
-    def message_spec(self, edge: int, microbatch: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    def message_spec(self, number: int, microbatch: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device | None]:
         """Shape, dtype and device of a microbatch's message along an edge, given by its number."""
-        edge = self.graph.edges[edge]
+        edge = self.graph.edges[number]
         shape = self._shape(edge, microbatch) if self._shape else (len(microbatch[0]), *edge.shape[1:])
         return tuple(shape), getattr(torch, edge.dtype), self.device
 

@@ -18,7 +18,7 @@ class Pool:
     def __init__(self):
         self.buffers: dict[tuple, list[torch.Tensor]] = {}
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
         """A tensor of any values."""
         buffers = self.buffers.setdefault((shape, dtype, device), [])
         for buffer in buffers:

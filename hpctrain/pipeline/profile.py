@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from hpctrain.pipeline.partitioners import LayerCosts
+
+R = TypeVar("R")
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -32,7 +34,8 @@ def profile(
         split_backward: `layers.SplitBackward` of the model, whose layers put off their weight gradients as they do in
             schedules with split backwards; without it, input gradients are those of `torch.autograd.grad`.
     """
-    x, sizes, gradients = make_input(), [], {}
+    x, sizes = make_input(), []
+    gradients: dict[torch.Tensor, torch.Tensor | None] = {}
     for layer in layers:
         y, parameters, activation = _kept(layer, x)
         gradients |= {p: p.grad for p in parameters}
@@ -52,9 +55,9 @@ def profile(
         parameter.grad = gradient
     least = [map(min, zip(*each)) for each in zip(*runs[1:])]
     forward, inputs, whole = map(list, zip(*least))
-    message, activation, weights = map(list, zip(*sizes))
+    message, kept, weights = map(list, zip(*sizes))
     both = [(min(i, b), max(0.0, b - i)) for i, b in zip(inputs, whole)]
-    return LayerCosts(forward, [i for i, _ in both], [w for _, w in both], message, activation, weights)
+    return LayerCosts(forward, [i for i, _ in both], [w for _, w in both], message, kept, weights)
 
 
 def _times(layer: Layer, x: torch.Tensor, split_backward) -> tuple[torch.Tensor, tuple[float, float, float]]:
@@ -83,7 +86,7 @@ def _leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().requires_grad_(x.requires_grad)
 
 
-def _clock(work: Callable[[], object]) -> tuple[float, object]:
+def _clock(work: Callable[[], R]) -> tuple[float, R]:
     _wait()
     start = time.perf_counter()
     result = work()

@@ -33,6 +33,8 @@ its units do not close up (a unit's last backwards take two slots, the next unit
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hpctrain.pipeline.bidirectional import chimera, dualpipe, dualpipev
 from hpctrain.pipeline.delayed import ampnet, pipedream, pipedream_2bw
 from hpctrain.pipeline.schedules import Schedule
@@ -40,7 +42,7 @@ from hpctrain.pipeline.synchronous import gpipe, interleaved, one_f_one_b
 from hpctrain.pipeline.terapipe import terapipe
 from hpctrain.pipeline.zero_bubble import zb_h1, zb_v
 
-_MAKERS = {
+_MAKERS: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
@@ -80,7 +82,7 @@ def schedule(
     """
     if name not in _MAKERS:
         raise ValueError(f"there is no schedule {name!r}; use one of {', '.join(NAMES)}")
-    options = {}
+    options: dict[str, int | bool | None] = {}
     if name == "interleaved":
         options["virtual_stages"] = 2 if virtual_stages is None else virtual_stages
     elif virtual_stages not in (None, 2 if name in _TWO_STAGES else 1):

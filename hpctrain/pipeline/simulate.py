@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.pipeline.actions import (
     BACKWARD,
@@ -61,7 +61,7 @@ class Costs:
     def scaled(self, factor: float) -> Costs:
         """The same for stages of `factor` times the layers."""
         names = ("forward", "input_gradient", "weight_gradient", "update", "reduce", "activation", "kept", "weights")
-        scale = {}
+        scale: dict[str, Any] = {}
         for name in names:
             value = getattr(self, name)
             if value is not None:
@@ -149,7 +149,8 @@ class Simulation:
 def simulate(schedule: ScheduleLike, costs: Costs, tasks: Tasks) -> Simulation:
     """Run the sorted tasks of a schedule. See `Schedule.simulate`."""
     starts, ends, cause = run(schedule, costs, tasks)
-    path, task = [], max(reversed(tasks.order), key=ends.__getitem__, default=-1)
+    path: list[Action] = []
+    task = max(reversed(tasks.order), key=ends.__getitem__, default=-1)
     while task >= 0:
         path += reversed(tasks.actions[task])
         task = cause[task]

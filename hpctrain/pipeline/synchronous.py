@@ -57,7 +57,7 @@ def interleaved(ranks: int, microbatches: int, virtual_stages: int = 2) -> Sched
     total = virtual_stages * ranks * -(-microbatches // ranks)
     order = []
     for rank in range(ranks):
-        work = {FORWARD: [], BACKWARD: []}
+        work: dict[str, list[Action]] = {FORWARD: [], BACKWARD: []}
         for step in range(total):
             group, within = divmod(step, virtual_stages * ranks)
             chunk, m = within // ranks, group * ranks + within % ranks

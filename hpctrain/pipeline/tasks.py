@@ -73,12 +73,12 @@ class Tasks:
         reductions: dict[tuple, int] = {}  # (stage, how many before) -> task
         reduced: dict[tuple, int] = {}
         for rank, order in enumerate(schedule.order):
-            alone, previous = (rank,), None
+            alone = (rank,)
+            previous: int | None = None
             for entry in order:
-                fused = isinstance(entry, Fused)
-                actions = entry if fused else (entry,)
+                actions: tuple[Action, ...] = entry if isinstance(entry, Fused) else (entry,)
                 task = new = len(tasks)
-                if replicas > 1 and not fused and entry.kind == REDUCE:
+                if replicas > 1 and not isinstance(entry, Fused) and entry.kind == REDUCE:
                     place = entry.replica, entry.stage
                     key = entry.stage, reduced.get(place, 0)
                     reduced[place] = key[1] + 1

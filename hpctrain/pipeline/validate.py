@@ -114,13 +114,16 @@ def _unit(training: bool, seen: dict[tuple, int], unit: tuple[int, int, int, int
             raise ValueError(f"{Action(kind, *unit)} is missing")
         if kind not in wanted and when[kind] is not None:
             raise ValueError(f"{Action(kind, *unit)} is done besides {' and '.join(wanted)}")
-    if when[WEIGHT_GRADIENT] is not None and when[WEIGHT_GRADIENT] < when[INPUT_GRADIENT]:
+    first, second = when[INPUT_GRADIENT], when[WEIGHT_GRADIENT]
+    if first is not None and second is not None and second < first:
         raise ValueError(f"{Action(WEIGHT_GRADIENT, *unit)} comes before its input_gradient")
 
 
 def _versions(schedule, history: list[Action]) -> None:
     """One stage's weights: gradients, then a reduction, then the update; versions used while they exist."""
-    newest, freed, bound = 0, set(), {}
+    newest = 0
+    freed: set[int] = set()
+    bound: dict[tuple[int, int, int, int], int] = {}
     pending, reduced = None, None  # a gradient in no reduction yet; a reduction in no update yet
     for action in history:
         if action.kind in WORK:

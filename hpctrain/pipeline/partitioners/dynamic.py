@@ -59,7 +59,9 @@ def leanest(problem: Problem) -> list[int]:
     def cost(stage, start, stop):
         return until[stage][stop] - until[stage][start]
 
-    return optimum(problem.layers, problem.stages, cost, max)
+    found = optimum(problem.layers, problem.stages, cost, max)
+    assert found is not None  # no stage's cost is infinite
+    return found
 
 
 def optimum(

@@ -73,6 +73,7 @@ def linear(problem: Problem, limit: float) -> list[int] | None:
 def _slowest(problem: Problem) -> float:
     """No partition has a faster slowest rank: without this the solver takes minutes to prove it of equal layers."""
     counts = optimum(problem.layers, problem.stages, lambda stage, start, stop: problem.time(start, stop), max)
+    assert counts is not None  # there are layers enough
     ends = list(accumulate(counts, initial=0))
     stage = max(problem.time(*each) for each in zip(ends, ends[1:]))
     return max(stage / problem.replicas, sum(problem.times) / len(problem.ranks()))

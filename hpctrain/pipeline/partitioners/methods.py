@@ -130,7 +130,7 @@ def _fitting(problem: Problem, counts: list[int]) -> list[int]:
 
 def _leanest(problem: Problem, even: list[int]) -> list[int]:
     """The partition that needs the least memory."""
-    lean = improved(problem, [even, leanest(problem)], lambda verdict: verdict.peak)
+    lean = improved(problem, [even, leanest(problem)], lambda verdict: (verdict.peak,))
     verdict = problem.judge(lean)
     if verdict.excess:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -68,7 +68,7 @@ class Problem:
         microbatches, versions = self._in_flight[stage]
         return [microbatches * a + versions * w for a, w in zip(self._costs.activation, self._costs.weights)]
 
-    def ranks(self) -> Iterable[list[int]]:
+    def ranks(self) -> Collection[list[int]]:
         """The stages of each rank."""
         stages = defaultdict(list)
         for (_, stage), rank in self._schedule.placement.items():
@@ -110,7 +110,8 @@ class Problem:
 def _in_flight(schedule: Schedule) -> list[tuple[float, int]]:
     """Microbatches, and versions of weights, that each stage holds at most: the order alone decides it."""
     most = [(0.0, 1)] * schedule.graph.stages
-    microbatches, versions = defaultdict(float), defaultdict(lambda: 1)
+    microbatches: defaultdict[tuple[int, int], float] = defaultdict(float)
+    versions: defaultdict[tuple[int, int], int] = defaultdict(lambda: 1)
     for order in schedule.order:
         for action in flat(order):
             place = action.replica, action.stage

@@ -29,7 +29,8 @@ def reinforce(problem: Problem, seed: int) -> list[list[int]]:
     even = np.arange(1, stages)[:, None] * layers / stages
     logits = -(((places - even) * stages / layers) ** 2) / 2
     drawn: dict[tuple[int, ...], None] = {}
-    mean = deviation = None
+    mean: float | None = None
+    deviation = 0.0
     for _ in range(EPISODES):
         cuts, scores = _draw(logits, layers, random)
         batch = np.diff(cuts).tolist()

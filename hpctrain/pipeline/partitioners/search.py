@@ -20,8 +20,9 @@ def improved(problem: Problem, candidates: list[list[int]], value: Callable[[Ver
         return value(problem.judge(counts))
 
     starts = sorted(map(list, {tuple(counts): None for counts in candidates}), key=judged)[:STARTS]
-    reached = []
-    for near in starts:
+    reached: list[list[int]] = []
+    for start in starts:
+        near: list[int] | None = start
         while near is not None:
             counts = near
             affordable = takewhile(lambda _: problem.simulated < WORK, _moves(counts))
