@@ -1,11 +1,14 @@
-"""Every parameter of a public function or method says its type."""
+"""Every parameter of a public function or method says its type, and `mypy` checks them, but for a list that shrinks."""
 
 import ast
+import configparser
 
 import pytest
 from running import ROOT
 
 NAMED = ("self", "cls", "ctx")
+NOT_CLEAN = """checkpoint.* convert.* data_parallel.* layers.attention layers.context.* layers.tokens models.*
+    pipeline.ampnet.* pipeline.partitioners.problem train.*"""  # mypy still finds something there
 
 
 def unannotated(tree, of=""):
@@ -44,3 +47,11 @@ def test_parameters_are_annotated():
 )
 def test_what_is_found(code, expected):
     assert list(unannotated(ast.parse(code))) == expected
+
+
+def test_what_the_type_checker_leaves_out():
+    """No more than when it came: take a package from both lists when it is clean."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    left_out = [name for name in config.sections() if config[name].getboolean("ignore_errors", fallback=False)]
+    assert left_out == [f"mypy-hpctrain.{name}" for name in NOT_CLEAN.split()]
