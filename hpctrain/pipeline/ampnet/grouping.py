@@ -61,12 +61,12 @@ class Group(Node):
         if len(members) < count:
             return []
         messages = [member for _, member in sorted(self._members.pop(state).items())]
-        remember(self._sizes, state, [(member.state, len(member.payload)) for member in messages])
-        return [Emission(FORWARD, 0, Message(state, torch.cat([member.payload for member in messages])))]
+        remember(self._sizes, state, [(member.state, len(member.tensor)) for member in messages])
+        return [Emission(FORWARD, 0, Message(state, torch.cat([member.tensor for member in messages])))]
 
     def backward(self, port: int, message: Message, run: Run):
         members = self._sizes.pop(message.state)
-        parts = [None] * len(members)
+        parts: Sequence[torch.Tensor | None] = [None] * len(members)
         if message.payload is not None:
             parts = message.payload.split([rows for _, rows in members])
         return [Emission(BACKWARD, 0, Message(state, part)) for (state, _), part in zip(members, parts)]
@@ -90,9 +90,9 @@ class Ungroup(Node):
     def forward(self, port: int, message: Message, run: Run):
         states = self.ungroup(message.state, run.instances[message.state[0]])
         rows = [count for _, count in states]
-        if not states or sum(rows) != len(message.payload):
-            raise ValueError(f"ungroup gave parts of {rows} rows for {len(message.payload)} of state {message.state}")
-        parts = message.payload.split(rows)
+        if not states or sum(rows) != len(message.tensor):
+            raise ValueError(f"ungroup gave parts of {rows} rows for {len(message.tensor)} of state {message.state}")
+        parts = message.tensor.split(rows)
         remember(self._parts, message.state, (parts, {}))
         for place, (state, _) in enumerate(states):
             remember(self._whole, state, (message.state, place))
@@ -107,7 +107,8 @@ class Ungroup(Node):
         del self._parts[state]
         if all(gradient is None for gradient in found.values()):
             return [Emission(BACKWARD, 0, Message(state, None))]
-        whole = [torch.zeros_like(part) if found[i] is None else found[i] for i, part in enumerate(parts)]
+        gradients = ((found[i], part) for i, part in enumerate(parts))
+        whole = [torch.zeros_like(part) if gradient is None else gradient for gradient, part in gradients]
         return [Emission(BACKWARD, 0, Message(state, torch.cat(whole)))]
 
     def waiting(self):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 
 
 class Metrics:
@@ -16,12 +16,12 @@ class Metrics:
         longest: most messages that waited for a node at once.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         self.seconds = self.idle_seconds = 0.0
-        self.work: Counter[str] = Counter()
+        self.work: defaultdict[str, float] = defaultdict(float)
         self.messages: Counter[str] = Counter()
         self.longest: Counter[str] = Counter()
         self._queued: Counter[str] = Counter()

@@ -70,7 +70,7 @@ class MessageNetwork(torch.nn.Module):
 
     def _describe(self) -> None:
         """Give every parameter its shard."""
-        seen = {}
+        seen: dict[torch.nn.Parameter, str] = {}
         for node, module in self.node.items():
             for name, parameter in module.named_parameters():
                 if parameter in seen:

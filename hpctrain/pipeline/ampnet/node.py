@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,12 @@ class Message(NamedTuple):
 
     state: State
     payload: torch.Tensor | None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The payload of a message that goes forward."""
+        assert self.payload is not None
+        return self.payload
 
 
 class Emission(NamedTuple):
@@ -55,7 +61,7 @@ class Node:
         return 0
 
 
-def remember(cache: dict, state: State, value: Any) -> None:
+def remember(cache: dict, state: Hashable, value: Any) -> None:
     """Put under a state that must not be there yet."""
     if state in cache:
         raise ValueError(f"two messages of state {state} are at one node; give each a state of its own")

@@ -59,7 +59,7 @@ class Replay:
         self._items[item.name] = item
 
     def pop(self) -> Item | None:
-        item = self._items.pop(self._next, None)
+        item = None if self._next is None else self._items.pop(self._next, None)
         if item is not None:
             self._next = next(self._order, None)
         return item

@@ -52,6 +52,8 @@ class Transform(Node):
 
     def _compute(self, state, inputs, run) -> tuple[list[torch.Tensor], tuple]:
         """Outputs, and what the backward needs of it."""
+        assert self.module is not None
+        assert self.weights is not None  # this rank owns the node
         arguments = [*inputs, self.given(state, run.instances[state[0]])] if self.given else inputs
         if not run.training:
             with torch.no_grad():
@@ -91,6 +93,7 @@ class Transform(Node):
         if pairs and found:
             ends, given = zip(*pairs)
             found = torch.autograd.grad(ends, [*leaves, *weights], given, allow_unused=True)
+        assert self.weights is not None
         self.weights.give(state, version, list(found[len(leaves) :]))
         by_leaf = iter(found)
         return [next(by_leaf) if x.requires_grad else None for x in inputs]

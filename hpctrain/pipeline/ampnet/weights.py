@@ -57,7 +57,8 @@ class Weights:
         self._newest: dict[str, torch.Tensor] | None = None
         self._here: dict[int, _Instance] = {}
         self._sum: Gradients = self._none()  # of instances that are done
-        self._done, self._versions = 0, []  # how many, and of which versions their gradients are
+        self._done = 0
+        self._versions: list[int] = []  # that the gradients of those that are done are of
         self._last: Gradients = []
 
     def take(self, instance: int) -> tuple[int, dict[str, torch.Tensor]]:
