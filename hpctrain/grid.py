@@ -178,8 +178,8 @@ class Grid:
             axes[name] = Axis(name, sub, node, self.transport)
         stage = self.comm.Sub([axis in JOINED["stage"] for axis in AXES])
         copy, place = divmod(stage.rank, expert)
-        axes["expert"] = Axis("expert", stage.Split(copy, place), node, self.transport)
-        axes["copies"] = Axis("copies", stage.Split(place, copy), node, self.transport)
+        axes["expert"] = Axis("expert", MPI.Intracomm(stage.Split(copy, place)), node, self.transport)
+        axes["copies"] = Axis("copies", MPI.Intracomm(stage.Split(place, copy)), node, self.transport)
         stage.Free()
         self._axes = axes
         self.expert, self.copies = axes["expert"], axes["copies"]
