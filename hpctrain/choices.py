@@ -39,6 +39,10 @@ RECOMPUTE = ("none", "attention", "block")  # what of a model's activations is c
 SEQUENCE_METHODS = ("auto", "ulysses", "ring")
 SEQUENCE_BALANCES = ("zigzag", "work", "none")
 
+DISPATCHES = ("auto", "all_to_all", "gather", "once")  # how tokens travel to their experts
+DROP_POLICIES = ("probability", "position")  # which tokens an expert keeps that has too many
+ROUTERS = ("softmax", "sigmoid")  # how scores of experts follow from logits; see hpctrain/layers/experts
+
 DOCUMENTS = ("packed", "masked")  # what a token attends to: what is before it, or of that its own document
 
 # The parallel matrix products; see hpctrain/matmul.

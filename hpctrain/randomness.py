@@ -46,9 +46,9 @@ class RngKey:
         generator = np.random.Generator(np.random.Philox(key=self._key, counter=counter))
         return generator.integers(0, 2**64, skip + count, np.uint64)[skip:]
 
-    def uniform(self, start: int, count: int) -> torch.Tensor:
+    def uniform(self, start: int, count: int, step: int = 0) -> torch.Tensor:
         """Numbers of the open interval (0, 1), float64."""
-        return torch.from_numpy(((self.words(start, count) >> np.uint64(11)) + 0.5) * 2.0**-53)
+        return torch.from_numpy(((self.words(start, count, step) >> np.uint64(11)) + 0.5) * 2.0**-53)
 
     def normal(self, start: int, count: int) -> torch.Tensor:
         """Numbers of the standard normal distribution, float64: the inverse of its distribution function."""

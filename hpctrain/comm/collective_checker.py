@@ -19,7 +19,7 @@ _FREE = {
     "columns_to_rows": 1, "rows_to_slices": 2, "slices_to_rows": 1, "rotate": 0,
 }  # fmt: skip
 _POINT_TO_POINT = ("send", "recv", "recv_any")
-_BETWEEN_NEIGHBOURS = ("exchange", "adjoint", "all_to_all")  # counts and shapes are each rank's own
+_BETWEEN_NEIGHBOURS = ("exchange", "adjoint", "all_to_all", "read")  # counts and shapes are each rank's own
 
 
 class Mismatch(RuntimeError):

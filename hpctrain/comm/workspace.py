@@ -27,6 +27,11 @@ class LocalWorkspace:
         """All ranks' rows, in rank order."""
         return part
 
+    def read(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> torch.Tensor:
+        """The same, where this rank needs `received` of the others' rows, in whatever order, and they `sent` of its
+        own, counted for each of them: in shared memory that is what moves. By messages all rows do."""
+        return part
+
     def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A flat tensor to fill with this rank's summands, for the sums below."""
         return like.new_empty(numel)

@@ -24,6 +24,10 @@ from hpctrain.layers.context.spans import sequence_spans
 from hpctrain.layers.conv import Conv2d
 from hpctrain.layers.dropout import Dropout
 from hpctrain.layers.embedding import Embedding
+from hpctrain.layers.experts.balance import Load, LoadBalance
+from hpctrain.layers.experts.experts import Experts
+from hpctrain.layers.experts.mixture import Mixture
+from hpctrain.layers.experts.router import Router
 from hpctrain.layers.flatten import Flatten
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.loss import CrossEntropy
@@ -43,16 +47,21 @@ __all__ = [
     "CrossEntropy",
     "Dropout",
     "Embedding",
+    "Experts",
     "Flatten",
     "algorithm_of",
     "context_attention",
     "image_block",
     "LayerNorm",
     "Linear",
+    "Load",
+    "LoadBalance",
     "Mask",
     "MaxPool2d",
+    "Mixture",
     "MLP",
     "RMSNorm",
+    "Router",
     "Tokens",
     "sequence_spans",
     "SplitBackward",

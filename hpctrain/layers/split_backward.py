@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hpctrain.grid import Axis
+from hpctrain.layers.experts.experts import Experts
 from hpctrain.layers.linear import Linear
 
 
@@ -37,6 +38,7 @@ class SplitBackward:
 
     def __init__(self, model: torch.nn.Module, axis: Axis | None = None):
         products = [module.product for module in model.modules() if isinstance(module, Linear)]
+        products += [module for module in model.modules() if isinstance(module, Experts)]
         if not (axis.comm.allreduce(len(products)) if axis else products):
             raise ValueError(
                 f"{type(model).__name__} has no hpctrain.layers.Linear whose weight gradient could be put off; use a "

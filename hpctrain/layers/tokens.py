@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import Algorithm, algorithm_of
 from hpctrain.layers.context.mask import Mask
 from hpctrain.layers.context.spans import Spans, part_of, sequence_spans, span_length
+from hpctrain.layers.decisions import Decisions
 from hpctrain.layers.kv_cache import KVCache
 from hpctrain.matmul.sharded_dim import Rows
 from hpctrain.shard import split
@@ -35,6 +38,9 @@ class Tokens:
             attend; () for one document of each sequence.
         over_sequence: positions, within each sequence, of the tokens that the ranks of the sequence axis have.
         kv_cache: what attention keeps of the tokens before these; None where there are none.
+        share: what a sequence counts in the mean of an auxiliary loss: one over the sequences of the step, times the
+            scale of the loss; 0 where there is none of it, as in evaluation.
+        decisions: what layers that are computed once more decided the first time; None where they are not.
     """
 
     sequences: int
@@ -49,6 +55,8 @@ class Tokens:
     over_sequence: tuple[Spans, ...]
     kv_cache: KVCache | None
     _given: tuple = field(repr=False, compare=False)  # what these are a part of: grid, sequences, first, algorithm
+    share: float = 0.0
+    decisions: Decisions | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -102,7 +110,12 @@ class Tokens:
     def part(self, part: slice, kv_cache: KVCache) -> Tokens:
         """These tokens of every sequence."""
         grid, sequences, first, algorithm = self._given
-        return Tokens.of(grid, sequences, self.whole, first, self.step, algorithm, part, kv_cache)
+        tokens = Tokens.of(grid, sequences, self.whole, first, self.step, algorithm, part, kv_cache)
+        return dataclasses.replace(tokens, share=self.share)
+
+    def decide(self, choice: Callable) -> tuple[Any, bool]:
+        """`choice()`, or what it was when this was computed before; and whether it is the first time."""
+        return (choice(), True) if self.decisions is None else self.decisions.decide(choice)
 
     @property
     def spans(self) -> Spans:

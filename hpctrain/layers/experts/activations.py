@@ -1,0 +1,56 @@
+"""What an expert does between its two products: an activation, times the weight of each row."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+class SwiGLU:
+    """silu(gate) · up of (rows, {gate, up} × ffn)."""
+
+    unit = 2  # rows of the first product for each row of the result
+
+    @staticmethod
+    def forward(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """(rows, ffn), times weight[r] in row r."""
+        gate, up = hidden.chunk(2, 1)
+        return F.silu(gate).mul_(up).mul_(weight[:, None])
+
+    @staticmethod
+    def backward(
+        hidden: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `forward` gave, and the gradients of `hidden` and `weight`; overwrites `grad`."""
+        gate, up = hidden.chunk(2, 1)
+        grad_hidden = torch.empty_like(hidden)
+        grad_gate, grad_up = grad_hidden.chunk(2, 1)
+        activated = F.silu(gate)
+        y = activated * up
+        grad_weight = (grad.to(weight.dtype) * y).sum(1)
+        grad.mul_(weight[:, None])
+        torch.mul(grad, activated, out=grad_up)
+        grad_gate.copy_(torch.ops.aten.silu_backward(grad.mul_(up), gate))
+        return y.mul_(weight[:, None]), grad_hidden, grad_weight
+
+
+class GELU:
+    """gelu(hidden) of (rows, ffn); methods as of `SwiGLU`."""
+
+    unit = 1
+
+    @staticmethod
+    def forward(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.gelu(hidden).mul_(weight[:, None])
+
+    @staticmethod
+    def backward(
+        hidden: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = F.gelu(hidden)
+        grad_weight = (grad.to(weight.dtype) * y).sum(1)
+        grad_hidden = torch.ops.aten.gelu_backward(grad.mul_(weight[:, None]), hidden)
+        return y.mul_(weight[:, None]), grad_hidden, grad_weight
+
+
+ACTIVATIONS = {"swiglu": SwiGLU, "gelu": GELU}

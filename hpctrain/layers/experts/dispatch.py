@@ -1,0 +1,291 @@
+"""How the rows of tokens come to the ranks of the experts that they are for, and the experts' results back.
+
+A dispatch is a linear map D from the tokens of all ranks of the expert axis to rows of each rank's experts, one for
+each pair of a token and an expert, sorted by expert. `to_experts` is D, `to_tokens` its adjoint: the sum of a token's
+rows. A layer is Dᵀ f(D x), and its gradient Dᵀ f'(D g), so that each moves as much forward as backward. What the
+outputs count travels too (`weights_to_experts`), so that results can be added up before they come back.
+
+With T tokens on each of N ranks, k of E experts for each and rows of h elements, a rank receives in each of the four
+    all_to_all    k T (N - 1)/N h: a row for each pair
+    once          p T (N - 1) h: a token goes to a rank once, p = 1 - C(E - E/N, k)/C(E, k) of them to each
+    gather        T (N - 1) h: all tokens go to all ranks
+elements where the load is even, and of weights, counts and places a few bytes for each pair. On one node rows are read
+in place from shared memory, those of `all_to_all` pair by pair.
+
+Sources: Lepikhin et al., "GShard" (2020); Megatron-LM's token dispatchers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hpctrain import comm
+from hpctrain.grid import Axis
+from hpctrain.layers.experts.bags import Bags, stable_argsort
+from hpctrain.shard import split_sizes
+
+
+class Dispatch:
+    """Of one microbatch of one layer, on an axis of one rank.
+
+    Args:
+        axis: of the ranks that the experts are spread over, as `split_sizes` has them.
+        experts: (tokens, top_k) int64, the number of each token's experts; `count`, the number of all experts, for a
+            pair that is dropped. Its creation is collective.
+
+    Attributes: `counts`, rows of each of this rank's experts, one after another, and `rows`, of all of them.
+    """
+
+    def __init__(self, axis: Axis, experts: torch.Tensor, count: int):
+        self.axis, self.tokens, self.top_k = axis, len(experts), experts.shape[1]
+        self.of_rank = split_sizes(count, axis.size)
+        flat = experts.reshape(-1)
+        self.sent = torch.bincount(flat, minlength=count + 1)[:count]  # pairs of each expert
+        # The pairs by expert; those that are dropped come last, and go
+        self.pairs = stable_argsort(flat, count + 1)
+        self.kept_by_token = None
+        kept = int(self.sent.sum())
+        if kept < len(flat):
+            self.pairs = self.pairs[:kept]
+            self.kept_by_token = (experts < count).sum(1)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Find out what comes here."""
+        self.counts = self.sent.tolist()
+        self.rows = len(self.pairs)
+        self._token = self.pairs // self.top_k
+        self._bags = self.bags_of_pairs(torch.arange(self.rows, device=self.pairs.device))
+
+    def bags_of_pairs(self, places: torch.Tensor) -> Bags:
+        """Sums of each token's rows, of which that of the pair self.pairs[i] is at places[i]."""
+        found = places.new_empty(self.tokens * self.top_k)
+        found[self.pairs] = places
+        if self.kept_by_token is None:
+            sizes = torch.full((self.tokens,), self.top_k, device=found.device)
+            return Bags.at(found, sizes)
+        kept = torch.zeros_like(found, dtype=torch.bool)
+        kept[self.pairs] = True
+        return Bags.at(found[kept], self.kept_by_token)
+
+    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, features) to (rows, features)."""
+        return x.index_select(0, self._token)
+
+    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """(rows, features) to (tokens, features)."""
+        return self._bags(rows)
+
+    def weights_to_experts(self, weights: torch.Tensor) -> torch.Tensor:
+        """(tokens, top_k) to (rows,)."""
+        return weights.reshape(-1).index_select(0, self.pairs)
+
+    def weights_to_tokens(self, of_rows: torch.Tensor) -> torch.Tensor:
+        """(rows,) to (tokens, top_k), 0 for pairs that are dropped."""
+        return of_rows.new_zeros(self.tokens * self.top_k).index_copy_(0, self.pairs, of_rows).view(-1, self.top_k)
+
+    def _by_rank(self, of_experts: list[int]) -> list[int]:
+        """Sums over each rank's experts."""
+        numbers = iter(of_experts)
+        return [sum(next(numbers) for _ in range(count)) for count in self.of_rank]
+
+
+class AllToAll(Dispatch):
+    """By messages, a row for each pair. Counts go first, so that every rank knows what comes, if anything."""
+
+    def _arrange(self) -> None:
+        axis, local = self.axis, self.of_rank[self.axis.rank]
+        self.sends = self._by_rank(self.sent.tolist())
+        arriving = comm.all_to_all(self.sent, axis, self.of_rank, (local,) * axis.size).view(axis.size, local)
+        self._sort(arriving)
+        self._token = self.pairs // self.top_k
+        self._bags = self.bags_of_pairs(torch.arange(len(self.pairs), device=self.pairs.device))
+
+    def _sort(self, arriving: torch.Tensor) -> None:
+        """Rows come by rank, then expert: (ranks, local experts) of them; experts want them by expert."""
+        local = arriving.shape[1]
+        self.receives, self.counts = arriving.sum(1).tolist(), arriving.sum(0).tolist()
+        self.rows = sum(self.receives)
+        expert = torch.arange(local, device=arriving.device).repeat(self.axis.size)
+        self._arrived = stable_argsort(expert.repeat_interleave(arriving.flatten()), max(1, local))
+        self._leaving = torch.empty_like(self._arrived)
+        self._leaving[self._arrived] = torch.arange(self.rows, device=self._arrived.device)
+
+    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+        came = comm.all_to_all(x.index_select(0, self._token), self.axis, self.sends, self.receives)
+        return came.index_select(0, self._arrived)
+
+    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._bags(comm.all_to_all(rows.index_select(0, self._leaving), self.axis, self.receives, self.sends))
+
+    def weights_to_experts(self, weights: torch.Tensor) -> torch.Tensor:
+        leaving = weights.reshape(-1).index_select(0, self.pairs)
+        return comm.all_to_all(leaving, self.axis, self.sends, self.receives).index_select(0, self._arrived)
+
+    def weights_to_tokens(self, of_rows: torch.Tensor) -> torch.Tensor:
+        leaving = of_rows.index_select(0, self._leaving)
+        return super().weights_to_tokens(comm.all_to_all(leaving, self.axis, self.receives, self.sends))
+
+
+class Once(AllToAll):
+    """By messages, a row for each rank that has experts of a token, with the places of its pairs' rows among them."""
+
+    def _arrange(self) -> None:
+        axis, tokens, device = self.axis, self.tokens, self.pairs.device
+        local = self.of_rank[axis.rank]
+        self.sends = self._by_rank(self.sent.tolist())
+        rank = torch.repeat_interleave(torch.tensor(self.sends)).to(device)
+        place = rank * tokens + self.pairs // self.top_k
+        wanted = torch.zeros(axis.size * tokens, dtype=torch.bool, device=device)
+        wanted[place] = True
+        copies = wanted.view(axis.size, tokens).sum(1)
+        self.copy_sends = copies.tolist()
+        # Of each rank, its experts' pairs and then the copies
+        columns = [part for pair in zip(self.sent.split(self.of_rank), copies.split(1)) for part in pair]
+        numbers = [count + 1 for count in self.of_rank]
+        arriving = comm.all_to_all(torch.cat(columns), axis, numbers, (local + 1,) * axis.size).view(axis.size, -1)
+        self._sort(arriving[:, :local])
+        self.copy_receives = arriving[:, local].tolist()
+        number = wanted.cumsum(0) - 1  # of a copy among all that leave
+        firsts = (copies.cumsum(0) - copies)[rank]
+        of_pair = comm.all_to_all((number[place] - firsts).int(), axis, self.sends, self.receives).long()
+        before = arriving[:, local].cumsum(0) - arriving[:, local]
+        of_pair += before.repeat_interleave(torch.tensor(self.receives, device=device))
+        self._row = of_pair[self._arrived]
+        self._token = wanted.nonzero().flatten() % max(1, tokens)
+        self._copies = Bags(self._row, sum(self.copy_receives))
+        self._bags = Bags(self._token, tokens)
+
+    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+        copies = x.index_select(0, self._token)
+        return comm.all_to_all(copies, self.axis, self.copy_sends, self.copy_receives).index_select(0, self._row)
+
+    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._bags(comm.all_to_all(self._copies(rows), self.axis, self.copy_receives, self.copy_sends))
+
+
+class Gather(Dispatch):
+    """All tokens go to all ranks, which take those of their experts and give back sums for all tokens."""
+
+    def _arrange(self) -> None:
+        self._gather_experts()
+        self._bags = Bags(self._token, sum(self.sizes))
+
+    def _gather_experts(self) -> torch.Tensor:
+        """Everybody's experts, (all tokens, top_k), of which this rank's pairs are found."""
+        axis, count, device = self.axis, sum(self.of_rank), self.pairs.device
+        self.sizes = comm.all_gather(torch.tensor([self.tokens]), axis).tolist()
+        mine = torch.full((self.tokens * self.top_k,), count, dtype=torch.int32, device=device)
+        mine[self.pairs] = torch.repeat_interleave(self.sent).int()
+        chosen = self._gathered(mine.view(-1, self.top_k)).long()
+        first = sum(self.of_rank[: axis.rank])
+        local = self.of_rank[axis.rank]
+        flat = chosen.view(-1) - first
+        here = ((flat >= 0) & (flat < local)).nonzero().flatten()
+        flat = flat[here]
+        self._pairs_here = here[stable_argsort(flat, max(1, local))]
+        self.counts = torch.bincount(flat, minlength=local).tolist()
+        self.rows = len(here)
+        self._token = self._pairs_here // self.top_k
+        return chosen
+
+    def _gathered(self, rows):
+        """Everybody's; scratch memory."""
+        return comm.workspace(self.axis, rows).gather(rows.contiguous(), tuple(self.sizes))
+
+    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+        return self._gathered(x).index_select(0, self._token)
+
+    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._reduced(self._bags(rows))
+
+    def weights_to_experts(self, weights: torch.Tensor) -> torch.Tensor:
+        return self._gathered(weights).view(-1).index_select(0, self._pairs_here)
+
+    def weights_to_tokens(self, of_rows: torch.Tensor) -> torch.Tensor:
+        everybody = of_rows.new_zeros(sum(self.sizes) * self.top_k)
+        return self._reduced(everybody.index_copy_(0, self._pairs_here, of_rows).view(-1, self.top_k))
+
+    def _reduced(self, rows):
+        workspace = comm.workspace(self.axis, rows)
+        buffer = workspace.buffer(rows.numel(), rows).view(rows.shape)
+        buffer.copy_(rows)
+        return comm.reduce_rows(workspace, buffer, tuple(self.sizes))
+
+
+class InPlace(Gather):
+    """On one node: rows are written once, where they are, and read there by whom they are for."""
+
+    def _arrange(self) -> None:
+        chosen = self._gather_experts()
+        count, axis = sum(self.of_rank), self.axis
+        source = torch.repeat_interleave(torch.tensor(self.sizes) * self.top_k)
+        table = torch.bincount(source * (count + 1) + chosen.view(-1), minlength=axis.size * (count + 1))
+        table = table.view(axis.size, count + 1)[:, :count]
+        self._over_ranks = tuple(int(part.sum()) for part in table.split(self.of_rank, 1))
+        # Rows of all ranks lie expert by expert, in these rank by rank
+        of_expert = table.sum(0)
+        first = of_expert.cumsum(0) - of_expert + table[: axis.rank].sum(0)
+        mine = torch.repeat_interleave(self.sent)
+        within = torch.arange(len(mine)) - (self.sent.cumsum(0) - self.sent)[mine]
+        self._places = first[mine] + within
+        self._bags = self.bags_of_pairs(self._places)
+        self._own = int(table[axis.rank].split(self.of_rank)[axis.rank].sum())
+
+    def _tokens_of_all(self, rows, sizes):
+        away, here = len(self.pairs) - self._own, self.rows - self._own
+        return comm.workspace(self.axis, rows).read(rows.contiguous(), sizes, away, here)
+
+    def _rows_of_all(self, rows):
+        away, here = self.rows - self._own, len(self.pairs) - self._own
+        return comm.workspace(self.axis, rows).read(rows.contiguous(), self._over_ranks, away, here)
+
+    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+        return self._tokens_of_all(x, tuple(self.sizes)).index_select(0, self._token)
+
+    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._bags(self._rows_of_all(rows))
+
+    def weights_to_experts(self, weights: torch.Tensor) -> torch.Tensor:
+        sizes = tuple(size * self.top_k for size in self.sizes)
+        return self._tokens_of_all(weights.reshape(-1), sizes).index_select(0, self._pairs_here)
+
+    def weights_to_tokens(self, of_rows: torch.Tensor) -> torch.Tensor:
+        everybody = self._rows_of_all(of_rows)
+        own = everybody.index_select(0, self._places)
+        return own.new_zeros(self.tokens * self.top_k).index_copy_(0, self.pairs, own).view(-1, self.top_k)
+
+
+def choose(axis: Axis, like: torch.Tensor, name: str, top_k: int, experts: int) -> type[Dispatch]:
+    """The kind of dispatch, alike on all ranks: `name`, or where that is "auto" the one that moves least; but one of
+    fewer steps where it moves a twentieth more at most."""
+    path = comm.path_of(axis, like)
+    if path is comm.Path.LOCAL:
+        return Dispatch
+    if name == "auto":
+        name = "all_to_all"
+        if path is comm.Path.MESSAGES:
+            received = elements_received(axis.size, top_k, experts, like.shape[1])
+            name = next(each for each, elements in received.items() if elements <= 1.05 * min(received.values()))
+    if name == "all_to_all" and path is comm.Path.SHARED_MEMORY:
+        return InPlace
+    return {"all_to_all": AllToAll, "once": Once, "gather": Gather}[name]
+
+
+def elements_received(ranks: int, top_k: int, experts: int, features: int) -> dict[str, float]:
+    """Of each way, those of fewer steps first, for each token of a rank and one of the four moves, where the load is
+    even; weights, and the numbers of experts and places, are counted in the same unit.
+
+    >>> {name: round(each) for name, each in elements_received(4, 6, 64, 256).items()}
+    {'gather': 790, 'all_to_all': 1156, 'once': 648}
+    """
+    held = experts / ranks
+    missed = math.prod(max(0.0, experts - held - taken) / (experts - taken) for taken in range(top_k))
+    others, weight = ranks - 1, 1
+    return {
+        "gather": others * (features + top_k * (weight + 1 / 4)),
+        "all_to_all": top_k * others / ranks * (features + weight),
+        "once": others * ((1 - missed) * features + top_k / ranks * (weight + 1 / 4)),
+    }

@@ -1,0 +1,140 @@
+"""The experts of a mixture, spread over ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from hpctrain.choices import DISPATCHES, DROP_POLICIES
+from hpctrain.grid import Grid
+from hpctrain.layers.experts.activations import ACTIVATIONS
+from hpctrain.layers.experts.capacity import kept_pairs
+from hpctrain.layers.experts.dispatch import Dispatch, choose
+from hpctrain.layers.experts.grouped import products, weight_gradients
+from hpctrain.layers.experts.routing import Routing
+from hpctrain.layers.parameter import accumulate, drawn_key, parameter
+from hpctrain.randomness import RngKey
+from hpctrain.shard import expert_shard
+
+
+class Experts(torch.nn.Module):
+    """MLPs without biases, of which each token goes through those that the routing names: for each of these, its weight
+    times down · activation(up · x), summed.
+
+    The experts are spread over `grid.expert`, the first ranks holding one more where they do not divide, the last ones
+    none where there are fewer than ranks. A rank of `grid.copies` holds the same ones. Tokens travel to their experts
+    and back; see `dispatch`.
+
+    Args:
+        activation: "swiglu", silu(gate) · up with `up` (experts, {gate, up} × ffn, features), or "gelu", with `up`
+            (experts, ffn, features). `down` is (experts, features, ffn).
+        capacity: in training an expert takes ⌈capacity · top_k · length / experts⌉ tokens of each sequence at most, and
+            the other pairs count nothing; 0 for no limit. All grids drop the same, as a sequence is one group on each.
+        capacity_policy: which pairs are kept; see `capacity`.
+        dispatch: how tokens travel, "all_to_all", "gather" or "once"; "auto" for what moves least.
+        std, std_out: standard deviations of the initial weights of `up` and `down`; by default as of `Linear`.
+
+    Shapes: x (tokens, features), whole rows; see `WholeRows`.
+
+    Raises:
+        ValueError: for options that are none of these; from forward when capacity is asked for of parts of sequences.
+    """
+
+    def __init__(
+        self, grid: Grid, features: int, ffn: int, experts: int, *, activation: str = "swiglu", capacity: float = 0.0,
+        capacity_policy: str = "probability", dispatch: str = "auto", std: float | None = None,
+        std_out: float | None = None, key: RngKey | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        for name, value, known in (
+            ("activation", activation, ACTIVATIONS),
+            ("dispatch", dispatch, DISPATCHES),
+            ("capacity_policy", capacity_policy, DROP_POLICIES),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        if capacity < 0:
+            raise ValueError(f"capacity must be positive, or 0 for no limit, got {capacity}")
+        self.axis, self.experts, self.features, self.ffn = grid.expert, experts, features, ffn
+        self.activation, self.dispatch = activation, dispatch
+        self.capacity, self.capacity_policy = capacity, capacity_policy
+        self.split_backward = None  # the `layers.split_backward.SplitBackward` of a model whose backwards are split
+        key, factory = drawn_key(grid, key), {"dtype": dtype, "device": device}
+
+        def made(name, rows, columns, std):
+            shard = expert_shard((experts, rows, columns), grid.expert.size, grid.expert.rank)
+            return parameter(shard, key / name, (3 * columns) ** -0.5 if std is None else std, **factory)
+
+        self.up = made("up", ACTIVATIONS[activation].unit * ffn, features, std)
+        self.down = made("down", features, ffn, std_out)
+
+    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        dispatch, first = routing.rows.tokens.decide(lambda: self._dispatch(x, routing))
+        if first and self.training and self.capacity:
+            routing.record.add_dropped(routing.experts.numel() - dispatch.sent.sum())
+        return _Experts.apply(x, routing.weights, self.up, self.down, dispatch, self)
+
+    def _dispatch(self, x, routing) -> Dispatch:
+        chosen = routing.experts
+        if self.capacity and self.training:
+            chosen = chosen.where(kept_pairs(routing, self.experts, self.capacity, self.capacity_policy), self.experts)
+        kind = choose(self.axis, x, self.dispatch, chosen.shape[1], self.experts)
+        return kind(self.axis, chosen, self.experts)
+
+    def late_weight_gradients(
+        self, grad_hidden: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, act: torch.Tensor, counts: list[int]
+    ) -> None:
+        """The weight gradients that backward left to be computed."""
+        accumulate(self.up, _weight_gradient(self.up, grad_hidden, rows, counts))
+        accumulate(self.down, _weight_gradient(self.down, grad, act, counts))
+
+    def extra_repr(self):
+        return f"{self.experts} × ({self.features}, {self.ffn}), {self.activation}, dispatch={self.dispatch}"
+
+
+class _Experts(torch.autograd.Function):
+    """Dᵀ f(D x); see `dispatch`. Keeps the rows that came and the first products.
+
+    The weight of a row multiplies between the two products, so that what comes back need but be summed, and its
+    gradient is known where the row is.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weights, up, down, dispatch, experts):
+        activation, counts = ACTIVATIONS[experts.activation], dispatch.counts
+        rows, weight = dispatch.to_experts(x), dispatch.weights_to_experts(weights)
+        hidden = products(rows, up, counts, transposed=True)
+        act = activation.forward(hidden, weight)
+        ctx.save_for_backward(rows, weight, hidden, up, down)
+        ctx.up, ctx.down = up, down  # as in layers.box
+        ctx.dispatch, ctx.experts = dispatch, experts
+        return dispatch.to_tokens(products(act, down, counts, transposed=True))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        rows, weight, hidden, _, _ = ctx.saved_tensors
+        up, down = ctx.up, ctx.down
+        dispatch, experts = ctx.dispatch, ctx.experts
+        activation, counts = ACTIVATIONS[experts.activation], dispatch.counts
+        grad = dispatch.to_experts(grad.contiguous())
+        grad_act = products(grad, down, counts, transposed=False)
+        act, grad_hidden, grad_weight = activation.backward(hidden, weight, grad_act)
+        grad_x = dispatch.to_tokens(products(grad_hidden, up, counts, transposed=False))
+        grad_weights = dispatch.weights_to_tokens(grad_weight)
+        late = experts.split_backward
+        if late is not None and late.queue is not None:
+            late.queue.append(functools.partial(experts.late_weight_gradients, grad_hidden, rows, grad, act, counts))
+            return grad_x, grad_weights, None, None, None, None
+        grad_up = _weight_gradient(up, grad_hidden, rows, counts)
+        grad_down = _weight_gradient(down, grad, act, counts)
+        return grad_x, grad_weights, grad_up, grad_down, None, None
+
+
+def _weight_gradient(weight, grad, rows, counts):
+    """In its bucket, where that can be."""
+    sync = getattr(weight, "grad_sync", None)
+    out = None if sync is None else sync.out()
+    return weight_gradients(grad, rows, counts, torch.empty_like(weight) if out is None else out)

@@ -1,0 +1,65 @@
+"""The mixture of experts of a transformer block."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.grid import Grid
+from hpctrain.layers.algorithm import Algorithm
+from hpctrain.layers.experts.experts import Experts
+from hpctrain.layers.experts.router import Router
+from hpctrain.layers.experts.whole_rows import WholeRows
+from hpctrain.layers.mlp import MLP
+from hpctrain.layers.parameter import drawn_key
+from hpctrain.layers.tokens import Tokens
+from hpctrain.randomness import RngKey
+
+
+class Mixture(torch.nn.Module):
+    """Stands where an `MLP` stands in a block: (rows, features) in the residual layout. Every token goes through the
+    `top_k` of the experts that `router` chooses for it, and through the shared ones.
+
+    Args:
+        ffn: inner width of an expert.
+        shared_experts: how many experts all tokens go through, which are one `MLP` of their widths together.
+        shared_ffn: inner width of each of them, by default that of the others.
+        std, std_out: as of `Experts` and `MLP`.
+
+    The others are as of `Router` and `Experts`.
+
+    Source: DeepSeek-AI, "DeepSeekMoE" (2024), of shared experts.
+    """
+
+    def __init__(
+        self, grid: Grid, features: int, ffn: int, experts: int, top_k: int, *, shared_experts: int = 0,
+        shared_ffn: int | None = None, scores: str = "softmax", normalized: bool = True, groups: int = 1,
+        groups_kept: int = 1, scale: float = 1.0, aux_loss: float = 0.0, z_loss: float = 0.0,
+        balance_bias: float = 0.0, jitter: float = 0.0, activation: str = "swiglu", capacity: float = 0.0,
+        capacity_policy: str = "probability", dispatch: str = "auto", algorithm: str | Algorithm = "agarwal",
+        std: float | None = None, std_out: float | None = None, key: RngKey | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.grid, self.features, key = grid, features, drawn_key(grid, key)
+        factory = {"std": std, "dtype": dtype, "device": device}
+        self.router = Router(
+            grid, features, experts, top_k, scores=scores, normalized=normalized, groups=groups,
+            groups_kept=groups_kept, scale=scale, aux_loss=aux_loss, z_loss=z_loss, balance_bias=balance_bias,
+            jitter=jitter, key=key / "router", **factory,
+        )  # fmt: skip
+        self.experts = Experts(
+            grid, features, ffn, experts, activation=activation, capacity=capacity, capacity_policy=capacity_policy,
+            dispatch=dispatch, std_out=std_out, key=key / "experts", **factory,
+        )  # fmt: skip
+        self.shared = None
+        if shared_experts:
+            self.shared = MLP(
+                grid, features, shared_experts * (ffn if shared_ffn is None else shared_ffn), activation, bias=False,
+                algorithm=algorithm, std_out=std_out, key=key / "shared", **factory,
+            )  # fmt: skip
+
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        rows = WholeRows(self.grid, tokens)
+        whole = rows.enter(x, self.features)
+        mixed = rows.leave(self.experts(whole, self.router(whole, tokens)), self.features)
+        return mixed if self.shared is None else mixed + self.shared(x, tokens)

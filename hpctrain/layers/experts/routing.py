@@ -1,0 +1,29 @@
+"""Which experts each token goes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.layers.experts.record import Record
+from hpctrain.layers.experts.whole_rows import WholeRows
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What `Router` gives `Experts`: of this rank's tokens, the experts and what their outputs count.
+
+    Attributes:
+        experts: (tokens, top_k) int64, the most probable first, of equal ones that of the lower number.
+        weights: (tokens, top_k), float32 at least; differentiable.
+        scores: (tokens, top_k) of the experts, before they are normalised or scaled.
+        rows: which tokens these are.
+        record: of the layer's load.
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    scores: torch.Tensor
+    rows: WholeRows
+    record: Record
