@@ -190,6 +190,8 @@ class Samples:
                 whole = self.read(order[part], (range(length),))
                 known["documents"] = self.document_lengths(whole[0])
             tokens = self.tokens_of(grid, part.stop - part.start, length, part.start, step, **known)
+            if total is None:
+                tokens = dataclasses.replace(tokens, share=1 / sequences[m])
             ids = targets = None
             if first or last:
                 block = slice(tokens.first, tokens.first + tokens.sequences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -29,6 +30,8 @@ class Stages:
 
     def tokens(self, action: Action) -> Tokens:
         tokens = self.microbatches[action.microbatch].tokens
+        if self.scale != 1:
+            tokens = dataclasses.replace(tokens, share=tokens.share * self.scale)
         if not self.parts:
             return tokens
         kv_cache = self.kv_caches.setdefault(action.microbatch_unit, KVCache())

@@ -23,12 +23,14 @@ from hpctrain.shard import Shard
 
 @dataclass(frozen=True)
 class WholeSequences:
-    """A microbatch of `sequences` × `length` tokens, of which every tensor rank has all; see `layers.Tokens`."""
+    """A microbatch of `sequences` × `length` tokens, of which every tensor rank has all; see `layers.Tokens`. Auxiliary
+    losses of the modules, of which nobody but they knows, have no `share`."""
 
     sequences: int
     length: int
     first: int
     step: int
+    share: float = 0.0
 
     @property
     def inner(self) -> range:
