@@ -145,6 +145,13 @@ def test_the_program_of_attention(output_of_program):
     assert max(differ) < 1e-5
 
 
+def test_the_program_of_experts(output_of_program):
+    output = output_of_program("Mixtures of experts")
+    found = re.findall(r"has (\d) experts: differs by (\S+)", output)
+    assert sorted(int(experts) for experts, _ in found) == [1, 1, 2, 2]
+    assert max(float(each) for _, each in found) < 1e-12
+
+
 def test_the_files_exist():
     for name in re.findall(
         r"`(hpctrain/[\w/]+\.py|tests/[\w/]+\.py|train/\w+\.py)`", section("README.md", "Read these files first")
