@@ -45,7 +45,8 @@ class Checkpointer:
         if sys.byteorder != "little":
             raise ValueError("checkpoints hold little-endian numbers, this machine's are big-endian")
         self.root, self.world, self.keep, self.background = root, world, keep, background
-        self._stalled, self.saved = 0.0, None
+        self._stalled = 0.0
+        self.saved: int | None = None
         self._under_way: Save | None = None
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -85,6 +86,7 @@ class Checkpointer:
         """Go on to the next phase: to be called when this rank's part is done on all ranks. Returns why it failed."""
         start = time.perf_counter()
         save = self._under_way
+        assert save is not None
         try:
             save.join()
             save.next()

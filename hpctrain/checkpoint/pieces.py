@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -97,7 +98,7 @@ def parse(text: str) -> RankManifest:
     with refused():
         values = json.loads(text)
         check_version(values)
-        files = [File(**file) for file in values.pop("files")]
+        files = [_file(**file) for file in values.pop("files")]
         manifest = RankManifest(files=files, **values)
         natural(manifest.step, "step")
         natural(manifest.rank, "rank")
@@ -120,6 +121,10 @@ def refused():
         raise Corrupt(f"not a manifest: {type(error).__name__}: {error}") from error
 
 
+def _file(pieces: dict[str, list[dict]], **others: Any) -> File:
+    return File(**others, pieces={name: [StoredPiece(**piece) for piece in of] for name, of in pieces.items()})
+
+
 def check_version(values: dict) -> None:
     if values.pop("format") != FORMAT:
         raise Corrupt("this is no checkpoint of hpctrain")
@@ -133,8 +138,7 @@ def _check_file(file: File, tensors: Tensors) -> None:
     natural(file.crc32, file.name)
     for name, pieces in file.pieces.items():
         dtype, shape = tensors[name]
-        file.pieces[name] = [StoredPiece(**piece) for piece in pieces]
-        for piece in file.pieces[name]:
+        for piece in pieces:
             _check_piece(piece, f"{name} in {file.name}", shape, DTYPES[dtype].itemsize)
     place = 0
     for start, stop in [*file.numbers(), (file.bytes, file.bytes)]:
@@ -148,10 +152,12 @@ def _check_piece(piece: StoredPiece, what: str, shape, itemsize: int) -> None:
     if len(piece.bounds) != len(shape):
         raise Corrupt(f"{what}: a piece has {len(piece.bounds)} dims of {len(shape)}")
     for (start, stop), size in zip(piece.bounds, shape):
-        natural(start, what), natural(stop, what)
+        natural(start, what)
+        natural(stop, what)
         if not start < stop <= size:
             raise Corrupt(f"{what}: a piece is {start}:{stop} of a dim of size {size}")
-    natural(piece.start, what), natural(piece.stop, what)
+    natural(piece.start, what)
+    natural(piece.stop, what)
     size = math.prod(piece.shape) * itemsize
     if piece.stop - piece.start != size:
         raise Corrupt(f"{what}: {piece.stop - piece.start} bytes are to hold {size}")

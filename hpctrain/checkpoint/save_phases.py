@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,9 +44,11 @@ class Save:
         self.step, self.about = step, about
         self.published = self.over = False
         self._entries = entries
-        self._phase = self._write
+        self._parts: list[Summary] | None = None  # where this rank gathers those of others
+        self._phase: Callable[[], object] = self._write
         self._thread: threading.Thread | None = None
-        self._result = self._error = None
+        self._result: Any = None  # of the phase
+        self._error: Exception | None = None
 
     def begin(self) -> None:
         """Start this rank's part of the phase."""
@@ -74,7 +77,7 @@ class Save:
                 raise Corrupt(problem)
         comm.agree(world, self._error)
         if self._phase == self._write:
-            self._entries = None
+            self._entries = []
             ranks = range(self._leader, min(self._leader + manifests.GROUP, world.size))
             self._parts = self._gathered(self._result, ranks)
             self._phase = self._group
@@ -137,6 +140,7 @@ class Save:
     def _publish(self):
         if self.world.rank:
             return None
+        assert self._parts is not None
         manifest = index.write(folder.unfinished(self.root, self.step), self.step, self._parts, self.about)
         folder.publish(self.root, self.step)
         return manifest.bytes, len(folder.steps(self.root)) <= self.keep

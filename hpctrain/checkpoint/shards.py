@@ -48,7 +48,8 @@ def _described(path, pieces, sha256, size):
 
 def _groups(entries: list[Entry]):
     """Entries of about FILE_BYTES, or of a part of all in FILES."""
-    group, size = [], 0
+    group: list[Entry] = []
+    size = 0
     most = max(FILE_BYTES, sum(entry.tensor.nbytes for entry in entries) // FILES)
     for entry in entries:
         if group and size + entry.tensor.nbytes > most:
@@ -161,7 +162,7 @@ def check_contents(path: Path, recorded: File) -> None:
 
 def _bytes(values: np.ndarray) -> memoryview:
     """Memory of a contiguous array."""
-    return memoryview(values.reshape(-1).view(np.uint8))
+    return values.reshape(-1).view(np.uint8).data
 
 
 def dataset_name(name: str, bounds: Bounds) -> str:
