@@ -3,12 +3,13 @@ compare every loss with a run that nothing happened to.
 
     python benchmarks/stops.py --moments 20                        all kinds: some 2 hours on 2 cores
     python benchmarks/stops.py --moments 1 --kinds TERM:script,INT:group,HUP:mpirun
+    python benchmarks/stops.py --moments 1 --kinds TERM:script,INT:group,HUP:mpirun --one-run    a minute less
 
 Each kind is a signal and whom it is sent to: `script` (bash jobs/train.sbatch), `group` (its process group), `mpirun`,
-`rank`, `timeout` (which runs the script), `scancel` (TERM; where a Slurm answers). One run a kind is stopped at so
-many moments, in the steps and between, then finished. Prints one JSON object a stop: the status, the last step in the
-metrics, the newest checkpoint; and one a kind: whether all losses are the same to the bit. Exits with 1 where anything
-is not as it must be: status 85 (of a cancelled job: CANCELLED), the last step saved, the losses the same.
+`rank`, `timeout` (which runs the script), `scancel` (TERM; where a Slurm answers). One run a kind, or one in all, is
+stopped at so many moments, in the steps and between, then finished. Prints one JSON object a stop: the status, the last
+step in the metrics, the newest checkpoint; and one a run: whether all losses are the same to the bit. Exits with 1 if
+anything is not as it must be: status 85 (of a cancelled job: CANCELLED), the last step saved, the losses the same.
 """
 
 import argparse
@@ -132,14 +133,24 @@ def cancelled(folder, name, before, moment, options):
     return 85 if now == "CANCELLED" and re.search(r"^stopped by ", log, re.MULTILINE) else now
 
 
+def about(kind):
+    number, whom = kind.split(":")
+    return {"benchmark": "stops", "signal": number, "to": whom}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--moments", type=int, default=20, help="how many for each kind")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of SIGNAL:WHOM, by commas")
+    parser.add_argument("--one-run", action="store_true", help="stopped by all kinds in turn")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a step")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    options.steps = 10 * options.moments + 10
+    kinds = options.kinds.split(",")
+    for kind in [kind for kind in kinds if kind.endswith("scancel") and not shutil.which("sbatch")]:
+        print(json.dumps({**about(kind), "skipped": "no Slurm"}), flush=True)
+        kinds.remove(kind)
+    options.steps = 10 * options.moments * (len(kinds) if options.one_run else 1) + 10
     for number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of a shell, and then by the jobs, too
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
@@ -155,26 +166,23 @@ def main():
         if start(folder, "whole", options.steps).wait(300):
             sys.exit((folder / "whole.log").read_text())
         whole = losses(folder, "whole")
-        for kind in options.kinds.split(","):
-            generator, name = random.Random(f"{kind} {options.seed}"), kind.replace(":", "-")
-            facts = {"benchmark": "stops", "signal": kind.split(":")[0], "to": kind.split(":")[1]}
-            if kind.endswith("scancel") and not shutil.which("sbatch"):
-                print(json.dumps({**facts, "skipped": "no Slurm"}), flush=True)
-                continue
-            for _ in range(options.moments):
-                moment, status = stop(folder, name, kind, generator, options)
+        for run in [kinds] if options.one_run else [[kind] for kind in kinds]:
+            name = "-".join(run).replace(":", "-")
+            generators = {kind: random.Random(f"{kind} {options.seed}") for kind in run}
+            for kind in run * options.moments:
+                moment, status = stop(folder, name, kind, generators[kind], options)
                 last, saved = (records(folder, name) or [{"step": 0}])[-1]["step"], newest(folder, name)
                 ok = status == 85 and saved == last
                 bad += not ok
                 told = {"moment": round(moment, 2), "status": status, "last_step": last, "saved": saved, "ok": ok}
-                print(json.dumps({**facts, **told}), flush=True)
+                print(json.dumps({**about(kind), **told}), flush=True)
                 if not ok:
                     print((folder / f"{name}.log").read_text(), file=sys.stderr)
             finished = start(folder, name, options.steps).wait(300)
             same = finished == 0 and losses(folder, name) == whole
             bad += not same
-            told = {"stops": options.moments, "step_seconds": options.seconds, "finished": finished, "same": same}
-            print(json.dumps({**facts, **told}), flush=True)
+            told = {"stops": len(generators) * options.moments, "step_seconds": options.seconds, "finished": finished}
+            print(json.dumps({"benchmark": "stops", "kinds": run, **told, "same": same}), flush=True)
             if not same:
                 print((folder / f"{name}.log").read_text(), file=sys.stderr)
     sys.exit(bad > 0)

@@ -6,8 +6,9 @@
 
 The program gets the caller's environment, folder, cores, standard files and signals, and the caller ends as it does;
 killed, it takes the program along. As a rank of mpirun the caller stands between the two: MPI starts in the program,
-from variables alone. What is not as in a cold start, and is tested cold: the caller's process id is not the program's,
-all programs have one seed for the hashes of strings, and modules are there that nobody imported.
+from variables alone. What `hpctrain` starts by `sys.executable`, such as the ranks of a study, is warm as well. What is
+not as in a cold start, and is tested cold: the caller's process id is not the program's, all programs have one seed for
+the hashes of strings, and modules are there that nobody imported.
 """
 
 import os
@@ -56,6 +57,9 @@ def serve(path):
             importlib.import_module(module.name)
     assert "mpi4py.MPI" not in sys.modules
     assert threading.active_count() == 1
+    with open(python(path), "w") as script:
+        script.write(f'#!/bin/sh\nexec "{sys.executable}" -IS "{os.path.abspath(__file__)}" python "$@"\n')
+    os.chmod(python(path), 0o755)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
@@ -72,6 +76,11 @@ def serve(path):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return keep(caller)
         caller.close()
+
+
+def python(path):
+    """What starts `python ...` by the server of this socket."""
+    return f"{path}-python"
 
 
 def keep(caller):
@@ -118,11 +127,15 @@ def run(program):
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     kind, *arguments = program
-    sys.path[:1] = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+    sys.path[:1] = folders = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+    sys.orig_argv = [sys.executable, *program]
+    for folder in folders:
+        if os.path.exists(file := os.path.join(folder, "sitecustomize.py")):
+            runpy.run_path(file)
     if os.path.basename(kind) == "hpctrain":
         from hpctrain.cli import main
 
-        sys.argv = program
+        sys.argv, sys.executable = program, python(os.environ[SOCKET])
         return main()
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]

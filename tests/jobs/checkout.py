@@ -9,11 +9,12 @@ from pathlib import Path
 from running import ROOT
 
 COMMAND = """#!/bin/sh
-'''exec' "{python}" "$0" "$@"
+'''exec' "{python}" {flags}"$0" "$@"
 ' '''
 import os, sys
-if "HPCTRAIN_WARM" in os.environ and {warm}:
-    os.execv(sys.executable, [sys.executable, "-IS", "{root}/tests/warm.py", "hpctrain", *sys.argv[1:]])
+if {warm}:
+    client = ["-IS", "{root}/tests/warm.py", "hpctrain"] if "HPCTRAIN_WARM" in os.environ else ["-m", "hpctrain"]
+    os.execv(sys.executable, [sys.executable, *client, *sys.argv[1:]])
 from hpctrain.cli import main
 sys.exit(main())
 """  # as pip writes it where the path has spaces
@@ -43,7 +44,7 @@ def make_environment(folder, warm=False):
             (venv / "bin" / path.name).symlink_to(path)
     command = venv / "bin/hpctrain"
     command.unlink()
-    command.write_text(COMMAND.format(python=venv / "bin/python", root=ROOT, warm=warm))
+    command.write_text(COMMAND.format(python=venv / "bin/python", flags="-IS " * warm, root=ROOT, warm=warm))
     command.chmod(0o755)
     for stamp in ours.parent.glob(".hpctrain-*"):
         shutil.copy(stamp, venv)

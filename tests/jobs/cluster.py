@@ -105,7 +105,8 @@ def small(text, tmp_path):
 def shell(slurm, tmp_path):
     """shell(command, ...) runs it beside the cluster, as a user who has just logged in; its output is one text."""
     inherited = ("HPCTRAIN_", "MPIRUN", "OMPI_", "PRTE_", "SLURM_")
-    environment = {k: v for k, v in slurm.items() if not k.startswith(inherited) or k == "SLURM_CONF"}
+    kept = ("SLURM_CONF", "HPCTRAIN_WARM")
+    environment = {k: v for k, v in slurm.items() if not k.startswith(inherited) or k in kept}
     environment["XDG_STATE_HOME"] = str(tmp_path / "state")
 
     def run(*command, status=0, limit=120):
@@ -140,6 +141,12 @@ def ended(shell):
             time.sleep(0.3)
 
     return wait
+
+
+@pytest.fixture
+def jobs(warm_checkout):
+    """The folder of job scripts whose ranks are warm."""
+    return warm_checkout / "jobs"
 
 
 TRAIN = str(ROOT / "jobs/train.sbatch")

@@ -5,6 +5,7 @@ import subprocess
 
 import h5py
 import pytest
+from running import warm
 
 from hpctrain.cli import main
 from hpctrain.doctor import findings
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.job
 
 def test_here():
     """Training works here, as the other tests show; every thing is looked at."""
-    done = subprocess.run(["hpctrain", "doctor", "--json"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(warm(["hpctrain", "doctor", "--json"]), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
     found = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert set(found) >= {"Python", "launcher", "MPI", "threads in MPI", "GPU", "HDF5", "Slurm", "modules", "site"}

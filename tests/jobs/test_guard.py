@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import time
@@ -54,6 +55,19 @@ def guarded(tmp_path):
         job.stdout.close()
 
 
+@pytest.fixture
+def impatient(tmp_path):
+    """supervise.sh with a guard that tells the ranks again, and ends them, after a second."""
+    shutil.copytree(ROOT / "jobs", tmp_path / "checkout/jobs")
+    (tmp_path / "checkout/hpctrain").symlink_to(ROOT / "hpctrain")
+    guard = tmp_path / "checkout/jobs/guard.py"
+    text = guard.read_text()
+    assert "AGAIN = 5.0" in text
+    assert "TOO_LONG = 10.0" in text
+    guard.write_text(text.replace("AGAIN = 5.0", "AGAIN = 1.0").replace("TOO_LONG = 10.0", "TOO_LONG = 1.0"))
+    return str(tmp_path / "checkout/jobs/supervise.sh")
+
+
 @pytest.mark.parametrize(
     ("slurm", "number", "said"),
     [
@@ -62,9 +76,9 @@ def guarded(tmp_path):
         *((TASK, number, RESUME) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),  # is not to come back
     ],
 )
-def test_the_warning_reaches_the_ranks(guarded, slurm, number, said, tmp_path):
+def test_the_warning_reaches_the_ranks(guarded, impatient, slurm, number, said, tmp_path):
     """Each time, as SIGUSR1; the status is theirs. One explanation of it all."""
-    job = guarded(WARNED, **slurm)
+    job = guarded(WARNED, impatient, **slurm)
     for _ in range(2):
         if number == signal.SIGINT:  # once more by itself, after some seconds: Ctrl-C again would end the ranks
             number = job.send_signal(number)
@@ -118,8 +132,8 @@ def test_a_second_ctrl_c(guarded, tmp_path):
     assert "SIGINT again: the ranks are ended at once, without saving" in (tmp_path / "stderr").read_text()
 
 
-def test_ranks_that_are_deaf_to_the_second_ctrl_c(guarded):
-    job = guarded("trap '' USR1 USR2\necho up\nwhile true; do sleep 0.1; done\n")
+def test_ranks_that_are_deaf_to_the_second_ctrl_c(guarded, impatient):
+    job = guarded("trap '' USR1 USR2\necho up\nwhile true; do sleep 0.1; done\n", impatient)
     job.send_signal(signal.SIGINT)
     time.sleep(1.2)
     job.send_signal(signal.SIGINT)

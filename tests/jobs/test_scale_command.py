@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from running import ROOT, SMALL
+from running import ROOT, SMALL, warm
 
 from hpctrain.cli import main
 from hpctrain.slurm.allocation import check_allocation
@@ -20,16 +20,8 @@ def test_a_study(tmp_path, text):
     config.write_text(f'[data]\ntext = ["{text}"]\n')
 
     def scale(*options, status=0):
-        command = [
-            "hpctrain",
-            "scale",
-            str(config),
-            *SMALL,
-            "model.vocabulary=258",
-            "--weak",
-            "-o",
-            str(tmp_path / "study"),
-        ]
+        study = ["--weak", "-o", str(tmp_path / "study")]
+        command = warm(["hpctrain", "scale", str(config), *SMALL, "model.vocabulary=258", *study])
         ended = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert ended.returncode == status, ended.stdout + ended.stderr
         return ended.stdout + ended.stderr

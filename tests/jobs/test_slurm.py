@@ -1,4 +1,4 @@
-"""The job scripts under a real Slurm."""
+"""The job scripts under a real Slurm. Ranks start cold in the first test and in the study; in the others, warm."""
 
 import json
 import re
@@ -25,10 +25,10 @@ def test_sbatch_of_the_main_job(sbatch, ended, shell, small, tmp_path):
     assert "has 2 places, but there are 1 ranks" in (tmp_path / "refused.out").read_text()
 
 
-def test_submit_over_two_nodes(shell, small, tmp_path):
+def test_submit_over_two_nodes(shell, small, jobs):
     """Followed to its end; listed by `hpctrain jobs`; refused before it is queued where the job would refuse it."""
-    hpctrain = shutil.which("hpctrain")
-    output = shell(hpctrain, "submit", TRAIN, "--nodes", "2", *small, "--time", "5", "--follow")
+    hpctrain, script = jobs.parent / ".venv/bin/hpctrain", jobs / "train.sbatch"
+    output = shell(hpctrain, "submit", script, "--nodes", "2", *small, "--time", "5", "--follow")
     job = re.match(r"job (\d+)\nlog (.*)", output)
     assert "grid of 2 ranks" in output
     assert f"job {job[1]}: COMPLETED" in output
@@ -37,8 +37,8 @@ def test_submit_over_two_nodes(shell, small, tmp_path):
     header, line = shell(hpctrain, "jobs").splitlines()
     assert header.split() == ["job", "state", "run", "step", "loss", "tokens/s"]
     assert line.split()[:4] == [job[1], "COMPLETED", "gpt2", "3"]
-    assert "unknown key run.stpes" in shell(hpctrain, "submit", TRAIN, "run.stpes=3", status=2)
-    assert "sbatch refused the job" in shell(hpctrain, "submit", TRAIN, "--time=soon", status=2)
+    assert "unknown key run.stpes" in shell(hpctrain, "submit", script, "run.stpes=3", status=2)
+    assert "sbatch refused the job" in shell(hpctrain, "submit", script, "--time=soon", status=2)
 
 
 def test_a_study_as_jobs(shell, small, ended, tmp_path):
@@ -59,14 +59,14 @@ def test_a_study_as_jobs(shell, small, ended, tmp_path):
     assert "add --submit, or begin with salloc" in shell(hpctrain, *study, status=2)  # not on the login node
 
 
-def test_jobs_that_end_early(sbatch, ended, shell, small, tmp_path):
+def test_jobs_that_end_early(sbatch, ended, shell, small, jobs, tmp_path):
     """A warned job saves, is requeued, and ends with the losses of one that was left alone; one over its time limit and
     a cancelled one say so; the tasks of an array have their own seeds."""
     limited = sbatch("--nodelist=n3", "--wrap=sleep 300")
     (tmp_path / "saves.sh").write_text("trap 'exit 85' TERM; echo up; sleep 300 & wait")
     supervised = f"HPCTRAIN_LAUNCHER=env exec {ROOT}/jobs/supervise.sh bash saves.sh"
     cancelled = sbatch("--nodelist=n3", "--output=cancelled.out", f"--wrap={supervised}")
-    common = ["--ntasks=2", TRAIN, *small, "run.steps=400"]
+    common = ["--ntasks=2", jobs / "train.sbatch", *small, "run.steps=400"]
     warned = sbatch("--output=warned.out", *common, "run.name=warned")
     alone = sbatch("--output=alone.out", *common, "run.name=alone")
     array = sbatch("--array=0-1", "--output=array-%a.out", *common, "run.steps=2", "run.seed=%a", "run.name=seed-%a")
@@ -96,19 +96,17 @@ def test_jobs_that_end_early(sbatch, ended, shell, small, tmp_path):
     assert ended(limited)[0] == "TIMEOUT"
 
 
-def test_studies_and_products_as_jobs(sbatch, ended, small, tmp_path):
+def test_studies_and_products_as_jobs(sbatch, ended, small, jobs, tmp_path):
     """The ranks of the studies follow the allocation. The least of the products' benchmark: 2 ranks, one round."""
     (tmp_path / "job.toml").write_text("")
     settings = [str(tmp_path / "job.toml"), "--repeat=1", "--steps=1", *small[:1], *small[4:]]
     kinds = ("weak", "strong")
     studies = [
-        sbatch(
-            "--ntasks=2", f"--output={kind}.out", ROOT / f"jobs/{kind}_scaling.sbatch", *settings, "-o", tmp_path / kind
-        )
+        sbatch("--ntasks=2", f"--output={kind}.out", jobs / f"{kind}_scaling.sbatch", *settings, "-o", tmp_path / kind)
         for kind in kinds
     ]
     least = ("--on=2", "--sizes=256", "--rounds=1", "--dtypes=float32")
-    products = sbatch("--ntasks=2", "--output=matmul.out", str(ROOT / "jobs/matmul.sbatch"), *least)
+    products = sbatch("--ntasks=2", "--output=matmul.out", jobs / "matmul.sbatch", *least)
     for kind, study in zip(kinds, studies):
         assert ended(study) == ("COMPLETED", 0)
         results = [json.loads(line) for line in read(tmp_path / kind / "results.jsonl").splitlines()]
