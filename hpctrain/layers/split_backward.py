@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 
 from hpctrain.grid import Axis
+from hpctrain.layers.box import BoxProduct
 from hpctrain.layers.experts.experts import Experts
 from hpctrain.layers.linear import Linear
+from hpctrain.layers.plane import PlaneProduct
 
 
 class SplitBackward:
@@ -37,7 +39,9 @@ class SplitBackward:
     """
 
     def __init__(self, model: torch.nn.Module, axis: Axis | None = None):
-        products = [module.product for module in model.modules() if isinstance(module, Linear)]
+        products: list[BoxProduct | PlaneProduct | Experts] = [
+            module.product for module in model.modules() if isinstance(module, Linear)
+        ]
         products += [module for module in model.modules() if isinstance(module, Experts)]
         if not (axis.comm.allreduce(len(products)) if axis else products):
             raise ValueError(

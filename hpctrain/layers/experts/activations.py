@@ -53,4 +53,4 @@ class GELU:
         return y.mul_(weight[:, None]), grad_hidden, grad_weight
 
 
-ACTIVATIONS = {"swiglu": SwiGLU, "gelu": GELU}
+ACTIVATIONS: dict[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}

@@ -71,6 +71,7 @@ class LoadBalance:
             router = self._routers.get(name)
             if update and router is not None and router.balance_bias:
                 below = torch.sign(of_experts.sum() - router.experts * of_experts)  # 1 where less than the mean
+                assert router.bias is not None
                 with torch.no_grad():
                     router.bias.add_(below.to(router.bias), alpha=router.balance_bias)
         return loads

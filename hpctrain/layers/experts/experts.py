@@ -13,7 +13,7 @@ from hpctrain.layers.experts.capacity import kept_pairs
 from hpctrain.layers.experts.dispatch import Dispatch, choose
 from hpctrain.layers.experts.grouped import products, weight_gradients
 from hpctrain.layers.experts.routing import Routing
-from hpctrain.layers.parameter import accumulate, drawn_key, parameter
+from hpctrain.layers.parameter import Factory, ProductQueue, accumulate, drawn_key, parameter
 from hpctrain.randomness import RngKey
 from hpctrain.shard import expert_shard
 
@@ -45,7 +45,7 @@ class Experts(torch.nn.Module):
         self, grid: Grid, features: int, ffn: int, experts: int, *, activation: str = "swiglu", capacity: float = 0.0,
         capacity_policy: str = "probability", dispatch: str = "auto", std: float | None = None,
         std_out: float | None = None, key: RngKey | None = None, dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         for name, value, known in (
@@ -60,8 +60,8 @@ class Experts(torch.nn.Module):
         self.axis, self.experts, self.features, self.ffn = grid.expert, experts, features, ffn
         self.activation, self.dispatch = activation, dispatch
         self.capacity, self.capacity_policy = capacity, capacity_policy
-        self.split_backward = None  # the `layers.split_backward.SplitBackward` of a model whose backwards are split
-        key, factory = drawn_key(grid, key), {"dtype": dtype, "device": device}
+        self.split_backward: ProductQueue | None = None  # of a model whose backwards are split
+        key, factory = drawn_key(grid, key), Factory(dtype=dtype, device=device)
 
         def made(name, rows, columns, std):
             shard = expert_shard((experts, rows, columns), grid.expert.size, grid.expert.rank)

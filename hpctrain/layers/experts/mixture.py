@@ -10,7 +10,7 @@ from hpctrain.layers.experts.experts import Experts
 from hpctrain.layers.experts.router import Router
 from hpctrain.layers.experts.whole_rows import WholeRows
 from hpctrain.layers.mlp import MLP
-from hpctrain.layers.parameter import drawn_key
+from hpctrain.layers.parameter import Factory, drawn_key
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
 
@@ -37,25 +37,25 @@ class Mixture(torch.nn.Module):
         balance_bias: float = 0.0, jitter: float = 0.0, activation: str = "swiglu", capacity: float = 0.0,
         capacity_policy: str = "probability", dispatch: str = "auto", algorithm: str | Algorithm = "agarwal",
         std: float | None = None, std_out: float | None = None, key: RngKey | None = None,
-        dtype: torch.dtype | None = None, device: torch.device | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         self.grid, self.features, key = grid, features, drawn_key(grid, key)
-        factory = {"std": std, "dtype": dtype, "device": device}
+        factory = Factory(dtype=dtype, device=device)
         self.router = Router(
             grid, features, experts, top_k, scores=scores, normalized=normalized, groups=groups,
             groups_kept=groups_kept, scale=scale, aux_loss=aux_loss, z_loss=z_loss, balance_bias=balance_bias,
-            jitter=jitter, key=key / "router", **factory,
+            jitter=jitter, std=std, key=key / "router", **factory,
         )  # fmt: skip
         self.experts = Experts(
             grid, features, ffn, experts, activation=activation, capacity=capacity, capacity_policy=capacity_policy,
-            dispatch=dispatch, std_out=std_out, key=key / "experts", **factory,
+            dispatch=dispatch, std=std, std_out=std_out, key=key / "experts", **factory,
         )  # fmt: skip
         self.shared = None
         if shared_experts:
             self.shared = MLP(
                 grid, features, shared_experts * (ffn if shared_ffn is None else shared_ffn), activation, bias=False,
-                algorithm=algorithm, std_out=std_out, key=key / "shared", **factory,
+                algorithm=algorithm, std=std, std_out=std_out, key=key / "shared", **factory,
             )  # fmt: skip
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Router(torch.nn.Module):
         self, grid: Grid, features: int, experts: int, top_k: int, *, scores: str = "softmax", normalized: bool = True,
         groups: int = 1, groups_kept: int = 1, scale: float = 1.0, aux_loss: float = 0.0, z_loss: float = 0.0,
         balance_bias: float = 0.0, jitter: float = 0.0, std: float | None = None, key: RngKey | None = None,
-        dtype: torch.dtype | None = None, device: torch.device | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         _check(experts, top_k, scores, groups, groups_kept, jitter)

@@ -54,7 +54,7 @@ class WholeRows:
         runs = [torch.arange(run.start, run.stop) for run in self.runs]
         return torch.cat([torch.empty(0, dtype=torch.int64), *runs])
 
-    def sequences(self, device: torch.device | None = None) -> torch.Tensor:
+    def sequences(self, device: torch.device | str | None = None) -> torch.Tensor:
         """The sequence of each row, from 0 for the first of the z block, (count,) int64."""
         return (self.numbers // max(1, self.tokens.whole) - self.tokens.first).to(device)
 
