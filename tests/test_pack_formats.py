@@ -115,10 +115,12 @@ def test_what_is_skipped_is_listed(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.jsonl").write_text("\n\n".join(map(json.dumps, records)))
     (tmp_path / "in/b.png").write_bytes(b"\0")
+    (tmp_path / "in/c.txt").symlink_to("nowhere")
     assert main(["pack", str(tmp_path / "in"), "-o", str(tmp_path / "d.h5"), "--field", "text"]) == 0
     out, err = capsys.readouterr()
     assert err.splitlines() == [
         f"skipped, no known suffix of text: {tmp_path}/in/b.png",
+        f"skipped, no file: {tmp_path}/in/c.txt",
         f"skipped, no field text: line 3 of {tmp_path}/in/a.jsonl",
         f"skipped, no object: line 5 of {tmp_path}/in/a.jsonl",
         f"skipped, field text is no text: line 7 of {tmp_path}/in/a.jsonl",
@@ -126,6 +128,15 @@ def test_what_is_skipped_is_listed(tmp_path, capsys):
     ]
     assert "2 documents, 8 tokens" in out
     assert bytes(t for t in read(tmp_path / "d.h5") if t < 256) == b"onetwo"
+    (tmp_path / "b.jsonl").write_text('{"text": "a", "prompt": ""}\n{"text": "a", "prompt": "b"}\n{"text": ""}')
+    command = ["pack", str(tmp_path / "b.jsonl"), "-o", str(tmp_path / "p.h5"), "--prompt-field", "prompt"]
+    assert main([*command, "--field", "text"]) == 0
+    out, err = capsys.readouterr()
+    assert "1 documents, 3 tokens" in out
+    assert err.splitlines() == [
+        f"skipped, field prompt is empty: line 1 of {tmp_path}/b.jsonl",
+        f"skipped, no field prompt: line 3 of {tmp_path}/b.jsonl",
+    ]
     (tmp_path / "none.jsonl").write_text('{"txt": 1}\n' * 8)
     assert main(["pack", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "e.h5"), "--field", "text"]) == 2
     err = capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Schedules, betas, eps, label smoothing, z-loss and the average of the weights, on grids against plain torch."""
 
+import shutil
+
 import pytest
 import reference
 import torch
@@ -8,6 +10,7 @@ from safetensors.torch import load_file
 from trained_here import losses, trainer_in
 
 from hpctrain import Grid, RngKey, models
+from hpctrain.cli import main
 from hpctrain.config import load_config
 from hpctrain.data import ShardedTokens
 from hpctrain.models.export import to_hugging_face
@@ -116,3 +119,36 @@ def test_what_uses_no_average_has_the_weights(world, train):
             assert losses(train.folder / "plain", of) == losses(train.folder / "none", of)
         one, other = (load_file(train.folder / name / "model/model.safetensors") for name in ("plain", "none"))
         assert all(torch.equal(one[name], other[name]) for name in one)
+    world.barrier()
+
+
+def test_a_checkpoint_is_exported_with_its_average_or_without(world, train, capsys):
+    """As at the end of the run, tokenizer and all, with what train.ema_use says, unless the command says otherwise."""
+    options = [*given(*JOBS[world.size][0]), "run.steps=3"]
+    for use, name in (('["export"]', "average"), ("[]", "last")):
+        assert train(*options, f"train.ema_use={use}", f"run.name={name}") == 0
+    assert train(*options, "train.ema_use=[]", "train.ema_decay=0", "run.name=none") == 0
+    if world.rank == 0:
+        exported = {name: read_model(train.folder / name / "model") for name in ("average", "last")}
+        assert exported["average"] != exported["last"]
+        for name in exported:
+            shutil.rmtree(train.folder / name / "model")
+            for weights, expected in (([], name), (["--weights", "ema"], "average"), (["--weights", "last"], "last")):
+                out = train.folder / f"{name}-{len(weights)}-{expected}"
+                command = ["checkpoint", "export", str(train.folder / name), "-o", str(out), *weights]
+                assert main(command) == 0
+                assert read_model(out) == exported[expected]
+        capsys.readouterr()
+        command = ["checkpoint", "export", str(train.folder / "none"), "-o", str(train.folder / "out")]
+        assert main([*command, "--weights", "ema"]) == 2
+        assert "step 3 has no moving average of the weights, as train.ema_decay" in capsys.readouterr().err
+        shutil.rmtree(train.folder / "none/model")
+        (train.folder.parent / "text.txt").unlink()
+        assert main(command) == 0
+        assert "WARNING: no tokenizer beside the weights" in capsys.readouterr().err
+        assert read_model(train.folder / "out").keys() == {"config.json", "model.safetensors"}
+    world.barrier()
+
+
+def read_model(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
 from hpctrain import files, models
 from hpctrain.checkpoint import folder, index, reading
 from hpctrain.checkpoint.manifests import NAME
-from hpctrain.checkpoint.pieces import Corrupt
+from hpctrain.checkpoint.pieces import DTYPES, Corrupt
 from hpctrain.checkpoint.verify import verify as verified
 
 SUMMARY = "list, verify or export the checkpoints of a run"
+AVERAGE = "optimizer/ema"  # of the weights, in a checkpoint
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -20,6 +22,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("run", metavar="RUN", help="the run folder")
     command.add_argument("--step", type=int, help="this one only; export takes the newest valid one by itself")
     command.add_argument("-o", "--output", metavar="DIR", help="where export writes")
+    command.add_argument(
+        "--weights",
+        choices=("last", "ema"),
+        help="those of the last step, or their moving average (train.ema_decay); by itself what train.ema_use exports",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,7 +73,7 @@ def verify(root: Path, steps: list[int], options: argparse.Namespace) -> int:
 
 
 def export(root: Path, steps: list[int], options: argparse.Namespace) -> int:
-    """The newest valid checkpoint's weights, for Hugging Face transformers."""
+    """The newest valid checkpoint's weights, for Hugging Face transformers, with the tokenizer of the run."""
     from hpctrain.models.export import HuggingFaceWriter
 
     if not options.output:
@@ -84,15 +91,39 @@ def export(root: Path, steps: list[int], options: argparse.Namespace) -> int:
     else:
         return 1
     manifest = node.manifest
-    model, method = manifest.member("config", "model"), manifest.member("config", "data_parallel", "method")
-    spec = models.get(model["kind"])
-    writer = HuggingFaceWriter(target, spec, spec.shape(model), manifest.member("data", "end_of_document"))
-    for name in manifest.tensors:
-        if name.startswith("model/"):
-            weight = reading.whole(node, name)
-            if method == "local_sgd":
-                weight = weight.mean(0)  # of the replicas
-            writer.add(name.removeprefix("model/"), weight)
+    averaged = options.weights == "ema"
+    if options.weights is None:
+        averaged = "export" in manifest.member("config", "train", "ema_use")
+    names = [name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")]
+    if averaged and not any(f"{AVERAGE}/{name}" in manifest.tensors for name in names):
+        raise ValueError(f"step {manifest.step} has no moving average of the weights, as train.ema_decay makes one")
+    sizes, method = manifest.member("config", "model"), manifest.member("config", "data_parallel", "method")
+    spec = models.get(sizes["kind"])
+    shape = spec.shape(sizes)
+    writer = HuggingFaceWriter(target, spec, shape, manifest.member("data", "end_of_document"))
+    for name in names:
+        own, average = f"model/{name}", f"{AVERAGE}/{name}"
+        # without one it was never trained, so that it is its average
+        weight = reading.whole(node, average if averaged and average in manifest.tensors else own)
+        if method == "local_sgd":
+            weight = weight.mean(0)  # of the replicas
+        writer.add(name, weight.to(DTYPES[manifest.tensors[own][0]]))
     writer.close()
-    print(f"wrote {target}/ from step {step}")
+    tokenizer = _write_tokenizer(Path(options.run), target, shape.context) if (target / "config.json").exists() else ""
+    what = "the moving average of the weights" if averaged else "the weights"
+    print(f"wrote {what} of step {step}{tokenizer} to {target}/")
     return 0
+
+
+def _write_tokenizer(run: Path, target: Path, context: int) -> str:
+    """Beside the weights, where the run's data or its own export still have it. Returns words for it."""
+    from hpctrain.config import load_config
+    from hpctrain.models.export import write_tokenizer
+    from hpctrain.train.inference import tokenizer_of
+
+    try:
+        write_tokenizer(target, tokenizer_of(run, load_config(run / "config.toml")), context)
+    except (ValueError, OSError) as error:
+        print(f"WARNING: no tokenizer beside the weights: {error}", file=sys.stderr)
+        return ""
+    return " and the tokenizer"

@@ -37,10 +37,12 @@ def text_files(sources: Sequence[str], skip: Callable[[str, str], None] = lambda
         if files.is_folder(path):
             texts = []
             for p in _below(path):
-                if suffix(p) in TEXT_SUFFIXES and files.regular(p):
-                    texts.append(p)
-                else:
+                if suffix(p) not in TEXT_SUFFIXES:
                     skip(str(p), "no known suffix of text")
+                elif not files.regular(p):
+                    skip(str(p), "no file")
+                else:
+                    texts.append(p)
             if not texts:
                 raise ValueError(f"{source} holds no text files (known suffixes: {' '.join(sorted(TEXT_SUFFIXES))})")
             found += texts

@@ -56,7 +56,7 @@ def open_trained(source: Path, overrides: list[str], world: MPI.Intracomm) -> Tr
     """
     with comm.together(world):
         config = configuration(source, overrides, world.size)
-        tokenizer = tokenizer_from_description(*_tokenizer(source, config))
+        tokenizer = tokenizer_of(source, config)
         spec = models.get(config.model.kind)
         if spec.own_loss:
             raise ValueError(f"model.kind = {config.model.kind} has a loss and logits of its own")
@@ -108,7 +108,16 @@ def configuration(source: Path, overrides: list[str], ranks: int) -> Config:
     return config
 
 
-def _tokenizer(source: Path, config: Config) -> tuple[str, str]:
+def tokenizer_of(source: Path, config: Config) -> Any:
+    """The one of `data.tokenizers` that a run, or a folder in Hugging Face's format, was trained with.
+
+    Raises:
+        ValueError, OSError: where neither the folder nor the run's data have it.
+    """
+    return tokenizer_from_description(*_described_tokenizer(source, config))
+
+
+def _described_tokenizer(source: Path, config: Config) -> tuple[str, str]:
     """Its description, and where that is from."""
     exported = exported_in(source)
     if exported and files.status(exported / TOKENIZER):
