@@ -8,6 +8,7 @@ within the process's affinity count, and no more than the CPU quota of its conta
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterable
@@ -104,6 +105,15 @@ def find(root: str = "/", affinity: set[int] | None = None) -> Cores:
     allowed = _allowed(root)
     pinned = allowed is not None and not allowed <= affinity
     return Cores([len(cores) for _, cores in sorted(packages.items())], len(affinity), _quota(root), pinned)
+
+
+def processor(root: str = "/") -> str:
+    """Its name, as the kernel has it."""
+    with contextlib.suppress(OSError), open(os.path.join(root, "proc/cpuinfo"), encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return os.uname().machine
 
 
 def identities(affinity: set[int], root: str = "/") -> list[tuple[int, int]]:

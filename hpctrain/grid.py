@@ -25,6 +25,7 @@ from hpctrain.grid_shape import (
     parts_of,
     size_of,
 )
+from hpctrain.trace import Trace
 from hpctrain.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Transport:
         synchronous: every send is an MPI_Ssend, which waits for its receiver, so that no buffering hides a deadlock.
         watchdog: `comm.Watchdog`, called before and after every operation, or None.
         checker: `comm.CollectiveChecker` that is asked before every operation, or None.
+        trace: `Trace` that is told of every operation and pipeline action, or None.
         resources: what `comm/` made for the grid and `Grid.free` frees, in the order in which it was made: windows of
             shared memory and communicators.
         reducers: the `comm.algorithms.Reducer` of each axis for which `comm.choose_all_reduce` chose one.
@@ -73,6 +75,7 @@ class Transport:
     synchronous: bool = False
     watchdog: OperationWatch | None = None
     checker: Callable[[Axis, str, tuple, dict], None] | None = None
+    trace: Trace | None = None
     resources: list[Resource] = field(default_factory=list)
     reducers: dict = field(default_factory=dict)
     workspaces: dict = field(default_factory=dict)

@@ -225,6 +225,8 @@ class Work(Generic[R]):
             traffic.add_seconds(axis.name, f"{name} wait", perf_counter() - start)
             if watchdog is not None:
                 watchdog.end()
+            if (trace := axis.transport.trace) is not None:
+                trace.add("MPI", f"{name} wait {axis.name}", start, **({} if peer is None else {"peer": peer}))
 
     def _wait(self) -> R:
         for request in self._requests:

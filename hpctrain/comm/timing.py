@@ -1,4 +1,4 @@
-"""Seconds spent in communication, noted in the grid's ledger beside the bytes: a microsecond a call."""
+"""Seconds of communication, noted in the grid's ledger beside the bytes, and in its trace: a microsecond a call."""
 
 from __future__ import annotations
 
@@ -55,6 +55,10 @@ def time_call(axis: Axis, name: str, function: Callable[..., R], *arguments: Any
     if traffic.timing or axis.size == 1:
         return function(*arguments, **options)
     traffic.timing = True
+    trace = axis.transport.trace
+    if trace is not None:
+        entry = traffic.entry(axis.name, name)
+        sent, received = entry.sent, entry.received
     start = perf_counter()
     watchdog, checker = axis.transport.watchdog, axis.transport.checker
     peer = arguments[2] if name in ("send", "recv") else None
@@ -69,6 +73,9 @@ def time_call(axis: Axis, name: str, function: Callable[..., R], *arguments: Any
         traffic.add_seconds(axis.name, name, perf_counter() - start)
         if watchdog is not None:
             watchdog.end()
+    if trace is not None:
+        moved = {"sent": entry.sent - sent, "received": entry.received - received}
+        trace.add("MPI", f"{name} {axis.name}", start, **moved, **({} if peer is None else {"peer": peer}))
     if isinstance(result, Work):
         result.owner = axis, name, peer
     return result

@@ -31,6 +31,8 @@ def check(config: Config) -> None:
     check_data_parallel(config)
     check_documents(config)
     check_train(config)
+    if config.run.profile and config.run.profile[0] > config.run.steps:
+        raise ValueError(f"run.profile = {config.run.profile} begins after run.steps = {config.run.steps}")
     if config.data.mixture and (config.data.path or config.data.text):
         raise ValueError("data.mixture takes the place of data.path and data.text; give one of them")
 

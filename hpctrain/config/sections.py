@@ -26,6 +26,13 @@ def check_run_name(name: str) -> None:
         )
 
 
+def check_profile(steps: list[int]) -> None:
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        raise ValueError(
+            f"run.profile must be the first and the last of the steps to trace, such as [10, 12], got {steps}"
+        )
+
+
 @dataclass
 class RunConfig:
     name: str = option("run", "the run folder is run.out/run.name", check=check_run_name)
@@ -46,6 +53,10 @@ class RunConfig:
         "",
         "a machine's name or file, as of `hpctrain plan`: what it predicts of a step is shown beside what was measured",
     )
+    profile: list[int] = option(
+        [], "the first and the last step to trace: every rank's MPI operations, pipeline actions and kernels, in "
+        "trace.json for https://ui.perfetto.dev; []: none", check=check_profile,
+    )  # fmt: skip
     max_seconds: float = option(0.0, "save and stop after so long, as on SIGUSR1; 0: never", low=0)
 
 
@@ -291,6 +302,12 @@ class SanityConfig:
 
 
 @dataclass
+class LogConfig:
+    tensorboard: bool = option(False, "metrics also as TensorBoard's event files, in the run folder's tensorboard")
+    wandb: str = option("", "metrics also to this project of Weights & Biases; WANDB_MODE=offline keeps them here")
+
+
+@dataclass
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -305,6 +322,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sanity: SanityConfig = field(default_factory=SanityConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     @property
     def ranks(self) -> int:

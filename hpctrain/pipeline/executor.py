@@ -24,6 +24,7 @@ from hpctrain.pipeline.actions import (
 from hpctrain.pipeline.pool import Pool
 from hpctrain.pipeline.schedules import COSTS, Schedule
 from hpctrain.pipeline.simulate import Costs
+from hpctrain.trace import span
 
 MOST_EDGES = 1 << 14  # two tags each, below those that hpctrain.comm uses itself
 
@@ -117,11 +118,21 @@ class Executor:
 
         `on_last_backward` is called before a backward that completes the gradients of its stage.
         """
-        run = _Run(self, work, on_last_backward)
+        run, trace = _Run(self, work, on_last_backward), self.axis.transport.trace
         for step in self._steps:
-            step.do(run, step)
+            if trace is None:
+                step.do(run, step)
+            else:
+                with span(trace, "pipeline", f"{step.action.kind} {step.action.microbatch}", **_said(step.action)):
+                    step.do(run, step)
         run.finish()
         return run.results
+
+
+def _said(action: Action) -> dict[str, int | str]:
+    """What a trace tells of an action."""
+    return {"what": str(action), "stage": action.stage, "replica": action.replica, "slice": action.slice,
+            "version": action.version}  # fmt: skip
 
 
 class _Step:

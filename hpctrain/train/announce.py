@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
+from typing import Any
 
-from hpctrain.grid import Grid
+import torch
+
+from hpctrain.cores import processor
+from hpctrain.grid import Grid, describe_shape
 from hpctrain.train.session import Session
 
 log = logging.getLogger("hpctrain")
@@ -34,6 +39,23 @@ def introduce(session: Session) -> None:
         f"{config.precision.compute} on {session.device}; {session.transport}",
         flush=True,
     )
+
+
+def job_facts(session: Session) -> dict[str, Any]:
+    """What a report says of a job beside its figures."""
+    from mpi4py import MPI
+
+    return {
+        "time": time.time(),
+        "model": session.spec.describe(session.model.shape),
+        "grid": describe_shape(session.grid.shape),
+        "precision": session.config.precision.compute,
+        "device": torch.cuda.get_device_name(session.device) if session.device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        "transport": session.transport,
+        "mpi": MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 "),
+        "torch": torch.__version__,
+    }
 
 
 def warn(grid: Grid, text: str) -> None:

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from hpctrain.train.alike import differing
-from hpctrain.train.announce import introduce, warn
+from hpctrain.train.announce import introduce, job_facts, warn
 from hpctrain.train.finishing import finish
 from hpctrain.train.learning_rate import learning_rate
 from hpctrain.train.progress import Progress
@@ -17,6 +17,7 @@ from hpctrain.train.saving import check_save, save_when_due
 from hpctrain.train.session import Session, restore
 from hpctrain.train.signals import REASONS
 from hpctrain.train.time_split import bytes_by_axis, time_split
+from hpctrain.train.tracing import StepTracer
 
 
 def train(session: Session) -> str:
@@ -47,10 +48,15 @@ def take_steps(session: Session) -> str:
         session.grid, config.train.batch, config.run.eval_batches, session.schedule, session.device
     )
     progress = Progress(steps) if folder else None
+    tracer = StepTracer(config, session.grid, session.world, session.device) if config.run.profile else None
     try:
         evaluate_what_a_stop_left(session, validation)
         while session.position.step < steps and not agreement.stop:
+            if tracer:
+                tracer.before(session.position.step + 1)
             record = train_step(session)
+            if tracer:
+                tracer.after(session.position.step)
             if record is None:
                 continue  # rolled back
             position = session.position
@@ -65,6 +71,9 @@ def take_steps(session: Session) -> str:
                 compare_ranks(session)
             save_when_due(session)
         agreement.finish()
+        if tracer:
+            tracer.finish()
+        tell_totals(session)
     finally:
         if progress:
             progress.close()
@@ -122,6 +131,7 @@ def train_step(session: Session) -> dict[str, Any] | None:
         "bytes_received": bytes_by_axis(traffic, "received"),
         **trainer.report(),
     }
+    session.totals.add(record)
     if stalled := session.checkpointer.take_stall():
         record["checkpoint_seconds"] = stalled
     if agreement.phase_done:
@@ -184,6 +194,14 @@ def compare_ranks(session: Session) -> None:
             warn(session.grid, f"rank {rank} on {host} is slow: {text}")
         if differences:
             raise Stopped(f"step {session.position.step}: {differences[0]}; weights are damaged, go on with --resume")
+    tell_totals(session)
+
+
+def tell_totals(session: Session) -> None:
+    """Of every rank, in the run folder. Collective."""
+    ranks = session.world.gather(session.totals.described(session.grid, session.device))
+    if session.folder:
+        session.folder.write_ranks(job_facts(session), ranks)
 
 
 def _finite(value: float) -> float | None:

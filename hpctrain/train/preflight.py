@@ -15,6 +15,7 @@ from hpctrain.data_parallel import is_mixed
 from hpctrain.models.pretrained import check_config
 from hpctrain.randomness import RngKey
 from hpctrain.train.dtypes import dtypes
+from hpctrain.train.metric_loggers import check_installed
 from hpctrain.train.run_folder import check_resumable
 from hpctrain.train.same_training import check_same_training
 from hpctrain.train.training_data import check_vocabulary, data_facts, find_packed, samples_of, source_paths
@@ -37,6 +38,7 @@ def preflight(config: Config, resume: str = "") -> None:
     if config.model.init:
         spec = models.get(config.model.kind)
         check_config(spec.huggingface, spec.shape(vars(config.model)), Path(config.model.init))
+    check_installed(config)
     if resume == "must":
         check_resumable(config.folder)
     path, tokenizer = find_packed(config)

@@ -13,8 +13,10 @@ from hpctrain import files
 from hpctrain.checkpoint import folder as checkpoints
 from hpctrain.config import Config, to_toml
 from hpctrain.train.lease import Lease, batch_job
+from hpctrain.train.loss_plot import plot_losses
+from hpctrain.train.metric_loggers import MetricLoggers, check_installed
 
-METRICS = "metrics.jsonl"
+METRICS, RANKS = "metrics.jsonl", "ranks.json"
 JOBS = "jobs"  # a line for each job of the batch system that has written here
 
 log = logging.getLogger("hpctrain")
@@ -37,12 +39,14 @@ class RunFolder:
         history: the metrics of all steps.
 
     Raises:
-        ValueError: when another job has the folder, or there is nothing to go on with.
+        ValueError: when another job has the folder, there is nothing to go on with, or a package that metrics are to be
+            logged by is not there.
     """
 
     def __init__(self, config: Config, resume: str = ""):
         self.path = config.folder
         self.moved = None
+        check_installed(config)
         if resume == "must":
             check_resumable(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +67,7 @@ class RunFolder:
         self.history: list[dict] = []
         self._metrics = None  # until `begin`
         self._lacking = False
+        self._loggers = MetricLoggers(config, self.path)
 
     def _jobs(self) -> list[str]:
         """The jobs of the batch system that have written here."""
@@ -76,6 +81,7 @@ class RunFolder:
         self.history = kept_records(lines, step)
         self._replace("config.toml", self._config)
         self._rewrite()
+        self._loggers.begin(step)
 
     def _rewrite(self) -> None:
         """The metrics anew, from memory."""
@@ -105,6 +111,7 @@ class RunFolder:
         if job := batch_job():
             record["job"] = job
         self.history.append(record)
+        self._loggers.log(record)
         try:
             if self._lacking:
                 self._rewrite()
@@ -131,13 +138,21 @@ class RunFolder:
         self._lacking = True
 
     def close(self) -> None:
+        self._loggers.close()
         if self._lacking:
             self.sync()
         if self._metrics is not None:
             os.close(self._metrics)
 
     def plot(self) -> Path:
-        return plot_losses(self.history, self.path / "loss.png")
+        return plot_losses(self.history, self.path / "loss.png", self.path.name)
+
+    def write_ranks(self, about: dict, ranks: list[dict]) -> None:
+        """What `RankTotals` say of every rank, and `about` the job. A full disk must not end the training."""
+        try:
+            self._replace(RANKS, json.dumps({**about, "ranks": ranks}) + "\n")
+        except OSError as error:
+            log.warning("WARNING: %s is not written: %s", self.path / RANKS, error)
 
 
 def has_checkpoints(run: Path) -> bool:
@@ -199,20 +214,3 @@ def last_losses(history: list[dict]) -> str:
     names = {"loss": "final training loss", "val_loss": "validation loss"}
     said = ", ".join(f"{name} {last[key]:.4f}" for key, name in names.items() if key in last)
     return f"{said} (nats a token)" if said else "no losses"
-
-
-def plot_losses(history: list[dict], path: Path) -> Path:
-    """Training and validation loss over the steps, as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    taken = [r for r in history if r["loss"] is not None]
-    axes.plot([r["step"] for r in taken], [r["loss"] for r in taken], label="training", linewidth=1)
-    evaluated = [r for r in history if "val_loss" in r]
-    axes.plot([r["step"] for r in evaluated], [r["val_loss"] for r in evaluated], "o-", label="validation")
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    return path

@@ -25,6 +25,7 @@ from hpctrain.train.agreement import Agreement
 from hpctrain.train.alike import Speeds
 from hpctrain.train.dtypes import dtypes
 from hpctrain.train.optimizer import make_optimizer
+from hpctrain.train.rank_totals import RankTotals
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.same_training import check_same_training, description
 from hpctrain.train.sanity import Sanity
@@ -60,6 +61,7 @@ class Session:
         transport: in words, how tensors move.
         folder: the run folder, on rank 0; None on the others.
         resume: how the job was to be resumed, as `RunFolder` takes it.
+        totals: what this rank has spent and moved in this job.
     """
 
     config: Config
@@ -81,6 +83,7 @@ class Session:
     agreement: Agreement
     resume: str
     position: Position = field(default_factory=Position)
+    totals: RankTotals = field(default_factory=RankTotals)
 
 
 def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: Interrupts | None = None) -> Session:

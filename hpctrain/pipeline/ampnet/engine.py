@@ -24,6 +24,7 @@ from hpctrain.pipeline.ampnet.metrics import Metrics
 from hpctrain.pipeline.ampnet.node import BACKWARD, FORWARD, Message, Run
 from hpctrain.pipeline.ampnet.ready import Item, Ready, Record, Replay
 from hpctrain.pipeline.ampnet.transform import Loss
+from hpctrain.trace import span
 
 _DONE, _FAILED = -1, -2  # in place of an edge
 
@@ -144,7 +145,8 @@ class Engine:
         if self._order is not None:
             self._order.append(item.name)
         node = self.local[name]
-        with self.metrics.busy(name):
+        kind, trace = "forward" if item.direction == FORWARD else "backward", self.axis.transport.trace
+        with self.metrics.busy(name), span(trace, "pipeline", f"{kind} {name}"):
             emissions = (node.forward if item.direction == FORWARD else node.backward)(port, item.message, self._run)
         self._send(name, emissions)
         if node is self._source:

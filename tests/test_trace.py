@@ -1,0 +1,167 @@
+"""run.profile: one time line of all ranks, in the trace event format, that holds what was done."""
+
+import json
+import math
+import time
+from collections import Counter, defaultdict
+
+import pytest
+from trained_here import losses, trainer_in
+
+from hpctrain.train.tracing import TRACKS, clock_shift
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+
+LAYERS, MICROBATCHES, FIRST, LAST = 2, 3, 2, 3
+OPTIONS = [
+    f"model.layers={LAYERS}", "model.heads=2", "model.width=8", "model.context=16", "model.vocabulary=257",
+    "train.batch=12", f"train.microbatches={MICROBATCHES}", "train.warmup=1", "run.steps=4", "run.eval_batches=1",
+    "run.checkpoint_minutes=0", f"run.profile=[{FIRST}, {LAST}]",
+]  # fmt: skip
+GRIDS = {
+    1: [["grid.data=1"]],
+    2: [["grid.pipeline=2"], ["grid.data=2", "data_parallel.method=zero3"], ["grid.tensor=2", "comm.watchdog=0"]],
+    4: [["grid.pipeline=2", "grid.data=2"], ["grid.pipeline=2", "grid.tensor=[1, 2, 1]", "pipeline.schedule=zb-h1"]],
+}
+
+
+@pytest.fixture
+def train(world, tmp_path):
+    return trainer_in(world, tmp_path, OPTIONS)
+
+
+def checked(trace):
+    """{rank: {track: its events, by their start}} of a file that fulfils the trace event format."""
+    assert trace.keys() == {"displayTimeUnit", "traceEvents"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    tracks, found = {}, defaultdict(lambda: defaultdict(list))
+    for event in trace["traceEvents"]:
+        assert event["ph"] in ("X", "M")
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            key = {"process_name": "name", "thread_name": "name"}.get(event["name"], "sort_index")
+            assert event["args"].keys() == {key}
+            if event["name"] == "thread_name":
+                assert (event["pid"], event["tid"]) not in tracks
+                tracks[event["pid"], event["tid"]] = event["args"]["name"]
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            assert isinstance(event["cat"], str)
+            for number in (event["ts"], event["dur"]):
+                assert isinstance(number, (int, float))
+                assert math.isfinite(number)
+                assert number >= 0
+            found[event["pid"]][tracks[event["pid"], event["tid"]]].append(event)
+    for rank in found.values():
+        for name, events in rank.items():
+            events.sort(key=lambda event: (event["ts"], -event["dur"]))
+            check_nested(name, events)
+    return found
+
+
+def check_nested(name, events, rounding=0.002):
+    """Of one thread, an event is within another or apart from it; of the tracks that are ours, always apart."""
+    open_until = []
+    for event in events:
+        while open_until and open_until[-1] <= event["ts"] + rounding:
+            open_until.pop()
+        stop = event["ts"] + event["dur"]
+        assert not open_until or (name not in TRACKS and stop <= open_until[-1] + rounding), (name, event)
+        open_until.append(stop)
+
+
+def within(inner, outer):
+    return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+
+
+def test_all_ranks_on_one_time_line(world, train, capfd):
+    for number, grid in enumerate(GRIDS[world.size]):
+        assert train(*grid, f"run.name={number}") == 0
+        if world.rank:
+            continue
+        run = train.folder / str(number)
+        assert f"trace of steps {FIRST} to {LAST}: {run}/trace.json" in capfd.readouterr().out
+        trace = checked(json.loads((run / "trace.json").read_text()))
+        assert sorted(trace) == list(range(world.size))
+        for tracks in trace.values():
+            steps = tracks["steps"]
+            assert [event["name"] for event in steps] == ["step 2", "step 3"]
+            assert tracks.keys() - TRACKS.keys()
+            for name, events in tracks.items():
+                if name in ("pipeline", "MPI"):
+                    assert all(any(within(event, step) for step in steps) for event in events)
+        for step in zip(*(tracks["steps"] for tracks in trace.values())):  # the ranks take it together
+            assert max(event["ts"] for event in step) < min(event["ts"] + event["dur"] for event in step)
+        check_actions(trace, grid)
+        check_bytes(trace[0].get("MPI", []), run)
+        check_messages(trace)
+
+
+def check_actions(trace, grid):
+    """Each microbatch goes forward and back once on each rank in each step, and computes in that time."""
+    backward = ("input_gradient", "weight_gradient") if "pipeline.schedule=zb-h1" in grid else ("backward",)
+    for tracks in trace.values():
+        done = (event["name"] for event in tracks["pipeline"])
+        names = Counter(name for name in done if name.split()[0] not in ("send", "receive"))
+        expected = [f"{kind} {m}" for kind in ("forward", *backward) for m in range(MICROBATCHES)]
+        assert names == dict.fromkeys(expected, LAST - FIRST + 1)
+        kernels = [event for name in tracks.keys() - TRACKS.keys() for event in tracks[name]]
+        products = [event for event in kernels if event["name"] in ("aten::mm", "aten::addmm")]
+        for action in tracks["pipeline"]:
+            if action["name"].split()[0] in ("forward", "backward"):
+                assert any(within(product, action) for product in products), action
+
+
+def check_bytes(operations, run):
+    """The traced steps' operations moved what their metrics say."""
+    for direction in ("sent", "received"):
+        by_axis = losses(run, f"bytes_{direction}")
+        expected = sum(sum(by_axis[step].values()) for step in (FIRST, LAST))
+        tensors = [event["args"].get(direction, 0) for event in operations if not event["name"].endswith(" world")]
+        assert sum(tensors) == expected
+
+
+def check_messages(trace):
+    """No stage starts before the one before has an output: the clocks are one."""
+    starts, ends = defaultdict(list), defaultdict(list)
+    for tracks in trace.values():
+        for event in tracks["pipeline"]:
+            if event["name"].startswith("forward"):
+                starts[event["args"]["stage"]].append(event["ts"])
+                ends[event["args"]["stage"]].append(event["ts"] + event["dur"])
+    for stage in range(1, len(starts)):
+        assert min(starts[stage]) > min(ends[stage - 1])
+
+
+def test_a_job_that_stops_before_writes_what_there_is(world, train):
+    assert train("run.max_seconds=0.001", "run.profile=[1, 3]", "run.name=cut", f"grid.data={world.size}") == 85
+    if world.rank == 0:
+        trace = checked(json.loads((train.folder / "cut/trace.json").read_text()))
+        assert [event["name"] for event in trace[0]["steps"]] == [f"step {n}" for n in losses(train.folder / "cut")]
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(world, train, caplog, monkeypatch):
+    from hpctrain.train import tracing
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tracing, "_write_parts", full)
+    assert train("run.name=full", f"grid.data={world.size}") == 0
+    if world.rank == 0:
+        assert f"WARNING: {train.folder}/full/trace.json is not written: [Errno 28]" in caplog.text
+        assert len(losses(train.folder / "full")) == 4
+
+
+def test_clocks_of_other_hosts(world, monkeypatch):
+    """Each rank on a host of its own, hours apart: their shifts make them one, to a message's time."""
+    import socket
+
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host {world.rank}")
+    wrong = world.rank * 7_200_000_000_000
+    shift = clock_shift(world, lambda: time.time_ns() + wrong)
+    assert abs(shift + wrong) < 50_000_000
+    monkeypatch.undo()
+    assert clock_shift(world, lambda: time.time_ns() + wrong) == 0
