@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "hpctrain"
 # From the top; those of one line do not import each other. The last stand on nothing of the package.
 LAYERS = [
     ("cli", "__main__"),
-    ("scale", "doctor"),
+    ("scale", "doctor", "report"),
     ("slurm",),
     ("train",),
     ("plan",),
@@ -27,8 +27,8 @@ LAYERS = [
     ("comm",),
     ("grid", "launch", "parameter"),
     (
-        "grid_shape", "grad_sync", "shard", "shard_entries", "traffic", "randomness", "files", "cores", "digest",
-        "choices",
+        "grid_shape", "grad_sync", "shard", "shard_entries", "trace", "traffic", "randomness", "files", "page", "cores",
+        "digest", "choices",
     ),
 ]  # fmt: skip
 ONE_CONCEPT = [{"cli", "__main__"}, {"shard", "shard_entries"}]  # of several files

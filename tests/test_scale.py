@@ -1,5 +1,6 @@
 """Scaling studies: how points grow, what is computed from the measurements, and what a report says."""
 
+import csv
 import json
 import re
 import subprocess
@@ -125,7 +126,8 @@ def measurement(ranks, seconds, repeat=0, crowded=False, **others):
         "grid": grid_shape(ranks, 1, 1),
         "step_seconds": seconds, "tokens_per_second": 100 * ranks / seconds, "flops": 4e9 * ranks, "mfu": 0.5,
         "peak_flops_per_second": 1e10, "memory": 2**28, "oversubscribed": crowded, "hosts": ["h"], "mpi": "M",
-        "threads": 1, "bytes_received": {"data": 2**20}, "bytes_formula": {"data": 2**20},
+        "time": 1.79e9, "processor": "P", "threads": 1,
+        "bytes_received": {"data": 2**20}, "bytes_formula": {"data": 2**20},
         "bytes_bound": {"data": 2**19}, "steps": 3,
         "seconds": dict.fromkeys(PARTS, 0.1),
         "mode": "weak", "vary": "data", "commit": "c", "modules": [], "config": "[run]\n", **others,
@@ -180,11 +182,17 @@ def test_measurements_without_a_study_are_told_apart_by_their_kind(tmp_path):
 
 def test_the_report_read_back(study):
     text = report.write(study).read_text()
-    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr(?: class=crowded)?>(<td>.*?)</tr>", text)]
+    lines = re.findall(r"<tr(?: class=\"faint\")?>(<td>.*?)</tr>", text)
+    rows = [re.findall(r"<td(?: class=\"left\")?>(.*?)</td>", line) for line in lines]
     assert [row[report.HEADER.index("efficiency")] for row in rows] == ["1.000", "0.800", "oversubscribed"]
     assert [row[report.HEADER.index("lower bound")] for row in rows] == ["0.500"] * 3
     assert text.count("data:image/png;base64,") == 5
-    assert not re.search(r"(src|href)=\"(?!data:)", text)  # self-contained
+    links = re.findall(r"(?:src|href)=\"(?!data:)(.*?)\"", text)  # all else is in it
+    assert links == ["report.csv", "report.json", "report.md"]
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert '<p class="lead">100 tokens/s on 1 rank(s), 160 on 2: efficiency 0.800 (0.500 to 1.000)' in text
+    assert "; 4 ranks have more ranks than cores, and say nothing of scaling." in text
+    assert 'class="warning"' not in text
     assert "they show that it works, not how it scales" in text
     lines = (study / "report.md").read_text().splitlines()
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
@@ -196,6 +204,31 @@ def test_the_report_read_back(study):
         "mfu-memory",
         "throughput",
         "time",
+    ]
+
+
+def test_the_same_as_numbers(study):
+    report.write(study)
+    lines = json.loads((study / "report.json").read_text())
+    assert [(line["ranks"], line["efficiency"], line["repeats"]) for line in lines] == [
+        (1, 1, 3),
+        (2, 0.8, 3),
+        (4, None, 3),
+    ]
+    assert [line["step_seconds"] for line in lines] == [1.0, 1.25, 5.0]
+    with (study / "report.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [{key: "" if value is None else str(value) for key, value in line.items()} for line in lines] == rows
+
+
+def test_what_makes_figures_doubtful(tmp_path):
+    for ranks, lacking in ((1, 0.05), (2, 0.6), (4, 0.3)):
+        Results(tmp_path).add(measurement(ranks, 1.0, cores_lacking=lacking))
+    found = re.findall(r'<p class="warning">(.*?)</p>', report.write(tmp_path).read_text())
+    assert found == [
+        "1 repeat(s) of a point: what differs by chance cannot be told from what scales (--repeat 3).",
+        "Others used the cores meanwhile, up to 0.6 of those that 2 rank(s) needed: the points of 2, 4 ranks are "
+        "slower than they should be.",
     ]
 
 

@@ -66,6 +66,21 @@ def test_figures_are_those_of_the_job(tmp_path, scontrol):
     assert [row[3:5] for row in rows] == [("2", "5.2500"), ("1", "6.5000"), ("3", "7.2500"), ("", "")]
 
 
+def test_jobs_are_watched_until_all_have_ended(tmp_path, scontrol, monkeypatch, capsys):
+    """Each list once, where it differs from the one before."""
+    monkeypatch.setattr(jobs.client, "require", lambda instead: None)
+    running, ended = (f"JobId=7 JobState={state} Reason=None ExitCode=0:0\n" for state in ("RUNNING", "COMPLETED"))
+    scontrol(running, running, ended, "no further question")
+    submitted.add([submitted.Submitted("7", "train.sbatch", None)])
+    assert main(["jobs", "--watch", "0.01"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines] == [["job", "state"], ["7", "RUNNING"], ["job", "state"], ["7", "COMPLETED"]]
+    assert [path.name for path in tmp_path.glob("answer-*")] == ["answer-3"]
+    with pytest.raises(SystemExit):
+        main(["jobs", "--watch", "0"])
+    assert "must be above 0, got 0" in capsys.readouterr().err
+
+
 def test_a_busy_controller_is_not_the_end_of_a_job(tmp_path, scontrol, monkeypatch, capsys):
     """Nor is a space the end of a log's path."""
     monkeypatch.setattr(follow, "SECONDS", 0)

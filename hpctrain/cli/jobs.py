@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import json
+import sys
+import time
 from pathlib import Path
 
 from hpctrain.slurm import client, submitted
@@ -15,14 +18,56 @@ HEADER = ("job", "state", "run", "step", "loss", "tokens/s")
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--last", type=int, default=20, metavar="N", help="how many, the newest last (20)")
+    command.add_argument(
+        "--watch",
+        type=_interval,
+        nargs="?",
+        const=5.0,
+        metavar="SECONDS",
+        help="again every 5 seconds, until all have ended",
+    )
+
+
+def _interval(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return seconds
 
 
 def run(options: argparse.Namespace) -> None:
     client.require("`hpctrain jobs` lists what `hpctrain submit` gave to it")
-    rows = [HEADER, *(_row(job) for job in submitted.read()[-options.last :])]
+    if options.watch is None:
+        print(_table(_rows(options.last)))
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(options.last, options.watch)
+
+
+def _watch(last: int, seconds: float) -> None:
+    """Show the list again and again until all jobs have ended: in place on a terminal, elsewhere where it differs."""
+    shown = None
+    while True:
+        rows = _rows(last)
+        text = _table(rows)
+        if sys.stdout.isatty():
+            print(f"\x1b[H\x1b[2J{text}", flush=True)
+        elif text != shown:
+            print(text, flush=True)
+        shown = text
+        if all(state.split()[0] in (*client.ENDED, "ENDED") for _, state, *_ in rows):
+            return
+        time.sleep(seconds)
+
+
+def _rows(last: int) -> list[tuple[str, ...]]:
+    return [_row(job) for job in submitted.read()[-last:]]
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    rows = [HEADER, *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
 def _row(job: submitted.Submitted) -> tuple[str, ...]:

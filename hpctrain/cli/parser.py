@@ -18,6 +18,7 @@ from hpctrain.cli import (
     pack,
     plan,
     ranks,
+    report,
     sample,
     scale,
     schedule,
@@ -43,6 +44,7 @@ COMMANDS = {
     "scale": scale,
     "submit": submit,
     "jobs": jobs,
+    "report": report,
     "doctor": doctor,
 }
 

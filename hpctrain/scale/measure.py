@@ -22,6 +22,7 @@ from hpctrain.comm import together
 from hpctrain.config import load_config
 from hpctrain.launch import abort, check_launcher, complain
 from hpctrain.scale import work
+from hpctrain.scale.busy import Stopwatch, lacking
 from hpctrain.train.dtypes import DTYPES
 from hpctrain.train.loop import train_step
 from hpctrain.train.session import Session, build
@@ -67,12 +68,13 @@ def measure(session: Session, world: MPI.Intracomm, steps: int) -> dict:
     peak = gemm_rate(world, session)
     for _ in range(WARM_UP):
         train_step(session)
-    taken = []
+    taken, stopwatch = [], Stopwatch()
     for _ in range(steps):
         world.Barrier()
         record = train_step(session)
         assert record is not None  # a study has no checkpoint to go back to
         taken.append(record)
+    used = stopwatch.used()
     rank, known = session.grid.pipeline.rank, work.has_formula(session.config)
     mine = {
         "taken": [(record["seconds"], record["time"]) for record in taken],
@@ -81,6 +83,7 @@ def measure(session: Session, world: MPI.Intracomm, steps: int) -> dict:
         "bound": work.bound(session.config, rank) if known else None,
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "place": (socket.gethostname(), cores.identities(os.sched_getaffinity(0)), cores.find().quota),
+        "used": used,
     }
     everybody = world.allgather(mine)
     seconds = [max(other["taken"][step][0] for other in everybody) for step in range(steps)]
@@ -100,7 +103,9 @@ def measure(session: Session, world: MPI.Intracomm, steps: int) -> dict:
         "bytes_bound": most["bound"],
         "memory": max(other["memory"] for other in everybody),
         "oversubscribed": oversubscribed([other["place"] for other in everybody], torch.get_num_threads()),
+        "cores_lacking": cores_lacking(everybody, torch.get_num_threads()),
         "hosts": sorted({other["place"][0] for other in everybody}),
+        "processor": cores.processor(),
         "mpi": MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 "),
         "threads": torch.get_num_threads(),
     }
@@ -135,12 +140,24 @@ def oversubscribed(places: list[tuple[str, list, float | None]], threads: int) -
     >>> oversubscribed([("a", [f"core {n}" for n in range(8)], 3.5)] * 4, 1)
     True
     """
-    for host in {host for host, _, _ in places}:
-        here = [(named, quota) for other, named, quota in places if other == host]
-        named = set().union(*(named for named, _ in here))
-        if len(here) * threads > cores.Cores([len(named)], 0, here[0][1]).count:
-            return True
-    return False
+    hosts = [[place for place in places if place[0] == host] for host in {host for host, _, _ in places}]
+    return any(len(here) * threads > _cores(here) for here in hosts)
+
+
+def cores_lacking(everybody: list[dict], threads: int) -> float:
+    """Of the host on which the ranks had to share most with others."""
+    hosts = {rank["place"][0] for rank in everybody}
+    by_host = [[rank for rank in everybody if rank["place"][0] == host] for host in hosts]
+    return max(
+        lacking([rank["used"] for rank in ranks], _cores([rank["place"] for rank in ranks]), threads)
+        for ranks in by_host
+    )
+
+
+def _cores(here: list[tuple[str, list, float | None]]) -> int:
+    """Cores of a host that its ranks, given by their places, may keep busy."""
+    named = set().union(*(named for _, named, _ in here))
+    return cores.Cores([len(named)], 0, here[0][2]).count
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The report of a study: one self-contained HTML file, the same table as Markdown, and the pictures beside them."""
+"""The report of a study: one self-contained HTML file; the same table as Markdown, CSV and JSON; and the pictures."""
 
 from __future__ import annotations
 
-import base64
-import html
+import csv
+import json
+import time
 from pathlib import Path
 
+from hpctrain import page
 from hpctrain.scale.figures import figures
 from hpctrain.scale.summary import Study, summarise
 
@@ -14,21 +16,12 @@ HEADER = (
     "ranks", "grid", "tokens/s", "GFLOP/s", "least–most", "efficiency", "step s", "computing", "communication",
     "bubble", "reading", "MiB received", "formula", "lower bound", "MFU", "memory MiB",
 )  # fmt: skip
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; max-width: 1240px; padding: 0 1rem; color: #222 }
-h1 { font-size: 1.5rem; margin: 0 0 .3rem } p { margin: .4rem 0 }
-.figures { display: grid; grid-template-columns: repeat(2, 1fr); gap: .6rem }
-.figures img { width: 100%; border: 1px solid #ddd; border-radius: 4px }
-table { border-collapse: collapse; font-size: 12px; margin: 1rem 0; width: 100% }
-th, td { border-bottom: 1px solid #ddd; padding: .3rem .4rem; text-align: right; white-space: nowrap }
-th { white-space: normal } td:nth-child(2), th:nth-child(2) { text-align: left }
-.wide { overflow-x: auto }
-tr.crowded td { color: #888 } details { margin: .5rem 0 } pre { font-size: 12px; background: #f6f6f6; padding: .5rem }
-"""
+MOVED = ("received", "formula", "bound")
+DOUBTFUL = 0.1  # part of a rank's cores that others use
 
 
 def write(folder: Path, description: dict | None = None) -> Path:
-    """Write report.html, report.md and the PNGs of the study in `folder` that `runner.describe_study`
+    """Write report.html, .md, .csv, .json and the PNGs of the study in `folder` that `runner.describe_study`
     describes, or the newest; returns the HTML file."""
     study = summarise(folder, description)
     return _write(folder, [study], title(study))
@@ -82,12 +75,13 @@ def notes(study: Study) -> list[str]:
     lines = [
         f"{repeats} repeats of {about['steps']} steps; medians, and the least and the most. Efficiency is model FLOP/s "
         f"a rank over those of {first} rank(s).",
-        f"{about['mpi']}; {about['threads']} thread(s) a rank; hosts {', '.join(about['hosts'])}; commit "
-        f"{about['commit']}; modules {', '.join(about['modules']) or 'none'}.",
+        where(study),
         "Grids are replica×ring×pipeline×ulysses×x×y×z. Communication is that of data + sequence + pipeline + tensor, "
         "the mean over ranks; the bubble is what stages wait for their neighbours. Bytes are the busiest rank's; the "
-        "lower bound takes every matrix product by itself. MFU is of the rate at which the same ranks multiply "
-        "matrices of 1024², measured in the job.",
+        "lower bound takes every matrix product by itself.",
+        "Efficiency compares a point with the first one. MFU compares it with the rate at which the same ranks, all at "
+        "once, multiply matrices of 1024²: where ranks slow each other down (memory, clock), that rate falls too, and "
+        "efficiency can fall while MFU does not.",
     ]
     if first != study.first:
         lines.append(f"The point of {study.first} rank(s), which efficiency should be over, is not measured yet.")
@@ -98,15 +92,79 @@ def notes(study: Study) -> list[str]:
     return lines
 
 
+def where(study: Study) -> str:
+    """When and on what it was measured."""
+    about = study.about
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(about["time"]))
+    return (
+        f"{when}; {about['processor']}; {about['mpi']}; {about['threads']} thread(s) a rank; hosts "
+        f"{', '.join(about['hosts'])}; commit {about['commit']}; modules {', '.join(about['modules']) or 'none'}."
+    )
+
+
 def markdown(studies: list[Study], heading: str) -> str:
     lines = [f"# {heading}", ""]
     for study in studies:
         if len(studies) > 1:
             lines += [f"## {title(study)}", ""]
+        lines += [sentence(study), "", *(f"**{warning}**\n" for warning in warnings(study))]
         lines += ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
         lines += ["| " + " | ".join(cells) + " |" for cells in rows(study)]
         lines += ["", *(f"- {note}" for note in notes(study)), ""]
     return "\n".join(lines)
+
+
+def sentence(study: Study) -> str:
+    """The result."""
+    first, fair = study.rows[0], [row for row in study.rows if not row.oversubscribed]
+    crowded = [str(row.ranks) for row in study.rows if row.oversubscribed]
+    said = f"{first.tokens_per_second:,.0f} tokens/s on {first.ranks} rank(s)"
+    if len(fair) > 1:
+        last, one = fair[-1], len(fair[-1].efficiency) == 1
+        spread = "" if one else f" ({min(last.efficiency):.3f} to {max(last.efficiency):.3f})"
+        said += (
+            f", {last.tokens_per_second:,.0f} on {last.ranks}: efficiency {last.median_efficiency:.3f}{spread} of "
+            f"{study.mode} scaling"
+        )
+    if crowded:
+        said += f"; {', '.join(crowded)} ranks have more ranks than cores, and say nothing of scaling"
+    return said + "."
+
+
+def warnings(study: Study) -> list[str]:
+    """What makes the figures doubtful."""
+    found = []
+    if (repeats := min(len(row.flops_per_second) for row in study.rows)) < 3:
+        found.append(
+            f"{repeats} repeat(s) of a point: what differs by chance cannot be told from what scales (--repeat 3)."
+        )
+    threads = study.about["threads"]
+    busy = [row for row in study.rows if not row.oversubscribed and row.lacking > DOUBTFUL * threads]
+    if busy:
+        worst = max(busy, key=lambda row: row.lacking)
+        found.append(
+            f"Others used the cores meanwhile, up to {worst.lacking:.1f} of those that {worst.ranks} rank(s) needed: "
+            f"the points of {', '.join(str(row.ranks) for row in busy)} ranks are slower than they should be."
+        )
+    return found
+
+
+def data(study: Study) -> list[dict]:
+    """The table as numbers, for report.json and report.csv."""
+    return [
+        {
+            "study": study.name, "mode": study.mode, "vary": study.vary, "ranks": row.ranks,
+            "grid": "x".join(str(size) for size in row.grid.values()), "tokens_per_second": row.tokens_per_second,
+            "flops_per_second": row.median_flops_per_second, "least_flops_per_second": min(row.flops_per_second),
+            "most_flops_per_second": max(row.flops_per_second), "repeats": len(row.flops_per_second),
+            "efficiency": None if row.oversubscribed else row.median_efficiency, "oversubscribed": row.oversubscribed,
+            "cores_lacking": row.lacking, "step_seconds": row.step_seconds,
+            **{f"seconds_{part}": seconds for part, seconds in row.seconds.items()},
+            **{f"bytes_{of}": sum(moved.values()) if (moved := getattr(row, of)) else None for of in MOVED},
+            "mfu": row.mfu, "memory": row.memory,
+        }
+        for row in study.rows
+    ]  # fmt: skip
 
 
 def _write(folder: Path, studies: list[Study], heading: str) -> Path:
@@ -114,36 +172,31 @@ def _write(folder: Path, studies: list[Study], heading: str) -> Path:
     for name, content in pictures.items():
         (folder / f"{name}.png").write_bytes(content)
     (folder / "report.md").write_text(markdown(studies, heading), encoding="utf-8")
-    images = "".join(
-        f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
-        for name, content in pictures.items()
-    )
-    tables = "".join(_section(study, len(studies) > 1) for study in studies)
+    lines = [line for study in studies for line in data(study)]
+    (folder / "report.json").write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
+    with (folder / "report.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    several = len(studies) > 1
+    parts = [
+        page.paragraph(f"{study.name}: {sentence(study)}" if several else sentence(study), "lead") for study in studies
+    ]
+    parts += [page.paragraph(where(study), "facts") for study in studies]
+    parts += [page.paragraph(warning, "warning") for study in studies for warning in warnings(study)]
+    parts.append(page.figures(pictures))
+    for study in studies:
+        parts += _section(study, several)
+    parts.append(page.links(["report.csv", "report.json", "report.md"]))
     out = folder / "report.html"
-    out.write_text(
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(heading)}</title>'
-        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body><h1>{html.escape(heading)}</h1>'
-        f'<div class="figures">{images}</div>{tables}</body></html>\n',
-        encoding="utf-8",
-    )
+    out.write_text(page.page(heading, parts), encoding="utf-8")
     return out
 
 
-def _section(study: Study, several: bool) -> str:
-    def cells(tag, texts):
-        return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
-
-    heading = f"<h2>{html.escape(title(study))}</h2>" if several else ""
-    lines = [
-        f"<tr{' class=crowded' if row.oversubscribed else ''}>{cells('td', texts)}</tr>"
-        for row, texts in zip(study.rows, rows(study))
+def _section(study: Study, several: bool) -> list[str]:
+    return [
+        *([page.heading(title(study))] if several else []),
+        page.table(HEADER, rows(study), [row.oversubscribed for row in study.rows], left=(1,)),
+        *(page.paragraph(note) for note in notes(study)),
+        *(page.folded(f"Configuration, {row.ranks} ranks", row.config) for row in study.rows),
     ]
-    configs = "".join(
-        f"<details><summary>Configuration, {row.ranks} ranks</summary><pre>{html.escape(row.config)}</pre></details>"
-        for row in study.rows
-    )
-    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes(study))
-    return (
-        f'{heading}<div class="wide"><table><tr>{cells("th", HEADER)}</tr>{"".join(lines)}</table></div>'
-        f"{below}{configs}"
-    )

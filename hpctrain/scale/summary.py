@@ -28,6 +28,7 @@ class Row:
     mfu: float
     memory: float
     oversubscribed: bool
+    lacking: float  # cores that others used, of those that the ranks needed
     efficiency: list[float]
 
     @property
@@ -89,10 +90,12 @@ def summarise(folder: Path, description: dict | None = None) -> Study:
                 mfu=_median(r["mfu"] for r in repeats),
                 memory=max(r["memory"] for r in repeats),
                 oversubscribed=any(r["oversubscribed"] for r in repeats),
+                lacking=_median(r.get("cores_lacking", 0.0) for r in repeats),  # older measurements do not say
                 efficiency=[speed / ranks / first for speed in speeds],
             )
         )
-    about = {key: latest[key] for key in ("commit", "mpi", "modules", "hosts", "threads", "steps")}
+    about = {key: latest[key] for key in ("commit", "mpi", "modules", "hosts", "threads", "steps", "time")}
+    about["processor"] = latest.get("processor", "processor not noted")
     return Study(folder.name, description["mode"], description["vary"], rows, min(keys), about)
 
 

@@ -42,6 +42,7 @@ def test_the_readme_is_short():
 COMMANDS = {
     "Submit jobs": "README.md",
     "Study scaling": "README.md",
+    "Data": "jobs/README.md",
     "Stop and go on": "hpctrain/checkpoint/README.md",
     "Pipelines": "hpctrain/pipeline/README.md",
     "Share long sequences": "hpctrain/layers/README.md",
@@ -72,6 +73,11 @@ def test_commands(checkout, title):
         assert len((checkout / "runs/mine/metrics.jsonl").read_text().splitlines()) == 12
         for name in re.findall(r"^    runs/NAME/([\w.]+)", (ROOT / "jobs/README.md").read_text(), re.MULTILINE):
             assert (checkout / "runs/mine" / name).exists()
+    elif title == "Data":
+        last = json.loads((checkout / "runs/mixed/metrics.jsonl").read_text().splitlines()[-1])
+        assert {*last["epochs"]} == {"text.h5", "sums.h5"}
+        assert '"step 4"' in (checkout / "runs/mixed/trace.json").read_text()
+        assert (checkout / "runs/mixed/report.html").exists()
     elif title == "Stop and go on":
         assert (checkout / "gpt2-step-3/model.safetensors").exists()
         assert len((checkout / "runs/kept/metrics.jsonl").read_text().splitlines()) == 8

@@ -1,0 +1,1 @@
+"""One page about a run: its losses, speed, time, memory and traffic."""
