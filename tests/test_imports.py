@@ -27,8 +27,8 @@ LAYERS = [
     ("comm",),
     ("grid", "launch", "parameter"),
     (
-        "grid_shape", "grad_sync", "shard", "shard_entries", "trace", "traffic", "randomness", "files", "page", "cores",
-        "digest", "choices",
+        "grid_shape", "grad_sync", "shard", "shard_entries", "trace", "traffic", "randomness", "files", "home", "page",
+        "cores", "digest", "choices",
     ),
 ]  # fmt: skip
 ONE_CONCEPT = [{"cli", "__main__"}, {"shard", "shard_entries"}]  # of several files

@@ -13,6 +13,7 @@ from hpctrain.cli import (
     doctor,
     evaluate,
     export,
+    init,
     jobs,
     machine,
     pack,
@@ -30,6 +31,7 @@ from hpctrain.launch import complain
 # Each has SUMMARY; add_options(parser); and run(options), which returns the exit status, None for 0, and raises
 # ValueError or OSError for a user's mistake.
 COMMANDS = {
+    "init": init,
     "train": train,
     "config": config,
     "ranks": ranks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -11,9 +12,9 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 from hpctrain import __version__, cores
+from hpctrain.home import home
 
 SECONDS = 90  # for a job of two ranks to start
 MESSAGE = 300  # characters of a launcher's last message
@@ -40,9 +41,10 @@ def python() -> Finding:
 
 def launcher_path() -> str | None:
     """What would start ranks: $MPIRUN, the checkout's own, or mpirun."""
-    own = Path(__file__).parents[2] / "jobs/mpirun.sh"
-    candidates = (os.environ.get("MPIRUN"), str(own) if own.exists() else None, shutil.which("mpirun"))
-    return next((path for path in candidates if path), None)
+    own = None
+    with contextlib.suppress(ValueError):
+        own = str(home() / "jobs/mpirun.sh")
+    return next((path for path in (os.environ.get("MPIRUN"), own, shutil.which("mpirun")) if path), None)
 
 
 def mpi() -> tuple[list[Finding], dict]:
@@ -143,7 +145,7 @@ def site() -> Finding:
 
     name = os.environ.get("HPCTRAIN_SITE", "generic")
     try:
-        settings(Path(__file__).parents[2] / "jobs")
+        settings(home() / "jobs")
     except ValueError as error:
         return Finding("site", "error", str(error), "set HPCTRAIN_SITE to one of them")
     return Finding("site", "ok", name)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hpctrain.home import home
 from hpctrain.scale.points import Point
-from hpctrain.scale.runner import ROOT
 from hpctrain.slurm import client, site, submitted
 
 
@@ -20,8 +20,8 @@ def submit(options: argparse.Namespace, points: list[Point], folder: Path) -> No
         ValueError: where there is no Slurm, and for what it refuses.
     """
     client.require("leave --submit away to run here")
-    script = ROOT / f"jobs/{options.mode}_scaling.sbatch"
-    environment, before = site.settings(ROOT / "jobs"), None
+    jobs, before = home() / "jobs", None
+    script, environment = jobs / f"{options.mode}_scaling.sbatch", site.settings(jobs)
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
     chosen = {"ranks": options.ranks, "vary": options.vary, "repeat": options.repeat, "steps": options.steps}

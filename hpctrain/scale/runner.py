@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hpctrain import __version__
+from hpctrain.home import PACKAGE, home
 from hpctrain.scale.points import Point
 from hpctrain.scale.results import Results
-
-ROOT = Path(__file__).parents[2]
 
 
 def key(point: Point, steps: int, threads: int) -> str:
@@ -71,7 +71,7 @@ def measure(
 
 
 def _launch(path, point: Point, folder: Path, steps: int, threads: int) -> dict:
-    launcher = os.environ.get("MPIRUN") or str(ROOT / "jobs/mpirun.sh")
+    launcher = os.environ.get("MPIRUN") or str(home() / "jobs/mpirun.sh")
     if not shutil.which(launcher):
         raise ValueError(
             f"nothing starts ranks here: {launcher} does not exist; source jobs/env.sh of a checkout first"
@@ -96,11 +96,18 @@ def _launch(path, point: Point, folder: Path, steps: int, threads: int) -> dict:
         return json.loads(out.read_text())
 
 
+def _commit() -> str:
+    """Of the checkout; of an installed package its version."""
+    if not (PACKAGE.parent / "jobs").is_dir():
+        return f"hpctrain {__version__}"
+    command = ["git", "-C", str(PACKAGE.parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
 def surroundings() -> dict:
     """Commit, modules and Slurm job, without which a figure says little."""
-    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
     return {
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": _commit(),
         "modules": os.environ.get("LOADEDMODULES", "").split(":") if os.environ.get("LOADEDMODULES") else [],
         "slurm_job": os.environ.get("SLURM_JOB_ID"),
     }
