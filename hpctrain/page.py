@@ -18,7 +18,7 @@ h1 { font-size: 1.5rem; margin: 0 0 .3rem } h2 { font-size: 1.15rem; margin: 1.6
 .figures img { width: 100%; border: 1px solid #ddd; border-radius: 4px; box-sizing: border-box }
 table { border-collapse: collapse; font-size: 12px; width: 100% }
 th, td { border-bottom: 1px solid #ddd; padding: .3rem .4rem; text-align: right; white-space: nowrap }
-th { vertical-align: bottom } th.wrap { white-space: normal } .left { text-align: left }
+th { vertical-align: bottom; white-space: normal } .left { text-align: left }
 .wide { overflow-x: auto; margin: 1rem 0 }
 tr.faint td { color: #888 } details { margin: .5rem 0 }
 pre { font-size: 12px; background: #f6f6f6; padding: .5rem; overflow-x: auto }

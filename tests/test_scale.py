@@ -186,7 +186,7 @@ def test_the_report_read_back(study):
     rows = [re.findall(r"<td(?: class=\"left\")?>(.*?)</td>", line) for line in lines]
     assert [row[report.HEADER.index("efficiency")] for row in rows] == ["1.000", "0.800", "oversubscribed"]
     assert [row[report.HEADER.index("lower bound")] for row in rows] == ["0.500"] * 3
-    assert text.count("data:image/png;base64,") == 5
+    assert text.count("data:image/png;base64,") == 6
     links = re.findall(r"(?:src|href)=\"(?!data:)(.*?)\"", text)  # all else is in it
     assert links == ["report.csv", "report.json", "report.md"]
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
@@ -201,7 +201,8 @@ def test_the_report_read_back(study):
     assert sorted(path.stem for path in study.glob("*.png")) == [
         "bytes",
         "efficiency",
-        "mfu-memory",
+        "memory",
+        "mfu",
         "throughput",
         "time",
     ]

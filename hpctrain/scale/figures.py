@@ -6,7 +6,7 @@ import io
 
 from hpctrain.scale.summary import Study
 
-SIZE, DPI = (6, 3.3), 100
+SIZE, DPI = (6, 3.3), 130
 PARTS = {
     "compute": "#4c78a8", "data": "#f58518", "sequence": "#b279a2", "tensor": "#e45756", "pipeline": "#72b7b2",
     "bubble": "#b8b8b8", "reading": "#54a24b", "agreeing": "#eeca3b",
@@ -20,7 +20,7 @@ def figures(studies: list[Study]) -> dict[str, bytes]:
     pictures = {"throughput": throughput(studies), "efficiency": efficiency(studies)}
     if len(studies) == 1:
         (study,) = studies
-        pictures |= {"time": time_split(study), "bytes": bytes_moved(study), "mfu-memory": mfu_and_memory(study)}
+        pictures |= {"time": time_split(study), "bytes": bytes_moved(study), "mfu": mfu(study), "memory": memory(study)}
     return pictures
 
 
@@ -83,18 +83,20 @@ def bytes_moved(study: Study) -> bytes:
     return _png(figure, axes, outside=True)
 
 
-def mfu_and_memory(study: Study) -> bytes:
-    """Share of the measured peak, and memory of the largest rank."""
-    figure, axes = _new("% of the measured peak", [study], logarithmic=False)
-    labels = [_label(row) for row in study.rows]
-    axes.bar(labels, [100 * row.mfu for row in study.rows], 0.5, color="#4c78a8", label="MFU")
-    other = axes.twinx()
-    other.plot(labels, [row.memory / 2**20 for row in study.rows], "D", color="#e45756", label="memory")
-    other.set_ylabel("MiB of the largest rank")
-    other.set_ylim(0, 1.1 * max(row.memory / 2**20 for row in study.rows))
-    axes.set_title("Model FLOP utilisation, and memory")
-    handles = [*axes.get_legend_handles_labels()[0], *other.get_legend_handles_labels()[0]]
-    return _png(figure, axes, outside=True, handles=handles)
+def mfu(study: Study) -> bytes:
+    """Share of the peak that the same ranks were measured to have."""
+    return _bars(study, "Model FLOP utilisation", "% of the measured peak", [100 * row.mfu for row in study.rows])
+
+
+def memory(study: Study) -> bytes:
+    return _bars(study, "Memory", "MiB of the largest rank", [row.memory / 2**20 for row in study.rows])
+
+
+def _bars(study, title, ylabel, heights) -> bytes:
+    figure, axes = _new(ylabel, [study], logarithmic=False)
+    axes.bar([_label(row) for row in study.rows], heights, 0.5, color="#4c78a8")
+    axes.set_title(title)
+    return _png(figure)
 
 
 def _label(row) -> str:
@@ -135,13 +137,11 @@ def _spread(axes, study, colour, values, rows=None):
         )  # fmt: skip
 
 
-def _png(figure, axes, outside=False, handles=None) -> bytes:
-    handles = handles or axes.get_legend_handles_labels()[0]
+def _png(figure, axes=None, outside=False) -> bytes:
+    """With a legend on `axes`, or beside them."""
     if outside:
-        axes.legend(
-            handles=handles, loc="center left", bbox_to_anchor=(1.2 if len(figure.axes) > 1 else 1.01, 0.5), fontsize=8
-        )
-    else:
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
+    elif axes:
         axes.legend(fontsize=8)
     out = io.BytesIO()
     figure.savefig(out, format="png")

@@ -118,7 +118,7 @@ def test_commands(checkout, title):
         records = (checkout / "runs/mine/metrics.jsonl").read_text().splitlines()
         assert [json.loads(record)["step"] for record in records] == [1, 2, 3]
     else:
-        assert (checkout / "runs/scale-weak/report.html").read_text().count("data:image/png") == 5
+        assert (checkout / "runs/scale-weak/report.html").read_text().count("data:image/png") == 6
 
 
 @pytest.fixture
