@@ -29,6 +29,13 @@ class Trace:
         """One that ends now."""
         self.spans.append(Span(track, name, start, perf_counter(), about))
 
+    def add_operation(
+        self, name: str, peer: int | None, start: float, before: tuple[int, int], after: tuple[int, int]
+    ) -> None:
+        """One over MPI that ends now; the ledger had these bytes sent and received `before` and `after` it."""
+        moved = {"sent": after[0] - before[0], "received": after[1] - before[1]}
+        self.add("MPI", name, start, **moved, **({} if peer is None else {"peer": peer}))
+
 
 @contextlib.contextmanager
 def span(trace: Trace | None, track: str, name: str, **about: int | str) -> Iterator[None]:

@@ -67,6 +67,11 @@ class Traffic:
         """Sum of "calls", "sent" or "received" over the named axes, or over all of them."""
         return sum(cell[what] for (axis, _), cell in self.table().items() if axes is None or axis in axes)
 
+    def moved(self) -> tuple[int, int]:
+        """Bytes sent and received so far, by all operations."""
+        entries = self._entries.values()
+        return sum(entry.sent for entry in entries), sum(entry.received for entry in entries)
+
     def clear(self) -> None:
         for entry in self._entries.values():
             entry.clear()

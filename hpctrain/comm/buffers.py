@@ -215,6 +215,8 @@ class Work(Generic[R]):
         axis, name, peer = self.owner
         traffic, watchdog = axis.transport.traffic, axis.transport.watchdog
         traffic.timing = True  # operations that make the result are part of this one
+        trace = axis.transport.trace
+        before = traffic.moved() if trace is not None else (0, 0)
         start = perf_counter()
         if watchdog is not None:
             watchdog.begin(axis, f"{name} wait", peer)
@@ -225,8 +227,8 @@ class Work(Generic[R]):
             traffic.add_seconds(axis.name, f"{name} wait", perf_counter() - start)
             if watchdog is not None:
                 watchdog.end()
-            if (trace := axis.transport.trace) is not None:
-                trace.add("MPI", f"{name} wait {axis.name}", start, **({} if peer is None else {"peer": peer}))
+            if trace is not None:
+                trace.add_operation(f"{name} wait {axis.name}", peer, start, before, traffic.moved())
 
     def _wait(self) -> R:
         for request in self._requests:

@@ -56,9 +56,7 @@ def time_call(axis: Axis, name: str, function: Callable[..., R], *arguments: Any
         return function(*arguments, **options)
     traffic.timing = True
     trace = axis.transport.trace
-    if trace is not None:
-        entry = traffic.entry(axis.name, name)
-        sent, received = entry.sent, entry.received
+    before = traffic.moved() if trace is not None else (0, 0)
     start = perf_counter()
     watchdog, checker = axis.transport.watchdog, axis.transport.checker
     peer = arguments[2] if name in ("send", "recv") else None
@@ -74,8 +72,7 @@ def time_call(axis: Axis, name: str, function: Callable[..., R], *arguments: Any
         if watchdog is not None:
             watchdog.end()
     if trace is not None:
-        moved = {"sent": entry.sent - sent, "received": entry.received - received}
-        trace.add("MPI", f"{name} {axis.name}", start, **moved, **({} if peer is None else {"peer": peer}))
+        trace.add_operation(f"{name} {axis.name}", peer, start, before, traffic.moved())
     if isinstance(result, Work):
         result.owner = axis, name, peer
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,6 @@ from hpctrain.pipeline.actions import (
 from hpctrain.pipeline.pool import Pool
 from hpctrain.pipeline.schedules import COSTS, Schedule
 from hpctrain.pipeline.simulate import Costs
-from hpctrain.trace import span
 
 MOST_EDGES = 1 << 14  # two tags each, below those that hpctrain.comm uses itself
 
@@ -123,8 +123,9 @@ class Executor:
             if trace is None:
                 step.do(run, step)
             else:
-                with span(trace, "pipeline", f"{step.action.kind} {step.action.microbatch}", **_said(step.action)):
-                    step.do(run, step)
+                run.began = perf_counter()
+                step.do(run, step)
+                trace.add("pipeline", f"{step.action.kind} {step.action.microbatch}", run.began, **_said(step.action))
         run.finish()
         return run.results
 
@@ -181,6 +182,7 @@ class _Run:
         self.products: dict[tuple, list] = {}  # unit -> weight gradients to be computed
         self.leaving: list[comm.Work] = []
         self.results: list[torch.Tensor] = []
+        self.began = 0.0  # the action under way
 
     def receive(self, step):
         action = step.action
@@ -205,7 +207,10 @@ class _Run:
 
     def take(self, message) -> torch.Tensor:
         found = self.messages.pop(message)
-        return found.wait() if isinstance(found, comm.Work) else found
+        if isinstance(found, comm.Work):
+            found = found.wait()
+            self.began = perf_counter()  # to a trace, waiting is no part of the work
+        return found
 
     def forward(self, step):
         inputs = [self.take(message) for message in step.takes]
