@@ -80,3 +80,43 @@ def test_what_belongs_to_others_is_known(checkout, tmp_path):
     assert belongs(checkout)
     checkout.rename(tmp_path / "moved")
     assert not belongs(tmp_path / "moved")
+
+
+def test_a_folder_without_wheels(checkout):
+    """It is told at once; a copy of the checkout would need them."""
+    folder = checkout.parent / "new"
+    shutil.copytree(checkout, folder, symlinks=True)
+    done = source(folder, HPCTRAIN_WHEELS=str(checkout.parent / "wheels"))
+    assert done.returncode != 0
+    assert f"env.sh: HPCTRAIN_WHEELS={checkout.parent}/wheels is no folder with wheels" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "libraries", "linked"),
+    [
+        ("HYDRA build details:", ["libmpich.so.12"], True),
+        ("HYDRA build details:", ["libmpich.so.12", "libmpi.so.12"], False),
+        ("mpirun (Open MPI) 4.1.4", ["libmpich.so.12"], False),
+    ],
+)
+def test_the_library_of_debians_mpich_gets_its_usual_name(tmp_path, make, libraries, linked):
+    """Where mpirun is MPICH's, and there is no other library of that name."""
+    (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{make}'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    for name in libraries:
+        (tmp_path / name).touch()
+    script = """
+        set -eu
+        source <(sed -n '/^hpctrain_debian_mpich()/,/^}/p; /^hpctrain_use_mpich()/,/^}/p' jobs/env.sh)
+        hpctrain_debian_mpich "$1/venv"
+        hpctrain_use_mpich "$1/venv" site
+        echo "$LD_LIBRARY_PATH"
+    """
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    folder = tmp_path / "venv/lib/mpich"
+    assert done.stdout.strip() == (f"{folder}:{tmp_path}" if linked else str(tmp_path))
+    if linked:
+        assert (folder / "libmpi.so.12").readlink() == tmp_path / "libmpich.so.12"
