@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from hpctrain.cores import processor
-from hpctrain.grid import Grid, describe_shape
+from hpctrain.grid import Grid
+from hpctrain.grid_shape import describe_shape
 from hpctrain.train.session import Session
 
 log = logging.getLogger("hpctrain")
