@@ -29,5 +29,5 @@ def original() -> Path:
         return PACKAGE.parent
     for file in metadata.files("hpctrain") or ():
         if file.as_posix().endswith(INSTALLED):
-            return Path(file.locate()).resolve().parents[1]
+            return Path(str(file.locate())).resolve().parents[1]
     raise ValueError("this hpctrain was installed without its jobs; install its wheel with pip, or use a checkout")
