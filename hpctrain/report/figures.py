@@ -78,6 +78,8 @@ def memory(run: Run) -> bytes:
 
 
 def _stacked(run: Run, title: str, unit: str, values: dict[str, list[float]]) -> bytes:
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = _new(title, "rank", unit)
     ranks, bottom = [rank["rank"] for rank in run.ranks], [0.0] * len(run.ranks)
     for name, heights in values.items():
@@ -86,7 +88,7 @@ def _stacked(run: Run, title: str, unit: str, values: dict[str, list[float]]) ->
                 ranks, heights, 0.8 if len(ranks) < 50 else 1.0, bottom, color=COLOURS.get(name, "#4c78a8"), label=name
             )
         bottom = [low + height for low, height in zip(bottom, heights)]
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(-0.6, len(ranks) - 0.4)
     if len(values) > 1 and any(bottom):
         _legend_beside(axes)

@@ -49,7 +49,7 @@ def job_facts(session: Session) -> dict[str, Any]:
     return {
         "time": time.time(),
         "model": session.spec.describe(session.model.shape),
-        "grid": describe_shape(session.grid.shape),
+        "grid": describe_shape(session.grid.shape, session.grid.expert.size),
         "precision": session.config.precision.compute,
         "device": torch.cuda.get_device_name(session.device) if session.device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(),

@@ -29,7 +29,8 @@ class RankTotals:
         """Seconds by part, bytes by axis, and the most memory that the process has had, in bytes."""
         on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         return {
-            "rank": grid.rank, "host": socket.gethostname(), "coords": grid.coords, "steps": self.steps,
+            "rank": grid.rank, "host": socket.gethostname(), "coords": {axis: grid.coords[axis] for axis in grid.shape},
+            "steps": self.steps,
             **{part: dict(total) for part, total in self._parts.items()},
             "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "device_memory": on_device,
         }  # fmt: skip

@@ -79,7 +79,7 @@ class StepTracer:
         self._trace = self.grid.transport.trace = Trace()
 
     def _names(self) -> Iterator[dict]:
-        coords = ", ".join(f"{axis} {place}" for axis, place in self.grid.coords.items() if self.grid.shape[axis] > 1)
+        coords = ", ".join(f"{axis} {self.grid.coords[axis]}" for axis, size in self.grid.shape.items() if size > 1)
         title = f"rank {self.grid.rank} on {socket.gethostname()}" + f": {coords}" * bool(coords)
         yield _meta(self.grid.rank, "process_name", name=title)
         yield _meta(self.grid.rank, "process_sort_index", sort_index=self.grid.rank)
