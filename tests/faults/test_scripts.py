@@ -34,3 +34,28 @@ def test_watchdog_of_no_number(start, tmp_path):
     told = "ValueError: HPCTRAIN_WATCHDOG must be a number of seconds, or 0 for no watchdog, got 'ten'"
     assert ended.status != 0
     assert told in ended.output
+
+
+KILLED_DURING_DISPATCH = """
+import os, signal, torch, hpctrain as ht
+from hpctrain.layers.experts import dispatch
+grid = ht.Grid(data=2, expert=2)
+layer = ht.layers.Mixture(grid, 8, 8, experts=4, top_k=2, dispatch="WAY", key=ht.RngKey(0))
+tokens = ht.layers.Tokens.of(grid, 2, 4, first=2 * grid.rank)
+for step in range(5):
+    if step == 2 and grid.rank == 1:  # the rows have come, the results are waited for
+        KIND.to_tokens = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    layer(torch.ones(8, 8), tokens).sum().backward()
+    print("rank", grid.rank, "did step", step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["all_to_all", "once"])
+def test_a_rank_killed_while_tokens_are_at_their_experts_ends_the_job(start, tmp_path, way):
+    script = tmp_path / "script.py"
+    kind = {"all_to_all": "InPlace", "once": "Once"}[way]
+    script.write_text(KILLED_DURING_DISPATCH.replace("KIND", f"dispatch.{kind}").replace("WAY", way))
+    ended = start(2, sys.executable, "-m", "mpi4py", str(script)).wait(50)
+    assert ended.status != 0
+    assert "rank 0 did step 1" in ended.output
+    assert "did step 2" not in ended.output
