@@ -18,7 +18,7 @@ def ring_of(world, way):
     grid = Grid(data=(1, world.size, 1))
     grid.transport.synchronous = way != "shared memory"
     grid.ring.one_node = way == "shared memory"
-    return grid.ring, new_workspace(grid.ring, torch.empty(0))
+    return grid.ring, new_workspace(grid.ring, torch.empty(0), windows=1)
 
 
 def sizes(axis):
@@ -33,30 +33,40 @@ def carried(workspace, axis, way, counts, dtype, sum_dtype, times):
     """The owners met with their blocks, and the sum of what all ranks made of this rank's."""
     part = block(axis.rank, counts[axis.rank], times, dtype)
     rotation = workspace.rotate(part, counts, sum_dtype, way == "gathered")
-    met, own = [], None
+    met = []
     for owner, found in rotation:
         met.append((owner, found.clone()))
         time.sleep(random.choice((0, 0, 1e-3)))
         rotation.progress()
-        made = found.to(sum_dtype) * (axis.rank + 1)  # what this rank makes of it
-        if owner == axis.rank:
-            own = made
-        else:
-            rotation.add(owner, made)
-    return met, rotation.total(own)
+        for share in (axis.rank, 1):  # what this rank makes of it, in two parts
+            rotation.sum().add_(found.to(sum_dtype) * share)
+    return met, rotation.total()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_block_visits_and_sums_return(world, way):
     axis, workspace = ring_of(world, way)
     rank, size = axis.rank, axis.size
-    for times in range(1, 9):  # windows are taken in turn, and by blocks of other sizes
+    for times in range(1, 9):  # one window is taken again and again, by blocks of other sizes
         counts = tuple(count * (1 + times % 3) for count in sizes(axis))
         met, total = carried(workspace, axis, way, counts, torch.float64, torch.float64, times)
         assert [owner for owner, _ in met] == [(rank - hop) % size for hop in range(size)]
         for owner, found in met:
             assert torch.equal(found, block(owner, counts[owner], times))
         assert torch.equal(total, block(rank, counts[rank], times) * (size * (size + 1) / 2))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_have_nothing_to_add(world, way):
+    """Nobody asks for the sums of blocks of even owners but these themselves."""
+    axis, workspace = ring_of(world, way)
+    counts = (3,) * axis.size
+    for _ in range(3):
+        rotation = workspace.rotate(block(axis.rank, 3), counts, torch.float64, way == "gathered")
+        for owner, found in rotation:
+            if owner % 2 or owner == axis.rank:
+                rotation.sum().add_(found)
+        assert torch.equal(rotation.total(), block(axis.rank, 3) * (axis.size if axis.rank % 2 else 1))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -87,7 +97,8 @@ def test_blocks_alone_need_no_sums(world):
         counts = sizes(axis)
         for times in (1, 2, 3):
             part = block(axis.rank, counts[axis.rank], times)
-            found = dict(workspace.rotate(part, counts, gather=way == "gathered"))
+            rotation = workspace.rotate(part, counts, gather=way == "gathered")
+            found = {owner: here.clone() for owner, here in rotation}
             assert all(torch.equal(found[owner], block(owner, counts[owner], times)) for owner in range(axis.size))
 
 
@@ -115,7 +126,7 @@ def test_rows_become_slices_and_their_adjoint(world, one_node):
     grid = Grid(data=(1, 1, world.size))
     axis = grid.ulysses
     axis.one_node, grid.transport.synchronous = one_node, not one_node
-    workspace, rank, size = new_workspace(axis, torch.empty(0)), axis.rank, axis.size
+    workspace, rank, size = new_workspace(axis, torch.empty(0), windows=1), axis.rank, axis.size
     slices = slices_of(size)
     for turn in range(4):
         counts = tuple((r + turn) % 3 for r in range(size))

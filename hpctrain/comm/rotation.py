@@ -1,16 +1,12 @@
 """Every rank's block visits every rank of an axis, and what they compute for it comes back to its owner as a sum.
 
-    rotation = workspace(axis, part, "rotation").rotate(part, counts, torch.float32)
+    rotation = workspace(axis, part, "attention").rotate(part, counts, torch.float32)
     for owner, block in rotation:  # this rank, then the one before it, and so on
-        gradient = ...  # of the owner's block
-        if owner == axis.rank:
-            own = gradient
-        else:
-            rotation.add(owner, gradient)
-    total = rotation.total(own)
+        rotation.sum().add_(gradient)  # any number of times, of the owner's block
+    total = rotation.total()
 
-Blocks are flat, rank r's of counts[r] elements. A block is valid until the next one is asked for. The sum over ranks is
-taken in one order: owner + 1, owner + 2, …, and the owner last, so that it always has the same bits.
+Blocks are flat, rank r's of counts[r] elements. A block, and the sum to add to, are valid until the next block is asked
+for. Each kind takes a sum in one order of the ranks, so that it always has the same bits.
 """
 
 from __future__ import annotations
@@ -32,8 +28,10 @@ _ALIGNED = 64  # bytes
 class LocalRotation:
     """That of an axis with one rank; the methods that all kinds have."""
 
-    def __init__(self, part: torch.Tensor, axis: Axis):
+    def __init__(self, part: torch.Tensor, axis: Axis, sum_dtype: torch.dtype | None):
         self.part, self.axis = part, axis
+        if sum_dtype is not None:
+            self._own = torch.zeros_like(part, dtype=sum_dtype)
 
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(owner, block) of every rank, this one's first."""
@@ -42,25 +40,29 @@ class LocalRotation:
     def progress(self) -> None:
         """Let MPI go on with what is under way."""
 
-    def add(self, owner: int, part: torch.Tensor) -> None:
-        """Add what this rank has computed for the block that came last, another's."""
+    def sum(self) -> torch.Tensor:
+        """The sum for the block that came last, to add to in place; the first call for a block waits for the ranks
+        that add before this one."""
+        return self._own
 
-    def total(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks for this rank's block, of which `own` is this rank's part; may change `own`."""
-        return own
+    def total(self) -> torch.Tensor:
+        """The sum over all ranks for this rank's block, once all blocks have come."""
+        return self._own
 
 
 class HopRotation:
     """Blocks go from rank to rank by messages, the next one while this one is worked on. Sums follow them.
 
-    Two blocks and two sums are in memory at a time, whatever the number of ranks.
+    Besides a rank's own, two blocks and two sums are in memory at a time, whatever the number of ranks. The owner adds
+    last.
     """
 
     def __init__(self, part: torch.Tensor, axis: Axis, counts: tuple[int, ...], sum_dtype: torch.dtype | None):
         self.part, self.axis, self.counts, self.dtype = part, axis, counts, sum_dtype
         self._before, self._after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
         self._under_way: list[Work[None] | Work[torch.Tensor]] = []
-        self._sum: Work[torch.Tensor] | None = None
+        self._arriving: Work[torch.Tensor] | None = None
+        self._sum: torch.Tensor | None = None
         self._sent: Work[None] | None = None
 
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -74,9 +76,11 @@ class HopRotation:
                 arriving = block.new_empty(self.counts[owner - 1])
                 receiving = recv_start(arriving, self.axis, self._before, BLOCKS)
                 self._under_way = [sending, receiving]
-            if hop > 1 and self.dtype is not None:
-                self._sum = self._expect(owner)
+            if self.dtype is not None:
+                self._begin_sum(owner, hop)
             yield owner, block
+            if self.dtype is not None and hop:
+                self._pass_on()
             if hop + 1 < size:
                 sending.wait()
                 block = receiving.wait()
@@ -85,26 +89,34 @@ class HopRotation:
         for work in self._under_way:
             work.test()
 
-    def add(self, owner: int, part: torch.Tensor) -> None:
-        total = part.to(self.dtype)
-        if self._sum is not None:
-            total = self._sum.wait().add_(total)
-        self._send(total)
+    def sum(self) -> torch.Tensor:
+        if self._sum is None:
+            assert self._arriving is not None
+            self._sum = self._arriving.wait()
+        return self._sum
 
-    def total(self, own: torch.Tensor) -> torch.Tensor:
-        own.add_(self._expect(self.axis.rank).wait())
+    def total(self) -> torch.Tensor:
+        self._own.add_(self._expect(self.axis.rank).wait())
         assert self._sent is not None  # there are other ranks, and so other blocks
         self._sent.wait()
-        return own
+        return self._own
+
+    def _begin_sum(self, owner: int, hop: int) -> None:
+        if hop > 1:
+            self._arriving, self._sum = self._expect(owner), None
+            return
+        self._sum = torch.zeros(self.counts[owner], dtype=self.dtype, device=self.part.device)
+        if hop == 0:
+            self._own = self._sum
 
     def _expect(self, owner: int) -> Work[torch.Tensor]:
         sums = torch.empty(self.counts[owner], dtype=self.dtype, device=self.part.device)
         return recv_start(sums, self.axis, self._before, SUMS)
 
-    def _send(self, total: torch.Tensor) -> None:
+    def _pass_on(self) -> None:
         if self._sent is not None:
             self._sent.wait()
-        self._sent = send_start(total, self.axis, self._after, SUMS)
+        self._sent = send_start(self.sum(), self.axis, self._after, SUMS)
 
 
 class GatherRotation:
@@ -113,8 +125,9 @@ class GatherRotation:
     def __init__(self, part: torch.Tensor, axis: Axis, counts: tuple[int, ...], sum_dtype: torch.dtype | None):
         self.part, self.axis, self.counts = part, axis, counts
         self._gathering = all_gather_start(part, axis, counts)
+        self._owner = axis.rank
         if sum_dtype is not None:
-            self._whole = torch.empty(sum(counts), dtype=sum_dtype, device=part.device)
+            self._whole = torch.zeros(sum(counts), dtype=sum_dtype, device=part.device)
             self._sums = self._whole.split(counts)
 
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -122,17 +135,16 @@ class GatherRotation:
         yield rank, self.part
         blocks = self._gathering.wait().split(self.counts)
         for hop in range(1, size):
-            owner = (rank - hop) % size
-            yield owner, blocks[owner]
+            self._owner = (rank - hop) % size
+            yield self._owner, blocks[self._owner]
 
     def progress(self) -> None:
         self._gathering.test()
 
-    def add(self, owner: int, part: torch.Tensor) -> None:
-        self._sums[owner].copy_(part)
+    def sum(self) -> torch.Tensor:
+        return self._sums[self._owner]
 
-    def total(self, own: torch.Tensor) -> torch.Tensor:
-        self._sums[self.axis.rank].copy_(own)
+    def total(self) -> torch.Tensor:
         return reduce_scatter(self._whole, self.axis, self.counts)
 
 
@@ -140,21 +152,23 @@ class SharedMemoryRotation:
     """Blocks are read in place, and sums added in place, in a window of which every rank has the part of its own block.
 
     Nobody waits for all, but once, until they have written their blocks: who has added to a sum says so to the rank
-    that does so next, by a message without content.
+    that does so next, by a message without content. The owner adds first.
     """
 
     def __init__(
         self, window: Window, part: torch.Tensor, axis: Axis, counts: tuple[int, ...], sum_dtype: torch.dtype | None
     ):
-        self.part, self.axis = part, axis
+        self.part, self.axis, self.dtype = part, axis, sum_dtype
         self._window = window
         self._blocks = [memory[: n * part.itemsize].view(part.dtype) for memory, n in zip(window.parts, counts)]
         if sum_dtype is not None:
             places = [(aligned(n * part.itemsize), n * sum_dtype.itemsize) for n in counts]
             self._sums = [m[start : start + n].view(sum_dtype) for m, (start, n) in zip(window.parts, places)]
+            self._sums[axis.rank].zero_()
         self._blocks[axis.rank].copy_(part)
         self._written = window.barrier_start(lambda: None)
         self._written.owner = axis, "rotate", None
+        self._owner, self._waits = axis.rank, False
         self._said: list[Work[None]] = []
         others = sum(counts) - counts[axis.rank]
         moved = (axis.size - 1) * part.nbytes, others * part.itemsize
@@ -166,31 +180,40 @@ class SharedMemoryRotation:
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
         rank, size = self.axis.rank, self.axis.size
         yield rank, self.part
+        self._pass_on()
         self._written.wait()
         for hop in range(1, size):
-            owner = (rank - hop) % size
-            yield owner, self._blocks[owner]
+            self._owner, self._waits = (rank - hop) % size, True
+            yield self._owner, self._blocks[self._owner]
+            self._pass_on()
+        if self.dtype is None:
+            self._window.release()
 
     def progress(self) -> None:
         self._written.test()
 
-    def add(self, owner: int, part: torch.Tensor) -> None:
-        axis = self.axis
-        if owner == (axis.rank - 1) % axis.size:  # the first to add to it
-            self._sums[owner].copy_(part)
-        else:
+    def sum(self) -> torch.Tensor:
+        if self._waits:
             self._turn()
-            self._sums[owner].add_(part)
+        return self._sums[self._owner]
+
+    def total(self) -> torch.Tensor:
+        self._turn()
+        total = self._sums[self.axis.rank].clone()
+        for work in self._said:
+            work.wait()
+        self._window.release()
+        return total
+
+    def _pass_on(self) -> None:
+        """Say to the next rank that it may add to this sum; after the last one, to its owner that it is the total."""
+        if self.dtype is None:
+            return
+        self.sum()
+        axis = self.axis
         self._window.memory_barrier()
         say = axis.comm.Issend if axis.transport.synchronous else axis.comm.Isend
         self._said.append(Work([say(b"", (axis.rank + 1) % axis.size, SUMS)], None))
-
-    def total(self, own: torch.Tensor) -> torch.Tensor:
-        self._turn()
-        own.add_(self._sums[self.axis.rank])
-        for work in self._said:
-            work.wait()
-        return own
 
     def _turn(self) -> None:
         """Wait until the rank before has added to the same sum."""
@@ -199,6 +222,7 @@ class SharedMemoryRotation:
         said.owner = axis, "rotate", None
         said.wait()
         self._window.memory_barrier()
+        self._waits = False
 
 
 Rotation = LocalRotation | HopRotation | GatherRotation | SharedMemoryRotation

@@ -24,14 +24,14 @@ class SharedMemoryWorkspace:
     A gathered tensor is written once, in place, and read there by all; a partial product is written where the others
     will read it. There are two windows in turn. What a call returns is valid until the next call other than `buffer` of
     the same workspace: the barrier in there says that everybody is done with the older window, which the call after
-    takes.
+    takes. Of one window the next call waits until it has been released by all.
 
     A sum that is started must be waited for before the next call of the same workspace.
     """
 
-    def __init__(self, axis: Axis):
+    def __init__(self, axis: Axis, windows: int = 2):
         self.axis = axis
-        self._windows: list[Window | None] = [None, None]
+        self._windows: list[Window | None] = [None] * windows
         self._turn = 0
 
     @property
@@ -179,7 +179,9 @@ class SharedMemoryWorkspace:
         self._window.barrier()
         sent, received = self._swapped_bytes(parts, counts, slices)
         axis.transport.traffic.add(axis.name, "all_to_all", sent, received)
-        return [place[:, of[axis.rank]].clone() for place, of in zip(whole, slices)]
+        found = [place[:, of[axis.rank]].clone() for place, of in zip(whole, slices)]
+        self._window.release()
+        return found
 
     @timed_method
     def slices_to_rows(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> list[torch.Tensor]:
@@ -196,7 +198,9 @@ class SharedMemoryWorkspace:
         local = rows_of(counts)[axis.rank]
         received, sent = self._swapped_bytes(parts, counts, slices)
         axis.transport.traffic.add(axis.name, "all_to_all", sent, received)
-        return [summed([of_rank[t][:, :, local] for of_rank in whole], slices[t]) for t in range(len(parts))]
+        found = [summed([of_rank[t][:, :, local] for of_rank in whole], slices[t]) for t in range(len(parts))]
+        self._window.release()
+        return found
 
     def _swapped_bytes(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> tuple[int, int]:
         """Bytes that leave this rank's rows for others' slices, and this rank's slices for others' rows."""
@@ -232,6 +236,8 @@ class SharedMemoryWorkspace:
         """
         self._turn = (self._turn + 1) % len(self._windows)
         window = self._windows[self._turn]
+        if window is not None and len(self._windows) == 1:
+            window.wait_released()
         if window is None or len(window.parts[0]) < nbytes:
             if window is not None:
                 nbytes = max(nbytes, 5 * len(window.parts[0]) // 4)

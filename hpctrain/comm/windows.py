@@ -44,6 +44,8 @@ class Window:
 
         nbytes = nbytes or (16 if axis.rank == 0 else 0)  # MPI wants a byte
         sizes = _check_space(axis, nbytes)
+        self.axis = axis
+        self._released: Work[None] | None = None
         self._barrier, self._ibarrier = axis.comm.Barrier, axis.comm.Ibarrier
         self._window = MPI.Win.Allocate_shared(nbytes, 1, comm=axis.comm)
         self._window.Lock_all()  # the epoch in which loads, stores and Sync are defined
@@ -56,6 +58,7 @@ class Window:
         axis.transport.resources.append(self)
 
     def free(self) -> None:
+        self.wait_released()
         del self.whole, self.parts
         self._window.Unlock_all()
         self._window.Free()
@@ -79,6 +82,18 @@ class Window:
             return then()
 
         return Work([self._ibarrier()], None, finish)
+
+    def release(self) -> None:
+        """This rank has done with what is in the window."""
+        self.wait_released()
+        self._released = self.barrier_start(lambda: None)
+        self._released.owner = self.axis, "release", None
+
+    def wait_released(self) -> None:
+        """Until every rank has done with it, where they say so."""
+        if self._released is not None:
+            self._released.wait()
+            self._released = None
 
 
 def _check_space(axis: Axis, nbytes: int) -> list[int]:

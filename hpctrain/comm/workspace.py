@@ -80,7 +80,7 @@ class LocalWorkspace:
     ) -> Rotation:
         """Let every rank's flat block, of counts[r] elements, visit every rank; with `sum_dtype`, sums come back. With
         `gather` blocks that go by messages come all at once."""
-        return LocalRotation(part, self.axis)
+        return LocalRotation(part, self.axis, sum_dtype)
 
     def add_up(self, buffer: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' buffers, in memory that all of them share. Not in the ledger, and not by messages."""
@@ -94,12 +94,13 @@ Workspace = LocalWorkspace | SharedMemoryWorkspace | MessageWorkspace
 
 
 def workspace(axis: Axis, like: torch.Tensor, use: str = "blocking") -> Workspace:
-    """The axis's workspace for tensors that are where `like` is. Calls that return when they are done ("blocking") and
-    sums that are "started" have memory of their own, so that one may be under way beside another."""
+    """The axis's workspace for tensors that are where `like` is. Calls that return when they are done ("blocking"),
+    sums that are "started" and those of "attention" have memory of their own, so that one may be under way beside
+    another. That of attention is long sequences, once: the next call waits until all have done with it."""
     workspaces = axis.transport.workspaces
     found = workspaces.get((axis, like.is_cpu, use))
     if found is None:
-        found = workspaces[axis, like.is_cpu, use] = new_workspace(axis, like)
+        found = workspaces[axis, like.is_cpu, use] = new_workspace(axis, like, 1 if use == "attention" else 2)
     return found
 
 
@@ -111,12 +112,12 @@ def reduce_rows(workspace: Workspace, buffer: torch.Tensor, counts: tuple[int, .
     )
 
 
-def new_workspace(axis: Axis, like: torch.Tensor) -> Workspace:
-    """A workspace with memory of its own."""
+def new_workspace(axis: Axis, like: torch.Tensor, windows: int = 2) -> Workspace:
+    """A workspace with memory of its own: in shared memory, so many windows in turn."""
     match path_of(axis, like):
         case Path.LOCAL:
             return LocalWorkspace(axis)
         case Path.SHARED_MEMORY:
-            return SharedMemoryWorkspace(axis)
+            return SharedMemoryWorkspace(axis, windows)
         case Path.MESSAGES:
             return MessageWorkspace(axis)

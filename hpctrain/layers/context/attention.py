@@ -55,9 +55,10 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, q, k, v, context):
         layout = _layout(context.spans, context.ring.size, context.ring.rank, context.ulysses.size,
                          context.ulysses.rank, q.shape[1], k.shape[1])  # fmt: skip
-        exchange = comm.workspace(context.ulysses, q)
+        exchange = comm.workspace(context.ulysses, q, "attention")
         q, k, v = exchange.rows_to_slices([q, k, v], layout.tokens, layout.qkv)
         q, kv = q.contiguous(), torch.stack((k, v))
+        del k, v
         ring = RingAttention(
             context.ring, layout.spans, layout.length, _alike(context.masks), layout.groups, context.scale,
             context.dropout, layout.first_head, layout.gather,

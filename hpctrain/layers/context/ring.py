@@ -65,21 +65,18 @@ class RingAttention:
         dq, kernels = torch.zeros_like(q, dtype=wide), self._kernels(q)
         rotation = self._rotate(kv, wide)
         for owner, block in rotation:
-            of_block = torch.zeros(self._shape(kv, owner), dtype=wide, device=kv.device)
             for place, kv_place, tile in self._blocks(q, kv, owner, block, kernels):
                 grads = kernels[tile.tile.kind].backward(tile, grad[place], out[place], lse[place])
-                for total, part in zip((dq[place], of_block[0][kv_place], of_block[1][kv_place]), grads):
+                dk, dv = rotation.sum().view(self._shape(kv, owner))
+                for total, part in zip((dq[place], dk[kv_place], dv[kv_place]), grads):
                     total += part
+                del grads, part  # before the next tile's are made
                 rotation.progress()
-            if owner == self.axis.rank:
-                own = of_block
-            else:
-                rotation.add(owner, of_block.view(-1))
-        return dq, rotation.total(own.view(-1)).view(kv.shape)
+        return dq, rotation.total().view(kv.shape)
 
     def _rotate(self, kv, sum_dtype=None):
         counts = tuple(self._shape(kv, rank).numel() for rank in range(self.axis.size))
-        return comm.workspace(self.axis, kv, "rotation").rotate(kv.view(-1), counts, sum_dtype, self.gather)
+        return comm.workspace(self.axis, kv, "attention").rotate(kv.view(-1), counts, sum_dtype, self.gather)
 
     def _shape(self, kv, owner):
         return torch.Size((*kv.shape[:3], span_length(self.spans[owner]), kv.shape[4]))
