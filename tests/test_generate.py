@@ -18,8 +18,12 @@ PROMPT, COUNT, KNOWN = [3, 1], 10, 20  # longer than the context; the last three
 
 
 def grids(ranks):
-    cut = {2: [(1, 2, 1)], 4: [(1, 2, 2), (1, 4, 1), (1, 1, 4)], 8: [(1, 4, 2)]}.get(ranks, [])
-    return all_grids(ranks)[:: 1 if ranks <= 4 else 6] + [(data, 1, (1, 1, 1)) for data in cut]
+    cut = {
+        2: [((1, 2, 1), 1, (1, 1, 1)), ((1, 1, 2), 1, (1, 1, 1))],
+        4: [((1, 2, 2), 1, (1, 1, 1)), ((1, 4, 1), 1, (1, 1, 1)), ((1, 1, 2), 2, (1, 1, 1)), ((1, 2, 1), 1, (1, 2, 1))],
+        8: [((1, 2, 1), 2, (2, 1, 1))],
+    }  # fmt: skip
+    return all_grids(ranks)[:: 1 if ranks <= 4 else 6] + cut.get(ranks, [])
 
 
 def sample(grid, temperature):
@@ -78,3 +82,45 @@ def test_warm_text_does_not_depend_on_the_grid(world):
     assert alone != greedy()
     for data, pipeline, tensor in grids(world.size):
         assert sample(Grid(data, pipeline, tensor), temperature=1.0) == alone
+
+
+END = 4
+
+
+@functools.cache
+def greedy_in_documents(documents):
+    """The likeliest words after prompts of two documents, of one that has ended, and of parts of one."""
+    from mpi4py import MPI
+
+    weights = dict(GPT2(Grid(comm=MPI.COMM_SELF), SHAPE, key=RngKey(3), dtype=torch.float64).named_parameters())
+    return [continued(weights, prompt, documents) for prompt in PROMPTS]
+
+
+PROMPTS = [[3, 1, END, 7], [3, END], [7, 5, 2]]
+
+
+def continued(weights, prompt, documents):
+    """Where documents see themselves alone, an end among the words begins another one."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(SHAPE.context - len(prompt)):
+            logits = reference.gpt2_logits(
+                weights, torch.tensor([ids]), SHAPE.layers, SHAPE.heads, end=END if documents else None
+            )
+            ids.append(int(logits.reshape(-1, SHAPE.vocabulary)[-1, :KNOWN].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("documents", [True, False])
+def test_documents_of_a_prompt(world, documents):
+    if world.rank == 0:
+        assert greedy_in_documents(True) != greedy_in_documents(False)
+    for data, pipeline, tensor in grids(world.size)[-2:]:
+        grid = Grid(data, pipeline, tensor)
+        model = GPT2(grid, SHAPE, key=RngKey(3), dtype=torch.float64)
+        found = [
+            generate(model, grid, prompt, SHAPE.context - len(prompt), KNOWN, RngKey(8), 0.0,
+                     documents=END if documents else None)
+            for prompt in PROMPTS
+        ]  # fmt: skip
+        assert found == greedy_in_documents(documents)

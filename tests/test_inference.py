@@ -52,8 +52,8 @@ def said(world, capfd, *command):
 
 GRIDS = {
     1: [["grid.data=1"]],
-    2: [["grid.pipeline=2"], ["grid.tensor=[1, 2, 1]"], ["grid.data=2"]],
-    4: [["grid.pipeline=2", "grid.tensor=2"], ["grid.data=2", "grid.tensor=[1, 1, 2]"]],
+    2: [["grid.pipeline=2"], ["grid.tensor=[1, 2, 1]"], ["grid.data=2"], ["grid.data=[1, 2, 1]"]],
+    4: [["grid.pipeline=2", "grid.tensor=2"], ["grid.data=2", "grid.tensor=[1, 1, 2]"], ["grid.data=[1, 2, 2]"]],
 }
 
 
@@ -83,6 +83,23 @@ def test_greedy_text_is_that_of_transformers(world, run, capfd):
     command[1] = folder / "model"
     found = said(world, capfd, *command, *grids(world.size)[0], "precision.compute=fp64")
     assert world.rank or found == expected
+
+
+def test_text_of_documents_that_see_themselves_alone(world, run, capfd):
+    """After the end of a document, the next one's first word is all that its second sees."""
+    folder, theirs = run
+    words = []
+    if world.rank == 0:
+        seen = [256]
+        for _ in range(9):
+            with torch.no_grad():
+                words.append(int(theirs(torch.tensor([seen])).logits[0, -1].argmax()))
+            seen = list(words)
+    for grid in grids(world.size):
+        found = said(world, capfd, "sample", folder, "--temperature", 0, "--tokens", 9, "data.documents=masked", *grid)
+        if world.rank == 0:
+            until = words.index(256) if 256 in words else 9
+            assert found == bytes(words[:until]).decode(errors="replace") + "\n", grid
 
 
 def test_warm_text_is_the_same_on_every_grid(world, run, capfd):

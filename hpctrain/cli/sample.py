@@ -40,6 +40,7 @@ def _sample(options: argparse.Namespace, trained, world) -> None:
     ids = generate(
         trained.model, trained.grid, prompt, options.tokens, tokenizer.vocabulary, RngKey(options.seed) / "sample",
         options.temperature, options.top_k, options.top_p, tokenizer.end_of_document,
+        tokenizer.end_of_document if trained.config.data.documents == "masked" else None,
     )  # fmt: skip
     if world.rank == 0:
         print(options.prompt + tokenizer.decode(ids), flush=True)

@@ -10,6 +10,7 @@ from hpctrain.layers.algorithm import Algorithm, algorithm_of
 from hpctrain.layers.context.attention import Context, attend
 from hpctrain.layers.context.dropout import AttentionDropout
 from hpctrain.layers.context.mask import Mask
+from hpctrain.layers.context.sharded_kv_cache import ShardedKVCache
 from hpctrain.layers.dropout import check_probability
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.norm import HeadNorm
@@ -115,13 +116,16 @@ class Attention(torch.nn.Module):
         if tokens.kv_cache is not None:
             if not self.causal:
                 raise ValueError("token slices need causal attention: without it, the first needs the last")
-            k, v = tokens.kv_cache.extend(self, k, v)
+            if not isinstance(tokens.kv_cache, ShardedKVCache):
+                k, v = tokens.kv_cache.extend(self, k, v)
         attended = recomputed(self._attend, q, k, v, tokens) if self.recompute else self._attend(q, k, v, tokens)
         local_width = groups * self.queries * self.head_width
         return self.proj(attended.transpose(1, 2).reshape(len(tokens.inner) * tokens.length, local_width), tokens)
 
     def _attend(self, q, k, v, tokens):
         dropout = self._dropout(tokens) if self.training and self.p > 0 else None
+        if isinstance(tokens.kv_cache, ShardedKVCache):
+            return tokens.kv_cache.attend(self, q, k, v, self._context(tokens, None))
         if self.grid.sequence.size > 1 or ((self.window or tokens.documents) and tokens.kv_cache is None):
             return attend(q, k, v, self._context(tokens, dropout))
         if dropout is not None:

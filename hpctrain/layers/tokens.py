@@ -14,9 +14,10 @@ import torch
 from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import Algorithm, algorithm_of
 from hpctrain.layers.context.mask import Mask
+from hpctrain.layers.context.sharded_kv_cache import ShardedKVCache
 from hpctrain.layers.context.spans import Spans, part_of, sequence_spans, span_length
 from hpctrain.layers.decisions import Decisions
-from hpctrain.layers.kv_cache import KVCache
+from hpctrain.layers.kv_cache import InferenceCache, KVCache
 from hpctrain.matmul.sharded_dim import Rows
 from hpctrain.shard import split
 
@@ -53,7 +54,7 @@ class Tokens:
     whole: int
     documents: tuple[tuple[int, ...], ...]
     over_sequence: tuple[Spans, ...]
-    kv_cache: KVCache | None
+    kv_cache: KVCache | InferenceCache | ShardedKVCache | None
     _given: tuple = field(repr=False, compare=False)  # what these are a part of: grid, sequences, first, algorithm
     share: float = 0.0
     decisions: Decisions | None = field(default=None, repr=False, compare=False)
@@ -61,20 +62,22 @@ class Tokens:
     @classmethod
     def of(
         cls, grid: Grid, sequences: int, length: int, first: int = 0, step: int = 0,
-        algorithm: str | Algorithm = "agarwal", part: slice | None = None, kv_cache: KVCache | None = None,
+        algorithm: str | Algorithm = "agarwal", part: slice | None = None,
+        kv_cache: KVCache | InferenceCache | ShardedKVCache | None = None,
         balance: str = "zigzag",
         documents: Sequence[Sequence[int]] = (), window: int = 0,
     ) -> Tokens:  # fmt: skip
         """The part of this rank's z block in a microbatch of `sequences` that starts at sequence `first`.
 
         `algorithm` is that of the layers which the tokens pass through. With `part`, these tokens of every sequence;
-        those before them have passed already, with the same `kv_cache`. `balance` is how the ring cuts sequences; see
-        `context.spans.sequence_spans`; "work" goes by the `documents` of the microbatch's sequences and by the `window`
-        of the layers, alike on all ranks.
+        those before them have passed already, with the same `kv_cache`. Ranks of sequence axes share the first part,
+        and each has all of the later ones, which a `ShardedKVCache` asks for. `balance` is how the ring cuts sequences;
+        see `context.spans.sequence_spans`; "work" goes by the `documents` of the microbatch's sequences and by the
+        `window` of the layers, alike on all ranks.
 
         Raises:
-            ValueError: for `part` on a grid with sequence axes or beside documents, and for documents that are not of
-                these sequences.
+            ValueError: for `part` beside documents, or on a grid with sequence axes without a `ShardedKVCache`, and for
+                documents that are not of these sequences.
         """
         documents = tuple(map(tuple, documents))
         if documents and len(documents) != sequences:
@@ -87,12 +90,14 @@ class Tokens:
         if part is not None:
             if documents:
                 raise ValueError("token slices attend to all tokens before them, got documents; use another schedule")
-            if grid.sequence.size > 1:
+            over_sequence = ((range(part.start, part.stop),),) * grid.sequence.size
+            if grid.sequence.size > 1 and part.start == 0:
+                over_sequence = _cut(part.stop, grid.ring.size, grid.ulysses.size, balance, cut_by)
+            if grid.sequence.size > 1 and not isinstance(kv_cache, ShardedKVCache):
                 raise ValueError(
                     f"token slices and sequence axes both cut sequences, got grid.data = (…, {grid.ring.size}, "
                     f"{grid.ulysses.size}) and a part; use another schedule than terapipe, or grid.data = N"
                 )
-            over_sequence = ((range(part.start, part.stop),),)
         length = span_length(over_sequence[grid.sequence.rank])
         algorithm = algorithm_of(grid, algorithm)
         x, z = grid.tensor.x, grid.tensor.z
@@ -107,7 +112,7 @@ class Tokens:
             (grid, sequences, first, algorithm),
         )  # fmt: skip
 
-    def part(self, part: slice, kv_cache: KVCache) -> Tokens:
+    def part(self, part: slice, kv_cache: KVCache | InferenceCache | ShardedKVCache) -> Tokens:
         """These tokens of every sequence."""
         grid, sequences, first, algorithm = self._given
         tokens = Tokens.of(grid, sequences, self.whole, first, self.step, algorithm, part, kv_cache)

@@ -22,7 +22,10 @@ def finish(session: Session) -> None:
     with average, strategy.full_weights():
         export(session.spec, session.model, grid, config.folder / "model", end, tokenizer)
         if count := config.run.sample:
-            ids = generate(session.model, grid, [end], count, tokens.vocabulary, session.key / "sample")
+            ids = generate(
+                session.model, grid, [end], count, tokens.vocabulary, session.key / "sample",
+                documents=end if config.data.documents == "masked" else None,
+            )  # fmt: skip
             sample = tokens.tokenizer.decode(ids)
     if session.folder:
         print(last_losses(session.folder.history))

@@ -6,6 +6,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.grid import Grid
+from hpctrain.layers.context.sharded_kv_cache import ShardedKVCache
 from hpctrain.layers.kv_cache import InferenceCache
 from hpctrain.pipeline import Executor, forward_only
 from hpctrain.randomness import RngKey
@@ -14,29 +15,37 @@ from hpctrain.randomness import RngKey
 def generate(
     model: torch.nn.Module, grid: Grid, prompt: list[int], count: int, vocabulary: int, key: RngKey,
     temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0, end: int | None = None,
+    documents: int | None = None,
 ) -> list[int]:  # fmt: skip
     """Up to `count` tokens that follow `prompt`, drawn below `vocabulary`; the same on every rank, and on every grid.
 
-    Keys and values of earlier tokens are kept, until there are more tokens than `context`, of which the last are seen.
-    The replicas all do the same work.
+    Keys and values of earlier tokens are kept, spread over the ranks that share a sequence, until there are more tokens
+    than `context`, of which the last are seen. The replicas all do the same work.
 
     Args:
         temperature: of the softmax; 0 takes the likeliest token.
         top_k: how many of the likeliest are drawn from; 0: all.
         top_p: draw from the fewest likeliest that have this probability together.
         end: a token after which nothing follows.
+        documents: the token that ends documents, of a model whose documents see themselves alone; None of one that sees
+            all.
     """
     executor = Executor(grid.pipeline, forward_only(grid.pipeline.size, 1, model.placement))
-    ids, context = list(prompt), model.shape.context
-    cache = InferenceCache() if hasattr(model.tokens(1, 1), "part") and grid.sequence.size == 1 else None
-    passed = 0  # tokens that the cache has
+    ids, context, first = list(prompt), model.shape.context, 0
+    cache = passed = None  # passed: tokens that the cache has, from the first of the document on
+    cached = hasattr(model.tokens(1, 1), "part")
     model.eval()
     with torch.no_grad():
         for draw in key.uniform(0, count).tolist():
-            window = torch.tensor(ids[-context:])
+            start = _document_start(ids, documents)
+            if passed is None or start > first:
+                first, passed = start, 0
+                cache = InferenceCache() if grid.sequence.size == 1 else ShardedKVCache(grid.sequence)
+            seen = ids[first:]
+            window = torch.tensor(seen[-context:])
             tokens = model.tokens(1, len(window))
-            if cache is not None and len(ids) <= context:
-                tokens, passed = tokens.part(slice(passed, len(ids)), cache), len(ids)
+            if cached and len(seen) <= context:
+                tokens, passed = tokens.part(slice(passed, len(seen)), cache), len(seen)
             logits = executor.run(_LastLogits(model, window, tokens))
             chosen = torch.zeros(1, dtype=torch.int64)
             if logits:
@@ -46,6 +55,15 @@ def generate(
             if ids[-1] == end:
                 break
     return ids[len(prompt) :]
+
+
+def _document_start(ids, end) -> int:
+    """Number of the first token of the last token's document, of those that `end` ends.
+
+    >>> _document_start([1, 9, 2, 9], 9), _document_start([9, 9, 3], 9), _document_start([9, 3], None)
+    (2, 2, 0)
+    """
+    return next((place + 1 for place in range(len(ids) - 2, -1, -1) if ids[place] == end), 0)
 
 
 def chosen_by(logits: torch.Tensor, draw: float, temperature: float, top_k: int = 0, top_p: float = 1.0) -> int:
