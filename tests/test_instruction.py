@@ -15,6 +15,7 @@ from hpctrain.data.documents import Fields
 from hpctrain.grid_shape import all_grids
 from hpctrain.pipeline import one_f_one_b, schedule
 from hpctrain.train.batches import IGNORED, Samples
+from hpctrain.train.training_data import samples_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
 
@@ -134,6 +135,20 @@ def test_lengths_of_documents(world, data):
     end = sources.end_of_document
     rows = torch.tensor([[1, 2, end, 3, 4], [1, 2, 3, 4, end], [end, end, 1, 2, 3], [1, 2, 3, 4, 5]])
     assert samples.document_lengths(rows) == [[3, 2], [5], [1, 1, 3], [5]]
+
+
+def test_asynchronous_servers_are_refused(world, data):
+    """Whose workers do not know how many targets the others have."""
+    options = ["data_parallel.method=parameter_server", "data_parallel.staleness=1", "grid.data=3"]
+    config = load_config(overrides=[*options, f"model.context={CONTEXT}", "model.vocabulary=257"])
+    tasks, text, held = (ShardedTokens(path) for path in data)
+    assert samples_of(config, [text], RngKey(0)).held_out
+    for sources, more in [([tasks], []), ([text, held], [f"data.validation_path={data[2]}"])]:
+        config = load_config(overrides=[*options, f"model.context={CONTEXT}", "model.vocabulary=257", *more])
+        with pytest.raises(
+            ValueError, match="the data have prompts, .* which data_parallel.staleness = 1 does not; use"
+        ):
+            samples_of(config, sources, RngKey(0))
 
 
 def test_sources_of_several_tokenizers_are_refused(world, tmp_path, data, capfd):

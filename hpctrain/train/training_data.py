@@ -67,6 +67,11 @@ def samples_of(config: Config, sources: list[ShardedTokens], key: RngKey) -> Sam
         raise ValueError(
             f"the data have prompts, which count in no loss, but model.kind = {config.model.kind} has a loss of its own"
         )
+    if any(tokens.masked for tokens in sources) and (staleness := config.data_parallel.staleness):
+        raise ValueError(
+            "the data have prompts, which count in no loss, and all ranks count the targets of a step together, which "
+            f"data_parallel.staleness = {staleness} does not; use data_parallel.staleness=0, or data without prompts"
+        )
     apart = sources.pop() if config.data.validation_path else None
     tokens_of = functools.partial(
         models.get(config.model.kind).tokens, algorithm=config.tensor.algorithm, balance=config.sequence.balance,
