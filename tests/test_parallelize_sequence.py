@@ -172,3 +172,30 @@ def test_recomputed_blocks_and_models_without_a_head(world):
         torch.testing.assert_close(base(whole).last_hidden_state, serial.model(whole).last_hidden_state, **CLOSE)
         base.set_attn_implementation("eager")
         torch.testing.assert_close(base(whole).last_hidden_state, serial.model(whole).last_hidden_state, **CLOSE)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout(world, recompute):
+    """The masks that one rank draws, of the embeddings and of what goes back to the residual stream; sequences of two
+    lengths, of which the first is computed once more after the second has passed."""
+    serial = seeded(lambda: gpt2(embd_pdrop=0.2, resid_pdrop=0.3))
+    first, second = ids(29), ids(17, seed=1)
+    whole, sharing = copy.deepcopy(serial), [grid for grid in grids(world.size) if grid.replica.size == 1]
+    for grid in sharing:
+        model = ht.parallelize(copy.deepcopy(serial), grid)
+        whole.zero_grad()
+        losses = []
+        for each in (whole, model):
+            if recompute:
+                each.gradient_checkpointing_enable()
+            torch.manual_seed(5)
+            logits = [each(batch).logits for batch in (first, second)]
+            losses.append(sum(map(loss_of, logits, (first, second))))
+            losses[-1].backward()
+        ht.sync_gradients(model)
+        torch.testing.assert_close(losses[1], losses[0], **CLOSE)
+        check_gradients(model, whole, grid)
+        model.eval(), whole.eval()
+        torch.testing.assert_close(model(first).logits, whole(first).logits, **CLOSE)
+        model.train(), whole.train()

@@ -37,12 +37,18 @@ def patched():
 
 
 MODELS = {
-    "dropout": (
-        lambda: gpt2(resid_pdrop=0.1),
-        r"for transformer\.h\.0\.attn\.resid_dropout \(Dropout\), transformer\.h\.0\.mlp\.dropout \(Dropout\), "
-        r"transformer\.h\.1\.attn\.resid_dropout \(Dropout\) and 1 more: dropout of 0\.1 .*; set it to 0\. Use a grid",
+    "attention dropout": (
+        lambda: gpt2(attn_pdrop=0.1, resid_pdrop=0.1),
+        r"for transformer\.h\.0\.attn\.attn_dropout \(Dropout\), transformer\.h\.1\.attn\.attn_dropout \(Dropout\): "
+        r"dropout of 0\.1 .*; set it to 0\. Use a grid",
     ),
-    "attention dropout": (lambda: llama(attention_dropout=0.3), r"s\.0\.self_attn \(LlamaAtt.*: dropout of 0\.3"),
+    "attention dropout of Llama": (
+        lambda: llama(attention_dropout=0.3), r"s\.0\.self_attn \(LlamaAtt.*: dropout of 0\.3"
+    ),
+    "dropout of ours": (
+        with_part(gpt2, "transformer.h.1.mlp.act", lambda _: nn.Dropout(0.2)),
+        r"1\.mlp\.act \(Dropout\): dropout of 0\.2",
+    ),
     "exchanged projections": (
         with_part(llama, "model.layers.0.self_attn.q_proj", LoRA),
         r"for model\.layers\.0\.self_attn \(LlamaAttention\): its projections were exchanged.*q_proj \(LoRA\): nobody",

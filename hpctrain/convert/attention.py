@@ -20,18 +20,21 @@ if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
 
 
-def kept(shape: Sequence[int], p: float, dim: int, part: slice, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part along `dim` of a dropout mask of `shape`, scaled by 1 / (1 - p).
+def kept(shape: Sequence[int], p: float, dim: int, part: slice | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part along `dim` of a dropout mask of `shape`, scaled by 1 / (1 - p): a slice, or int64 numbers.
 
     Every rank draws the whole mask from torch's generator. So the mask is the one that torch's dropout would have drawn
     without hpctrain, and all ranks' generators stay in the same state.
     """
     keep = torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(1 - p)
-    return (
-        keep.narrow(dim, part.start, part.stop - part.start).to(like.dtype) / (1 - p)
-        if p < 1
-        else torch.zeros_like(like)
+    if p == 1:
+        return torch.zeros_like(like)
+    mine = (
+        keep.narrow(dim, part.start, part.stop - part.start)
+        if isinstance(part, slice)
+        else keep.index_select(dim, part)
     )
+    return mine.to(like.dtype) / (1 - p)
 
 
 class SplitDropout:

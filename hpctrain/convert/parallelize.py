@@ -15,7 +15,7 @@ from hpctrain.convert.optimizers import watch_optimizers
 from hpctrain.convert.plain import altered
 from hpctrain.convert.plan import Plan, Refused
 from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
-from hpctrain.convert.sequence import CutSequences, check_sequence
+from hpctrain.convert.sequence import CurrentSpans, CutSequences, check_sequence, use_whole_masks
 from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp
 from hpctrain.digest import digest
 from hpctrain.grid import Grid
@@ -73,7 +73,7 @@ def parallelize(
     nn.TransformerEncoderLayer and DecoderLayer, nn.Conv*d, nn.BatchNorm*d, and Hugging Face's GPT-2 and Llama. Modules
     without parameters and buffers stay as they are. Dropout draws from torch's generator the masks that one rank would
     draw, inside attention too (on a GPU, torch's fused kernels draw others); so the generators must have the same seed
-    on all ranks of the tensor axis.
+    on all ranks of the tensor axis, and of those that share sequences.
 
     Ranks that share sequences, of a grid with data=(replica, ring, ulysses), are all given the whole ones, too.
     GPT2LMHeadModel, GPT2Model, LlamaForCausalLM and LlamaModel cut them at their entrance: each rank computes and keeps
@@ -81,8 +81,8 @@ def parallelize(
     one on every rank, taken in float32 or wider, and there are no logits; without, logits and hidden states are
     gathered. Gradients are summed by `sync_gradients`, as those of replicas; what else is added to the loss counts once
     for each rank of `grid.data`. Positions that begin anew are packed documents where Hugging Face takes them so:
-    without a mask and with use_cache=False. Hooks within the model see the local tokens. Refused by name: dropout,
-    padding, caches, `generate`, modules that may mix positions.
+    without a mask and with use_cache=False. Hooks within the model see the local tokens. Refused by name: dropout of
+    attention, padding, caches, `generate`, modules that may mix positions.
 
     Parameters on the meta device are drawn slice by slice from streams that `torch.manual_seed` decides, in torch's or
     Hugging Face's distributions, and the same on every grid; no rank ever holds a whole one.
@@ -120,9 +120,13 @@ def parallelize(
         cuts = grid.sequence.size > 1
         if cuts:
             check_sequence(model, plan.context_attention)
+            current = CurrentSpans(grid.sequence.rank)
+            use_whole_masks(plan, model, current)
         for module in filter(is_pretrained, model.modules()):
-            mixin = CutSequences if cuts and module is model else DividedPretrained
-            plan.swap_class(module, mixin, hpctrain_grid=grid)
+            if cuts and module is model:
+                plan.swap_class(module, CutSequences, hpctrain_grid=grid, hpctrain_current=current)
+            else:
+                plan.swap_class(module, DividedPretrained, hpctrain_grid=grid)
     _check_equal(model, grid)
     meta = any(parameter.is_meta for parameter in model.parameters())
     key = drawn_key(grid, None) if meta else None

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpctrain import comm
+from hpctrain.convert.attention import kept
 from hpctrain.convert.boundary import gather, leave, take
 from hpctrain.convert.plain import altered, is_plain, is_pointwise
 from hpctrain.convert.pretrained import DividedPretrained
@@ -36,6 +37,8 @@ OF_HUGGING_FACE = (
     "LlamaRotaryEmbedding",
 )  # fmt: skip
 IGNORED = -100  # a label that is no target
+# Dropout of (batch, tokens, features): a type, and its member. A mask of attention has tokens × tokens for each head.
+DROPOUT = {"GPT2Model": "drop", "GPT2Attention": "resid_dropout", "GPT2MLP": "dropout"}
 NAMED = 3  # modules in an error, for each reason
 _REMEDY = "Use a grid with grid.data = N, or ht.layers.context_attention in a model of your own"
 
@@ -43,7 +46,7 @@ _REMEDY = "Use a grid with grid.data = N, or ht.layers.context_attention in a mo
 class CutSequences(DividedPretrained):
     """Mixin for a model of CUT.
 
-    Attributes: `hpctrain_grid`.
+    Attributes: `hpctrain_grid`; `hpctrain_current`, which its dropout looks at.
     """
 
     def forward(
@@ -72,6 +75,7 @@ class CutSequences(DividedPretrained):
             position_ids = torch.arange(length, device=given.device).unsqueeze(0)
         elif attention_mask is None and not self._would_cache(use_cache):
             masks = documents(position_ids.expand(batch, -1))
+        self.hpctrain_current.spans = sharding.spans
         parts = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "token_type_ids": token_type_ids}
         out = super().forward(
             **{name: sharding.enter(whole) for name, whole in parts.items() if whole is not None},
@@ -146,6 +150,45 @@ class SequenceSharding:
         return torch.cat([torch.arange(span.start, span.stop) for spans in self.spans for span in spans])
 
 
+@dataclasses.dataclass
+class CurrentSpans:
+    """Positions of the sequences that a model works on now: `spans` of the ranks, of which this one is `rank`."""
+
+    rank: int
+    spans: tuple[Spans, ...] = ()
+
+
+class CutDropout:
+    """Mixin for nn.Dropout of (batch, tokens, features) of which a rank has some tokens.
+
+    Every rank draws the whole mask from torch's generator; see `attention.kept`. For that a byte an element of the
+    whole sequence is needed for a moment.
+
+    Attributes: `current`, of the model.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0:
+            return x
+        order = torch.cat([torch.arange(span.start, span.stop) for span in self.current.spans[self.current.rank]])
+        shape = len(x), sum(len(span) for spans in self.current.spans for span in spans), x.shape[2]
+        return x * kept(shape, self.p, 1, order.to(x.device), x)
+
+
+def use_whole_masks(plan: Plan, model: nn.Module, current: CurrentSpans) -> None:
+    """Let the dropout of DROPOUT draw what one rank would."""
+    for module in _drops(model):
+        plan.swap_class(module, CutDropout, current=current)
+    for module in model.modules():
+        if _is(module, ("GPT2Attention",)):
+            plan.change(module, current=current)
+
+
+def _drops(model):
+    found = {getattr(m, DROPOUT[type(m).__name__]) for m in model.modules() if _is(m, DROPOUT)}
+    return {module for module in found if is_plain(module, nn.Dropout)}
+
+
 def documents(position_ids: torch.Tensor) -> tuple[Mask, ...]:
     """Of each sequence, as Hugging Face reads positions: where they do not go on by one, another document begins.
 
@@ -179,6 +222,8 @@ def _attend(
         )
     if dropout:
         raise ValueError(f"{module.path}: {_dropout(dropout)}")
+    if hasattr(module, "current"):  # a block that is computed once more, after others were
+        module.current.spans = hpctrain_context.spans
     context = dataclasses.replace(hpctrain_context, scale=scaling)
     return attend(query, key, value, context).transpose(1, 2).contiguous(), None
 
@@ -192,8 +237,9 @@ def check_sequence(model: nn.Module, attention: set[nn.Module]) -> None:
             f"{', '.join(CUT)}. {_REMEDY}"
         )
     refused: dict[str, list[str]] = {}
+    drops = _drops(model)
     for path, module in model.named_modules():
-        if why := _refusal(module, attention):
+        if why := _refusal(module, attention, drops):
             refused.setdefault(why, []).append(f"{path or 'the model itself'} ({type(module).__name__})")
     if refused:
         reasons = (
@@ -203,7 +249,7 @@ def check_sequence(model: nn.Module, attention: set[nn.Module]) -> None:
         raise ValueError(f"parallelize cannot cut sequences for {'; '.join(reasons)}. {_REMEDY}")
 
 
-def _refusal(module, attention) -> str:
+def _refusal(module, attention, drops) -> str:
     if _is(module, ATTENTION) and module not in attention:
         return "its projections were exchanged or are replicated; leave them as Hugging Face made them"
     config = getattr(module, "config", None)
@@ -213,7 +259,8 @@ def _refusal(module, attention) -> str:
         return "cross attention, of sequences that are not cut, is not supported"
     if _is(module, ("LlamaRotaryEmbedding",)) and ("dynamic" in module.rope_type or module.rope_type == "longrope"):
         return f"rope_type = {module.rope_type} depends on the tokens that a rank has"
-    if p := module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0):
+    p = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+    if p and module not in drops:
         return _dropout(p)
     if why := altered(module):
         return why
