@@ -99,20 +99,23 @@ def rotary_angles(shape, length):
     return torch.outer(torch.arange(length, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64))
 
 
-def train(weights, batches, logits, *, lr, clip, weight_decay, keep=lambda step: lambda name, x: x, end=None):
-    """Losses and gradient norms of AdamW on whole batches of (sequences, length + 1) ids; weights change in place.
+def train(
+    weights, batches, logits, *, lr, clip, weight_decay, keep=lambda step: lambda name, x: x, end=None, momentum=None
+):
+    """Losses and gradient norms of AdamW, or SGD with a momentum, on whole batches of (sequences, length + 1) ids;
+    weights change in place.
 
     `logits` is a function of weights, ids and `keep`. What follows token `end` counts in no loss.
     """
     parameters = {name: torch.nn.Parameter(w) for name, w in weights.items()}
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters.values() if p.dim() == 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters.values() if p.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=lr,
-        betas=(0.9, 0.95),
-    )
+    groups = [
+        {"params": [p for p in parameters.values() if p.dim() == 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    if momentum is None:
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+    else:
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum)
     losses, norms = [], []
     for step, batch in enumerate(batches):
         scores = logits(parameters, batch[:, :-1], keep=keep(step))

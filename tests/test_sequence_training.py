@@ -10,6 +10,7 @@ from hpctrain import Grid, RngKey
 from hpctrain.config import DataParallelConfig, load_config
 from hpctrain.data_parallel import make
 from hpctrain.layers import BatchNorm2d, Tokens
+from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.models.llama import LlamaShape
 from hpctrain.pipeline import schedule
@@ -39,6 +40,28 @@ def test_equals_one_rank(world, shape):
     """7 tokens, dropout, two microbatches, clipping."""
     for data, pipeline, tensor in GRIDS[world.size]:
         check(Grid(data, pipeline, tensor), fitting(shape, pipeline), count=2, clip=1.0)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("momentum", [0.9, None])
+@pytest.mark.parametrize("shape", [GPT, LLAMA])
+def test_weights_after_ten_steps(world, shape, momentum):
+    """Within 1e-12 of the largest of their tensor, by SGD and by AdamW; but for GPT-2's biases of keys by AdamW. They
+    change no probability, as each query adds one number to all its scores: their gradient is nothing but rounding, some
+    1e-20, of which AdamW, that divides it by its like and 1e-8, makes some 1e-14 a step."""
+    weights, losses, _ = serial(fitting(shape, 1), 1.0, steps=10, momentum=momentum)
+    for data in {2: [(1, 2, 1), (1, 1, 2)], 4: [(1, 2, 2), (2, 2, 1)]}[world.size]:
+        grid = Grid(data)
+        model, got, _ = train_on(grid, fitting(shape, 1), 2, 1.0, steps=10, momentum=momentum)
+        assert got == pytest.approx(losses, rel=1e-12)
+        for name, whole in whole_parameters(model, grid):
+            if grid.rank == 0:
+                wrong, limit = (whole - weights[name]).abs(), 1e-12 * weights[name].abs().max()
+                if momentum is None and name.endswith("qkv.bias"):
+                    _, keys, _ = wrong.view(shape.heads, 3, -1).unbind(1)
+                    assert keys.max() < 1e-10
+                    keys.zero_()
+                assert wrong.max() <= limit, name
 
 
 @pytest.mark.ranks(2, 4)

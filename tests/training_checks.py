@@ -95,13 +95,15 @@ def logits_of(shape, end=None):
 
 def train_on(
     grid, shape, count, clip, steps=STEPS, algorithm="agarwal", overlap=OVERLAPS, pipeline="1f1b", slices=(),
-    layers_per_stage=None, recompute="none", balance="zigzag",
-    documents=False,
+    layers_per_stage=None, recompute="none", balance="zigzag", documents=False, momentum=None,
 ):  # fmt: skip
     products = algorithm_of(grid, algorithm, overlap)
     order = schedule(pipeline, grid.pipeline.size, count, slices=len(slices) or None)
     model = made(grid, shape, layers_per_stage, order.placement, algorithm=products, recompute=recompute)
-    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order, max_norm=clip, slices=slices)
+    optimizer = adamw(model.parameters(), 0.1)
+    if momentum is not None:
+        optimizer = torch.optim.SGD(optimizer.param_groups, lr=1e-2, momentum=momentum)
+    trainer = Trainer(model, grid, optimizer, order, max_norm=clip, slices=slices)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 1e-2
     results = [
@@ -112,15 +114,15 @@ def train_on(
 
 
 @functools.cache
-def serial(shape, clip, documents=False):
+def serial(shape, clip, documents=False, **how):
     """Weights, losses and norms of the reference, which rank 0 computes for all."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    return world.bcast(computed(shape, clip, documents) if world.rank == 0 else None)
+    return world.bcast(computed(shape, clip, documents, **how) if world.rank == 0 else None)
 
 
-def computed(shape, clip, documents=False):
+def computed(shape, clip, documents=False, steps=STEPS, momentum=None):
     """By the reference, from the whole weights of a grid of one rank."""
     from mpi4py import MPI
 
@@ -130,8 +132,8 @@ def computed(shape, clip, documents=False):
     keep = masks(model, shape)
     end = END if documents else None
     losses, norms = reference.train(
-        weights, batches(shape, documents=documents), logits_of(shape, end), lr=1e-2, clip=clip, weight_decay=0.1,
-        keep=keep, end=end,
+        weights, batches(shape, steps, documents), logits_of(shape, end), lr=1e-2, clip=clip, weight_decay=0.1,
+        keep=keep, end=end, momentum=momentum,
     )  # fmt: skip
     return weights, losses, norms
 
