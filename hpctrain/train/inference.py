@@ -99,7 +99,7 @@ def configuration(source: Path, overrides: list[str], ranks: int) -> Config:
         path, given = None, [f"model.{key}={toml_value(value)}" for key, value in found.options(settings).items()]
     else:
         raise ValueError(f"{source} is neither a run folder (config.toml) nor one of Hugging Face's (config.json)")
-    alone = ["grid.data=1", "grid.pipeline=1", "grid.tensor=1", "grid.expert=1"]
+    alone = [f"grid.{axis}=1" for axis in ("data", "sequence", "pipeline", "tensor", "expert")]
     if any(override.startswith("grid.") for override in overrides):
         return load_config(path, [*given, *alone, *overrides])
     config = load_config(path, [*given, *overrides])
