@@ -65,7 +65,7 @@ def test_the_page(run, tmp_path, capsys):
     lead = "20 steps, 2,000 tokens in 10.0 seconds: training loss 5.900 → 4.000, validation loss 4.500 (nats a token); "
     assert f'<p class="lead">{lead}200 tokens/s.</p>' in text
     assert "GPT-7" in text
-    assert "2 ranks on node0" in text
+    assert "2 rank(s) on node0" in text
     assert text.count("data:image/png;base64,") == 6
     assert '<meta name="viewport"' in text
     assert "a &lt; b" in text

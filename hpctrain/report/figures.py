@@ -18,15 +18,19 @@ COLOURS = {
     "compute": "#4c78a8", "data": "#f58518", "sequence": "#b279a2", "tensor": "#e45756", "pipeline": "#72b7b2",
     "bubble": "#b8b8b8", "reading": "#54a24b", "agreeing": "#eeca3b",
 }  # fmt: skip
+FEW = 16  # ranks that all have their number
 MOST = 120  # points of a curve, beyond which several steps are one
 
 
 def figures(run: Run) -> dict[str, bytes]:
-    """{name: PNG}"""
+    """{name: PNG}; one rank alone has no traffic."""
     loss = _png(loss_figure(run.records, "Loss", SIZE))
     pictures = {"loss": loss, "throughput": throughput(run), "time by step": by_step(run)}
     if run.ranks:
-        pictures |= {"time by rank": by_rank(run), "traffic by rank": traffic(run), "memory by rank": memory(run)}
+        pictures["time by rank"] = by_rank(run)
+        if len(run.ranks) > 1:
+            pictures["traffic by rank"] = traffic(run)
+        pictures["memory by rank"] = memory(run)
     return pictures
 
 
@@ -88,7 +92,10 @@ def _stacked(run: Run, title: str, unit: str, values: dict[str, list[float]]) ->
                 ranks, heights, 0.8 if len(ranks) < 50 else 1.0, bottom, color=COLOURS.get(name, "#4c78a8"), label=name
             )
         bottom = [low + height for low, height in zip(bottom, heights)]
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(ranks) <= FEW:
+        axes.set_xticks(ranks)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(-0.6, len(ranks) - 0.4)
     if len(values) > 1 and any(bottom):
         _legend_beside(axes)

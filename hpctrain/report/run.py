@@ -96,7 +96,7 @@ def facts(run: Run) -> list[str]:
     shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
     return [
         f"{about['model']}; {about['grid']}; {about['precision']}.",
-        f"{len(run.ranks)} ranks on {shown}; {about['device']}, {about['threads']} threads a rank; {about['mpi']}; "
+        f"{len(run.ranks)} rank(s) on {shown}; {about['device']}, {about['threads']} thread(s) a rank; {about['mpi']}; "
         f"torch {about['torch']}; {about['transport']}.",
     ]
 
