@@ -151,3 +151,14 @@ def check_rope_scaling(values: Sequence[float]) -> None:
             f" [8, 1, 4, 8192], with factor and context at least 1 and 0 < low_freq_factor < high_freq_factor, got"
             f" {list(values)}"
         )
+
+
+def check_router_groups(values: Sequence[int]) -> None:
+    """Raise ValueError for what is no pair of groups of experts and those that are kept, nor empty.
+
+    >>> check_router_groups([4, 5])
+    Traceback (most recent call last):
+    ValueError: model.router_groups must be [groups, kept], with kept from 1 to groups, got [4, 5]
+    """
+    if values and not (len(values) == 2 and 1 <= values[1] <= values[0]):
+        raise ValueError(f"model.router_groups must be [groups, kept], with kept from 1 to groups, got {list(values)}")

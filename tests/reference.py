@@ -35,8 +35,19 @@ def gpt2_logits(w, ids, layers, heads, keep=lambda name, x: x, end=None):
     return norm(x, "ln_f") @ w.get("head.weight", w["wte.weight"]).T
 
 
-def llama_logits(w, ids, shape, keep=lambda name, x: x, end=None):
-    """The same of a Llama of the sizes of `shape`, with biases and norms of heads where there are weights for them."""
+def swiglu(gate, up, down):
+    return (gate / (1 + torch.exp(-gate)) * up) @ down.T
+
+
+def llama_mlp(w, name, x):
+    """Of (sequences, length, width), whose gates and ups are one after the other."""
+    gate, up = (x @ w[name + ".up.weight"].T).unflatten(-1, (-1, 2)).unbind(-1)
+    return swiglu(gate, up, w[name + ".down.weight"])
+
+
+def llama_logits(w, ids, shape, keep=lambda name, x: x, end=None, mlp=llama_mlp):
+    """The same of a Llama of the sizes of `shape`, with biases and norms of heads where there are weights for them, and
+    what it has after each attention."""
     length, width = ids.shape[1], shape.head_width
     groups, queries = shape.kv_heads, shape.heads // shape.kv_heads
     unseen = unseen_keys(ids, end, shape.window)
@@ -62,8 +73,7 @@ def llama_logits(w, ids, shape, keep=lambda name, x: x, end=None):
         scores = (q @ k.mT / math.sqrt(width)).masked_fill(unseen, -math.inf)
         mixed = (keep(p + "attention", scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
         x = x + keep(p + "drop_1", mixed @ w[p + "attention.proj.weight"].T)
-        gate, up = (norm(x, p + "ln_2") @ w[p + "mlp.up.weight"].T).unflatten(-1, (shape.ffn, 2)).unbind(-1)
-        x = x + keep(p + "drop_2", (gate / (1 + torch.exp(-gate)) * up) @ w[p + "mlp.down.weight"].T)
+        x = x + keep(p + "drop_2", mlp(w, p + "mlp", norm(x, p + "ln_2")))
     return norm(x, "ln_f") @ w.get("head.weight", w["wte.weight"]).T
 
 
@@ -100,16 +110,18 @@ def rotary_angles(shape, length):
 
 
 def train(
-    weights, batches, logits, *, lr, clip, weight_decay, keep=lambda step: lambda name, x: x, end=None, momentum=None
-):
+    weights, batches, logits, *, lr, clip, weight_decay, keep=lambda step: lambda name, x: x, end=None, momentum=None,
+    terms=list, after=lambda weights: None,
+):  # fmt: skip
     """Losses and gradient norms of AdamW, or SGD with a momentum, on whole batches of (sequences, length + 1) ids;
     weights change in place.
 
-    `logits` is a function of weights, ids and `keep`. What follows token `end` counts in no loss.
+    `logits` is a function of weights, ids and `keep`. What follows token `end` counts in no loss. `terms` tells, after
+    them, what is added to the loss that is differentiated; `after` is called after each step.
     """
     parameters = {name: torch.nn.Parameter(w) for name, w in weights.items()}
     groups = [
-        {"params": [p for p in parameters.values() if p.dim() == 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
     if momentum is None:
@@ -122,9 +134,10 @@ def train(
         targets = batch[:, 1:] if end is None else batch[:, 1:].masked_fill(batch[:, :-1] == end, -100)
         loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
-        loss.backward()
+        sum(terms(), loss).backward()
         norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), clip or math.inf)
         optimizer.step()
+        after(weights)
         losses.append(loss.item())
         norms.append(norm.item())
     return losses, norms

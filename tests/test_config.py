@@ -74,7 +74,10 @@ def test_values(override, attribute, value):
         ("grid.tensor=[2, 1]", "grid.tensor must be one integer or three (x, y, z), got (2, 1)"),
         ("grid.tensor=2,1,1", "grid.tensor must be int or list[int], got '2,1,1'"),
         ("grid.data=0", "grid.data must be at least 1, got 0"),
-        ("model.kind=bert", 'model.kind must be "gpt2" or "llama" or "package.module:function", got \'bert\''),
+        (
+            "model.kind=bert",
+            'model.kind must be "gpt2" or "llama" or "mixtral" or "package.module:function", got \'bert\'',
+        ),
         ("precision.compute=fp8", 'precision.compute must be "fp32" or "fp64" or "bf16" or "fp16", got \'fp8\''),
         (
             "tensor.algorithm=strassen",
@@ -200,7 +203,7 @@ def test_sizes_of_a_llama():
     assert (shape.rope_scaling, shape.norm_eps) == ((8.0, 1.0, 4.0, 64.0), 1e-6)
     # queries, keys and values, projection back, and three matrices of 50; 257 words; attention of 24 features
     costs = spec.costs(shape)
-    assert costs.block_weights == 128 * (24 + 24 + 24 + 150)
+    assert costs.block_weights() == 128 * (24 + 24 + 24 + 150)
     assert costs.flops_per_token == 6 * (4 * 128 * 222 + 257 * 128) + 12 * 4 * 24 * 128
 
 

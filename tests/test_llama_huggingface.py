@@ -74,7 +74,7 @@ def widened():
     import safetensors.torch  # noqa: F401 (modules are imported before, as they keep what they find)
     import transformers
 
-    for kind in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+    for kind in ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Glm4Moe"):
         getattr(transformers, kind + "ForCausalLM")
     with (
         mock.patch.multiple(torch, float=torch.float64, float32=torch.float64),

@@ -11,11 +11,20 @@ from hpctrain.choices import DEFAULT_OVERLAP, OVERLAPS
 from hpctrain.grid_shape import all_grids, grid_shape
 from hpctrain.models.gpt2 import GPT2Shape
 from hpctrain.models.llama import LlamaShape
+from hpctrain.models.mixtral import MixtralShape
 from hpctrain.pipeline import schedule
 from hpctrain.plan import step_traffic
 
 LLAMA = LlamaShape(layers=8, width=32, heads=16, context=8, vocabulary=64, kv_heads=8, ffn=48, head_width=4)
 QWEN2, QWEN3 = dataclasses.replace(LLAMA, qkv_bias=True, tied=False), dataclasses.replace(LLAMA, qk_norm=True)
+
+
+# Each token goes to all experts, so that the load is even.
+MIXTRAL = MixtralShape(
+    layers=3, width=32, heads=16, context=8, vocabulary=64, kv_heads=8, ffn=48, head_width=4, qk_norm=True,
+    dense_layers=1, experts=4, top_k=4, expert_ffn=24, aux_loss=0.1,
+)  # fmt: skip
+DEEPSEEK = dataclasses.replace(MIXTRAL, router="sigmoid", shared_experts=2, aux_loss=0.0, tied=False)
 
 
 def grids(ranks):
@@ -24,7 +33,8 @@ def grids(ranks):
 
 
 def costs(shape):
-    return models.get("llama" if isinstance(shape, LlamaShape) else "gpt2").costs(shape)
+    kinds = {GPT2Shape: "gpt2", LlamaShape: "llama", MixtralShape: "mixtral"}
+    return models.get(kinds[type(shape)]).costs(shape)
 
 
 @pytest.mark.mpi
@@ -41,6 +51,21 @@ def test_ledger_equals_formula(world, shape):
             a: b for a, b in received.items() if a != "pipeline"
         }
         assert world.allreduce(sent["pipeline"]) == world.allreduce(received["pipeline"])
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 4, 8)
+@pytest.mark.parametrize("shape", [MIXTRAL, DEEPSEEK])
+def test_ledger_equals_formula_of_experts(world, shape):
+    for data, pipeline, tensor in grids(world.size):
+        for expert in {1, min(4, world.size // pipeline)}:
+            with Grid(data, pipeline, tensor, expert=expert) as grid:
+                shape = dataclasses.replace(shape, layers=max(3, pipeline + pipeline % 2))
+                received, sent = counted(grid, shape, batch=16, order=2)
+                rank = grid.pipeline.rank
+                expected = step_traffic(costs(shape), grid.shape, 16, 2, rank=rank, expert=expert)
+                assert received == pytest.approx(expected, abs=0), (grid.shape, expert)
+                assert (received["expert"] > 0) == (expert > 1)
 
 
 @pytest.mark.mpi
@@ -144,7 +169,13 @@ def test_formula_by_hand():
     """A model small enough to count: 1 layer, width 4, vocabulary 6, context 2, batch 2, one microbatch, 4 bytes."""
     shape = GPT2Shape(layers=1, width=4, heads=2, context=2, vocabulary=6)
     sizes = grid_shape(1, 1, 1)
-    assert step_traffic(costs(shape), sizes, 2, 1) == {"data": 0, "sequence": 0, "pipeline": 0, "tensor": 0}
+    assert step_traffic(costs(shape), sizes, 2, 1) == {
+        "data": 0,
+        "sequence": 0,
+        "expert": 0,
+        "pipeline": 0,
+        "tensor": 0,
+    }
 
     # data 2: half of twice all parameters, and of the loss: 12·16 weights, 6·4 + 2·4 tables, 9·4 biases, 6·4 norms
     parameters = 192 + 32 + 36 + 24

@@ -1,5 +1,7 @@
 """Training steps whose bytes the ledger counts."""
 
+import dataclasses
+
 import torch
 
 from hpctrain import RngKey
@@ -9,11 +11,13 @@ from hpctrain.data_parallel import make
 from hpctrain.layers import Tokens, algorithm_of
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.models.llama import Llama, LlamaShape
+from hpctrain.models.mixtral import Mixtral, MixtralShape
 from hpctrain.pipeline import one_f_one_b
 from hpctrain.train.batches import Microbatch
 from hpctrain.train.optimizer import adamw
 from hpctrain.train.trainer import Trainer
 
+KINDS = {GPT2Shape: GPT2, LlamaShape: Llama, MixtralShape: Mixtral}
 EVEN = GPT2Shape(layers=8, width=32, heads=8, context=8, vocabulary=64)
 
 
@@ -22,14 +26,16 @@ def counted(grid, shape, batch, order, algorithm="agarwal", overlap=OVERLAPS, sl
     made = algorithm_of(grid, algorithm, overlap)
     order = one_f_one_b(grid.pipeline.size, order) if isinstance(order, int) else order
     count = order.microbatches
-    kind = Llama if isinstance(shape, LlamaShape) else GPT2
-    model = kind(grid, shape, placement=order.placement, algorithm=made, key=RngKey(0), dtype=torch.float32)
+    model = KINDS[type(shape)](
+        grid, shape, placement=order.placement, algorithm=made, key=RngKey(0), dtype=torch.float32
+    )
     optimizer = adamw(model.parameters(), 0.1)
     replicas = make(DataParallelConfig(method), model, grid, optimizer)
     trainer = Trainer(model, grid, optimizer, order, slices=slices, strategy=replicas)
     each = batch // (grid.replica.size * count)
     first = grid.replica.rank * each * count
     tokens = [Tokens.of(grid, each, shape.context, first + m * each, 0, algorithm) for m in range(count)]
+    tokens = [dataclasses.replace(each, share=1 / batch) for each in tokens]
     ids = [torch.zeros(t.sequences * t.length, dtype=torch.int64) for t in tokens]
     targets = [torch.zeros(len(t.inner) * t.length, dtype=torch.int64) for t in tokens]
     scale = 1 / (batch * shape.context)
@@ -37,9 +43,11 @@ def counted(grid, shape, batch, order, algorithm="agarwal", overlap=OVERLAPS, sl
     trainer.step([Microbatch(*parts, scale) for parts in zip(tokens, ids, targets)])
     tables = []
     for what in ("received", "sent"):
-        table = dict.fromkeys(("data", "sequence", "pipeline", "tensor"), 0)
+        table = dict.fromkeys(("data", "sequence", "expert", "pipeline", "tensor"), 0)
         for (axis, _), cell in grid.transport.traffic.table().items():
-            axis = "sequence" if axis in ("ring", "ulysses") else axis
+            if axis == "world":
+                continue  # the load of experts, which is no tensor of the training
+            axis = {"ring": "sequence", "ulysses": "sequence", "copies": "data"}.get(axis, axis)
             table[axis if axis in table else "tensor"] += cell[what]
         tables.append(table)
     return tables

@@ -6,6 +6,7 @@ import functools
 import pytest
 import reference
 import torch
+from reference_experts import Mixtures
 
 from hpctrain import Grid, RngKey
 from hpctrain.choices import OVERLAPS
@@ -15,6 +16,7 @@ from hpctrain.layers import Tokens, algorithm_of
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.models.llama import Llama, LlamaShape
+from hpctrain.models.mixtral import Mixtral, MixtralShape
 from hpctrain.pipeline import schedule
 from hpctrain.shard import split, subsplit
 from hpctrain.train.batches import Microbatch
@@ -61,6 +63,7 @@ def microbatches(grid, batch, step, count, algorithm="agarwal", idle=0, balance=
             grid, part.stop - part.start, length, part.start, step, algorithm, balance=balance, documents=lengths[part]
         )
         here = [position for span in tokens.spans for position in span]
+        tokens = dataclasses.replace(tokens, share=1 / len(batch))
         ids = batch[tokens.first : tokens.first + tokens.sequences, here].reshape(-1)
         targets = following[tokens.inner.start : tokens.inner.stop, here].reshape(-1)
         made.append(Microbatch(tokens, ids, targets, 1 / counted))
@@ -80,9 +83,12 @@ def document_lengths(row, end=END):
     return lengths if lengths[-1] else lengths[:-1]
 
 
+KINDS = {MixtralShape: Mixtral, LlamaShape: Llama, GPT2Shape: GPT2}
+
+
 def made(grid, shape, *arguments, **options):
     """A model of the shape's kind, in float64, with the initial weights of all tests."""
-    kind = Llama if isinstance(shape, LlamaShape) else GPT2
+    kind = next(kind for known, kind in KINDS.items() if isinstance(shape, known))
     return kind(grid, shape, *arguments, key=RngKey(3), dtype=torch.float64, **options)
 
 
@@ -130,10 +136,16 @@ def computed(shape, clip, documents=False, steps=STEPS, momentum=None):
     model = made(alone, shape)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     keep = masks(model, shape)
-    end = END if documents else None
+    end, how = END if documents else None, {}
+    if isinstance(shape, MixtralShape):
+        mixtures = Mixtures(shape)
+        logits = functools.partial(mixtures.logits, end=end)
+        how = {"terms": mixtures.terms, "after": mixtures.after}
+    else:
+        logits = logits_of(shape, end)
     losses, norms = reference.train(
-        weights, batches(shape, steps, documents), logits_of(shape, end), lr=1e-2, clip=clip, weight_decay=0.1,
-        keep=keep, end=end, momentum=momentum,
+        weights, batches(shape, steps, documents), logits, lr=1e-2, clip=clip, weight_decay=0.1, keep=keep, end=end,
+        momentum=momentum, **how,
     )  # fmt: skip
     return weights, losses, norms
 

@@ -28,6 +28,7 @@ def check(config: Config) -> None:
     check_product(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])
     models.get(config.model.kind).shape(vars(config.model))
     pipeline_schedule(config)
+    check_routing(config)
     check_data_parallel(config)
     check_documents(config)
     check_train(config)
@@ -113,6 +114,30 @@ def check_experts(config: Config) -> None:
         )
 
 
+def check_routing(config: Config) -> None:
+    """Raise ValueError where what a router is to know of a sequence or of a step is not known in time."""
+    if not models.get(config.model.kind).experts:
+        return
+    model, staleness = config.model, config.data_parallel.staleness
+    sliced = bool(token_slices(config))
+    for option in ("aux_loss", "capacity"):
+        if sliced and getattr(model, option):
+            raise ValueError(
+                f"model.{option} = {getattr(model, option)} judges the experts of whole sequences, which token slices "
+                f"({config.pipeline.schedule}) cut; use model.{option}=0, or another schedule"
+            )
+    if model.balance_bias and pipeline_schedule(config).delayed:
+        raise ValueError(
+            f"model.balance_bias = {model.balance_bias} changes after each step, by all its tokens, but "
+            f"pipeline.schedule = {config.pipeline.schedule} updates weights on the way; use another schedule, or 0"
+        )
+    if staleness:
+        raise ValueError(
+            f"model.kind = {model.kind} adds up the load of its experts over all ranks after each step, but "
+            f"data_parallel.staleness = {staleness} lets every rank go its own way; use 0"
+        )
+
+
 def check_sequence_axes(config: Config) -> None:
     """Raise ValueError where ranks share sequences that something else wants whole."""
     shape, model = config.grid_shape, config.model.kind
@@ -145,7 +170,7 @@ def token_slices(config: Config) -> list[int]:
     costs = spec.costs(spec.shape(vars(config.model)))
     # a block multiplies every token by its weights, and by the keys and values of every token before it
     ranks = config.grid_shape["pipeline"]
-    return balanced_slices(context, slices or ranks, costs.block_weights, 2 * costs.attention_width)
+    return balanced_slices(context, slices or ranks, costs.block_weights(active=True), 2 * costs.attention_width)
 
 
 def pipeline_schedule(config: Config) -> Schedule:

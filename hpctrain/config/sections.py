@@ -84,6 +84,41 @@ class ModelConfig:
     norm_eps: float = option(0.0, "what RMS norms add to the mean square; 0: the kind's own", low=0)
     qkv_bias: bool = option(False, "the projection to queries, keys and values has a bias")
     qk_norm: bool = option(False, "queries and keys are normed, each head by itself")
+    experts: int = option(0, "of a layer, of which each token passes through top_k; 0: the kind's own", low=0)
+    top_k: int = option(0, "experts of a token; 0: the kind's own", low=0)
+    expert_ffn: int = option(0, "inner width of an expert; 0: ffn", low=0)
+    shared_experts: int = option(0, "experts besides that every token passes through", low=0)
+    dense_layers: int = option(0, "the first layers, which have an MLP of width ffn in place of experts", low=0)
+    router: str = option(
+        "", "what a token's scores of the experts are of their logits; sigmoid: with a bias that chooses, but does not "
+        'weigh, as in DeepSeek-V3; "": the kind\'s own', choices=("", *choices.ROUTERS),
+    )  # fmt: skip
+    router_groups: list[int] = option(
+        [],
+        "[groups, kept]: a token's experts are of the groups whose two best scores add up to the most; []: of all",
+        check=choices.check_router_groups,
+    )
+    router_scale: float = option(0.0, "what weights of experts are multiplied by; 0: 1", low=0)
+    router_unnormalized: bool = option(False, "the weights of a token's experts are not divided by their sum")
+    router_jitter: float = option(
+        0.0, "half the width of the range around 1 of random factors of the router's input, in training", low=0, below=1
+    )
+    aux_loss: float = option(0.0, "coefficient of the Switch loss, which balances the experts of each sequence", low=0)
+    z_loss: float = option(0.0, "coefficient of the squared logarithm of the router's normaliser", low=0)
+    balance_bias: float = option(
+        0.0,
+        "by how much an expert's bias rises or falls after a step in which it had fewer or more tokens than the mean",
+        low=0,
+    )
+    capacity: float = option(
+        0.0,
+        "tokens that an expert takes of a sequence, as a multiple of the mean; those beyond it are dropped; 0: all",
+        low=0,
+    )
+    capacity_policy: str = option(
+        "", 'which tokens it keeps: those with the highest scores (probability, the default), or the first ones',
+        choices=("", *choices.DROP_POLICIES),
+    )  # fmt: skip
     init: str = option(
         "", "start from this folder in Hugging Face's format (config.json, model.safetensors), of the same sizes"
     )
@@ -175,6 +210,15 @@ class TensorConfig:
     overlap: list[str] = option(
         list(choices.DEFAULT_OVERLAP), "what runs beside the products; [] for nothing", choices=choices.OVERLAPS
     )
+
+
+@dataclass
+class ExpertsConfig:
+    dispatch: str = option(
+        "auto", "how tokens travel to the ranks of their experts: a row for each of a token's experts, all tokens to "
+        "all ranks, or a row for each rank that has some of its experts; auto: what moves the fewest bytes",
+        choices=choices.DISPATCHES,
+    )  # fmt: skip
 
 
 @dataclass
@@ -316,6 +360,7 @@ class Config:
     sequence: SequenceConfig = field(default_factory=SequenceConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     tensor: TensorConfig = field(default_factory=TensorConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +28,15 @@ def profile_blocks(
     """Costs of a model's blocks on a microbatch of `sequences`, measured by this process alone.
 
     The first block has the embeddings' costs besides its own, the last those of the projection onto the vocabulary and
-    the loss; one block is measured for all others. A tensor grid would spread all of them: what counts for a partition
-    are the ratios.
+    the loss; one block is measured for all others like it. A tensor grid would spread all of them: what counts for a
+    partition are the ratios.
     """
     from mpi4py import MPI  # starts MPI, so not at import
 
     grid = Grid(comm=MPI.COMM_SELF)
-    pieces = min(3, shape.layers)  # first, one for all between, last
+    shorter, like = spec.shorter(shape)
+    pieces = shorter.layers
     here = {(0, stage): 0 for stage in range(pieces)}
-    shorter = dataclasses.replace(shape, layers=pieces)
     model = spec.build(grid, shorter, placement=here, algorithm=algorithm, key=RngKey(0), dtype=dtype, device=device)
     tokens = Tokens.of(grid, sequences, shape.context, algorithm=algorithm)
     ids = torch.randint(shape.vocabulary, (sequences * shape.context,), generator=torch.Generator().manual_seed(0))
@@ -53,12 +52,7 @@ def profile_blocks(
     # plain torch modules put off no weight gradients
     split = SplitBackward(model) if any(isinstance(module, Linear) for module in model.modules()) else None
     measured = profile([piece(stage) for stage in range(pieces)], lambda: ids, repeats, split)
-    between = shape.layers - 2
-    costs = {
-        name: values[:1] + values[1:2] * between + values[2:] if between > 0 else values
-        for name, values in vars(measured).items()
-    }
-    return LayerCosts(**costs)
+    return LayerCosts(**{name: [values[i] for i in like] for name, values in vars(measured).items()})
 
 
 def layers_per_stage(

@@ -56,10 +56,13 @@ def _fill(p: torch.nn.Parameter, source: Source, tensors: _Safetensors) -> None:
     """Read the slices of this rank."""
     rows, *columns = p.shard.slices
     whole = p.shard.global_shape
+    ours, first = p.view(p.shard.shape), 0
+    if len(whole) == 3:  # of experts, all of whose rows are here
+        rows, columns = slice(rows.start * whole[1], rows.stop * whole[1]), columns[1:]
+        ours, whole = ours.flatten(0, 1), (whole[0] * whole[1], whole[2])
     heights = source.rows or (whole[0],)
     transposed = source.transposed and len(whole) == 2
     theirs = np.arange(rows.start, rows.stop) if source.order is None else source.order[rows]
-    ours, first = p.view(p.shard.shape), 0
     for name, height in zip(source.names, heights, strict=True):
         stored = tensors.get(name)
         shape = (height, *whole[1:])

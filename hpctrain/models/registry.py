@@ -16,6 +16,7 @@ from hpctrain.models.spec import ModelSpec
 SPECS: dict[str, str | ModelSpec] = {
     "gpt2": "hpctrain.models.gpt2.spec:GPT2Spec",
     "llama": "hpctrain.models.llama.spec:LlamaSpec",
+    "mixtral": "hpctrain.models.mixtral.spec:MixtralSpec",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,13 @@ class ModelSpec(abc.ABC):
     @abc.abstractmethod
     def costs(self, shape: Any) -> TransformerCosts:
         """Sizes of the layers, for the formulas of floating-point operations, traffic and lower bounds."""
+
+    def shorter(self, shape: Any) -> tuple[Any, list[int]]:
+        """The shape of a model of fewer blocks, each of which stands for some of this one's that cost as much; and of
+        each of this one's the number of that block. The first and the last stand for themselves."""
+        layers = shape.layers
+        pieces = min(3, layers)
+        return dataclasses.replace(shape, layers=pieces), [0, *[1] * (layers - 2), pieces - 1][:layers]
 
     @property
     def huggingface(self) -> Format:

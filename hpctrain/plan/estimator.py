@@ -56,39 +56,69 @@ class Stage:
         return self.sums + self.sums_tensor + self.update
 
 
+@dataclass(frozen=True)
+class Parts:
+    """A block with a mixture, where there is one, and one without; the embedding and the head; seconds of the sums over
+    z of each block's weights."""
+
+    blocks: tuple[Part, Part]
+    embedding: Part
+    head: Part
+    z_sums: tuple[float, float]
+
+
 class Estimator:
     """Everything about one job on one machine; what several choices share is computed once."""
 
     def __init__(self, job: Job, machine: Machine):
         self.job, self.machine = job, machine
         self.network = Network(machine)
-        self._parts: dict[tuple, tuple[Part, Part, Part, float]] = {}
+        self._parts: dict[tuple, Parts] = {}
         self.stages = functools.lru_cache(1 << 12)(self._stages)
-        costs = job.costs
-        vectors = sum(e.n_out for e in costs.linears if e.bias) + costs.norms * costs.width * (2 - costs.rms_norm)
-        self.block_elements = costs.block_weights + vectors + costs.head_norm_elements
 
-    def parts(self, choice: Choice) -> tuple[Part, Part, Part, float]:
-        """A block, the embedding and the head of a microbatch; seconds of the sums over z of a block's weights."""
+    def parts(self, choice: Choice) -> Parts:
+        """Of a microbatch."""
         distance = choice.pipeline if choice.ring > 1 else 1  # of the boxes of a ring
-        shape = choice.algorithm, choice.box, choice.ring, choice.ulysses
+        shape = choice.algorithm, choice.box, choice.ring, choice.ulysses, choice.expert
         key = *shape, distance, choice.recompute, self.job.sequences(choice)
         if key not in self._parts:
-            box = Box(self.job, self.machine, self.network, choice)
-            z_sums = sum(box.weight_sum(e.n_in, e.n_out) for e in self.job.costs.linears)
-            self._parts[key] = box.block(choice.recompute), box.embedding(), box.head(), z_sums
+            box, costs = Box(self.job, self.machine, self.network, choice), self.job.costs
+
+            def kind(dense: bool) -> tuple[Part, float]:
+                z_sums = sum(box.weight_sum(e.n_in, e.n_out) for e in costs.linears_of(dense))
+                return box.block(choice.recompute, dense), z_sums
+
+            mixed, mixed_sums = kind(False)
+            dense, dense_sums = kind(True) if costs.dense_layers else (mixed, mixed_sums)
+            self._parts[key] = Parts((mixed, dense), box.embedding(), box.head(), (mixed_sums, dense_sums))
         return self._parts[key]
 
     # Stages
 
-    def elements(self, choice: Choice, layers: int, first: bool, last: bool) -> float:
-        """Parameters that a rank holds of a stage."""
+    def block_elements(self, dense: bool = False) -> int:
+        """Parameters of a block beside those of experts."""
+        costs = self.job.costs
+        vectors = sum(e.n_out for e in costs.linears_of(dense) if e.bias)
+        vectors += costs.norms * costs.width * (2 - costs.rms_norm) + costs.head_norm_elements
+        experts = costs.mixture.experts * costs.expert_weights if costs.mixture and not dense else 0
+        return costs.block_weights(dense) - experts + vectors
+
+    def elements(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> float:
+        """Parameters that a rank holds of a stage of so many blocks with and without a mixture, beside experts'."""
         costs = self.job.costs
         tables = costs.positions * costs.width if first else 0
         if first or last:
             both = first and last and not costs.tied
             tables += costs.vocabulary * costs.width * (2 if both else 1)
-        return (layers * self.block_elements + tables) / math.prod(choice.box)
+        blocks = sum(count * self.block_elements(dense) for count, dense in zip(layers, (False, True)))
+        return (blocks + tables) / math.prod(choice.box)
+
+    def expert_elements(self, choice: Choice, layers: tuple[int, int]) -> float:
+        """Parameters of experts that a rank holds of such a stage."""
+        costs = self.job.costs
+        if not costs.mixture:
+            return 0.0
+        return layers[0] * -(-costs.mixture.experts // choice.expert) * costs.expert_weights
 
     def placement(self, choice: Choice) -> tuple[list[list[int]], int]:
         """The stages of each rank of a pipeline, and its copies of the model."""
@@ -100,31 +130,48 @@ class Estimator:
         stages = 1 + max(max(own) for own in self.placement(choice)[0])
         return split_sizes(self.job.costs.layers, stages) if self.job.partition is None else self.job.partition
 
+    def kinds(self, choice: Choice) -> list[tuple[int, int]]:
+        """Blocks of each stage with a mixture, where there is one, and without."""
+        dense = self.job.costs.dense_layers
+        found = []
+        for count in self.layers(choice):
+            without = min(count, dense)
+            dense -= without
+            found.append((count - without, without))
+        return found
+
     def whole_microbatch(self, choice: Choice) -> float:
         """Seconds of a microbatch in the whole model, but for communication on the data axis."""
-        block, embedding, head, _ = self.parts(choice)
-        return block.seconds * self.job.costs.layers + embedding.seconds + head.seconds
+        parts, dense = self.parts(choice), self.job.costs.dense_layers
+        blocks = (self.job.costs.layers - dense) * parts.blocks[0].seconds + dense * parts.blocks[1].seconds
+        return blocks + parts.embedding.seconds + parts.head.seconds
 
     def _stages(self, choice: Choice) -> list[Stage]:
         """Every stage of a pipeline; those that are alike are computed once."""
-        counts = self.layers(choice)
+        counts = self.kinds(choice)
         stage = functools.cache(functools.partial(self._stage, choice))
         return [stage(count, s == 0, s == len(counts) - 1) for s, count in enumerate(counts)]
 
-    def _stage(self, choice: Choice, layers: int, first: bool, last: bool) -> Stage:
+    def _stage(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> Stage:
         job, device, learned = self.job, self.machine.device, self.machine.learned
-        block, embedding, head, z_sums = self.parts(choice)
-        parts = [(block, layers)] + [(embedding, 1)] * first + [(head, 1)] * last
+        found = self.parts(choice)
+        parts = [*zip(found.blocks, layers)] + [(found.embedding, 1)] * first + [(found.head, 1)] * last
         forward, inputs, weights = (
             _total([getattr(part, name) * count for part, count in parts])
             for name in ("forward", "input_gradient", "weight_gradient")
         )
         elements = self.elements(choice, layers, first, last)
-        group, net = Group(choice.replicas, choice.pipeline * math.prod(choice.box)), self.network
-        scatter = net.reduce_scatter(job.comm * elements, group) * learned.data
-        gather = net.all_gather(job.itemsize * elements, group) * learned.data
-        z_sums *= layers * learned.tensor
-        method, updated, forward_data, backward_data = choice.method, elements, 0.0, 0.0
+        experts, box, net = self.expert_elements(choice, layers), math.prod(choice.box), self.network
+        group = Group(choice.replicas, choice.pipeline * box)
+        # the ranks that hold the same experts, which come one after another on the expert axis
+        copies = Group(choice.replicas * box // choice.expert, choice.expert if choice.expert > 1 else 1)
+
+        def over_data(operation, size):
+            return (operation(size * elements, group) + operation(size * experts, copies)) * learned.data
+
+        scatter, gather = over_data(net.reduce_scatter, job.comm), over_data(net.all_gather, job.itemsize)
+        z_sums = sum(count * each for count, each in zip(layers, found.z_sums)) * learned.tensor
+        method, updated, forward_data, backward_data = choice.method, elements + experts, 0.0, 0.0
         once = "weight_gradient" in job.overlap and method not in ("zero2", "zero3")
         weights += Pass(0.0, 0.0 if once else z_sums)
         if method == "zero1":
@@ -134,9 +181,9 @@ class Estimator:
         elif method == "zero3":
             sums, forward_data, backward_data = 0.0, gather, gather + scatter
         else:
-            sums = net.all_reduce(job.comm * elements, group) * learned.data / max(1, job.average_every)
+            sums = over_data(net.all_reduce, job.comm) / max(1, job.average_every)
         if method.startswith("zero"):
-            updated /= choice.replicas
+            updated = elements / choice.replicas + experts / copies.size
         hidden = self.machine.software.hidden_data
         backward = inputs.seconds + weights.seconds
         sums -= min(hidden * sums, backward)
@@ -192,6 +239,7 @@ class Estimator:
             parts["compute"] += count * sum(each.compute for each in passes)
             parts["tensor"] += count * sum(each.tensor for each in passes) + stage.sums_tensor
             parts["sequence"] += count * sum(each.sequence for each in passes)
+            parts["expert"] += count * sum(each.expert for each in passes)
             parts["data"] += count * (stage.forward_data + stage.backward_data) + stage.sums
             parts["optimizer"] += stage.update
         idle = seconds - sum(parts.values())
@@ -213,7 +261,7 @@ class Estimator:
         args = choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages
         in_flight = pipelines.in_flight(*args, len(self.job.slices))
         local, _ = self.placement(choice)
-        counts = self.layers(choice)
+        counts = self.kinds(choice)
         last = len(counts) - 1
         found = [
             sum(self.stage_bytes(choice, counts[s], s == 0, s == last, active.get(s, 0)) for s in own)
@@ -223,20 +271,24 @@ class Estimator:
         device = self.machine.device
         return device.reserved + max(found) * (1 + device.slack) * self.machine.learned.memory
 
-    def stage_bytes(self, choice: Choice, layers: int, first: bool, last: bool, microbatches: float) -> float:
+    def stage_bytes(
+        self, choice: Choice, layers: tuple[int, int], first: bool, last: bool, microbatches: float
+    ) -> float:
         """States of a stage's parameters, and what its microbatches keep."""
-        block, embedding, head, _ = self.parts(choice)
+        parts, copies = self.parts(choice), choice.replicas * math.prod(choice.box) // choice.expert
         states = self.elements(choice, layers, first, last) * state_bytes(self.job, choice.method, choice.replicas)
-        kept = layers * block.kept + first * embedding.kept + last * head.kept
+        states += self.expert_elements(choice, layers) * state_bytes(self.job, choice.method, copies)
+        kept = sum(count * block.kept for count, block in zip(layers, parts.blocks))
+        kept += first * parts.embedding.kept + last * parts.head.kept
         return states + microbatches * kept
 
     def working_bytes(self, choice: Choice, last: bool) -> float:
         """What a rank needs besides while it computes; with ZeRO-3 two blocks' weights are whole."""
-        block, _, head, _ = self.parts(choice)
-        whole = 0.0
+        parts, whole = self.parts(choice), 0.0
         if choice.method == "zero3":
-            whole = 2 * self.job.itemsize * self.block_elements / math.prod(choice.box)
-        return whole + max(block.working, head.working if last else 0.0)
+            elements = self.block_elements() / math.prod(choice.box) + self.expert_elements(choice, (1, 0))
+            whole = 2 * self.job.itemsize * elements
+        return whole + max(*(block.working for block in parts.blocks), parts.head.working if last else 0.0)
 
 
 def _total(passes: list[Pass]) -> Pass:

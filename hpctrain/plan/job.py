@@ -32,6 +32,7 @@ class Choice(NamedTuple):
     algorithm: str
     ring: int = 1
     ulysses: int = 1
+    expert: int = 1
 
     @property
     def replicas(self) -> int:
@@ -58,6 +59,7 @@ class Choice(NamedTuple):
         return {
             "grid.data": [self.data, self.ring, self.ulysses] if shared else self.data,
             "grid.sequence": 1,
+            "grid.expert": self.expert,
             "grid.pipeline": self.pipeline,
             "grid.tensor": list(self.box),
             "train.microbatches": self.microbatches,
@@ -105,6 +107,11 @@ class Job:
         """Floating-point operations of a step; see `TransformerCosts.flops_per_token`."""
         return self.batch * self.costs.context * self.costs.flops_per_token
 
+    @property
+    def experts(self) -> int:
+        """Of a layer; 1 where there is none."""
+        return self.costs.mixture.experts if self.costs.mixture else 1
+
     def sequences(self, choice: Choice) -> int:
         """Of a microbatch, on the rank that has the most."""
         return -(-self.batch // ((choice.data - self.servers) * choice.microbatches))
@@ -143,6 +150,6 @@ def read(config: Config) -> tuple[Job, Choice]:
     choice = Choice(
         grid["replica"], grid["pipeline"], grid["x"], grid["y"], grid["z"], train.microbatches, pipeline.schedule,
         pipeline.virtual_stages, train.recompute, config.data_parallel.method, config.tensor.algorithm,
-        grid["ring"], grid["ulysses"],
+        grid["ring"], grid["ulysses"], config.grid.expert,
     )  # fmt: skip
     return job, choice

@@ -22,6 +22,7 @@ MEASURED = {
     "data": ("data",),
     "tensor": ("tensor",),
     "sequence": ("sequence",),
+    "expert": ("expert",),
     "bubble": ("bubble",),
     "reading": ("reading",),
     "agreeing": ("stragglers",),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import operator
+from dataclasses import astuple, dataclass
 
 from hpctrain.choices import PLANE_PRODUCTS
 from hpctrain.plan.job import Choice, Job
@@ -19,22 +20,42 @@ OPERATIONS = 16
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds: products and element-wise operations, and communication on the tensor and sequence axes that nothing
-    hides."""
+    """Seconds: products and element-wise operations, and communication on the tensor, sequence and expert axes that
+    nothing hides."""
 
     compute: float = 0.0
     tensor: float = 0.0
     sequence: float = 0.0
+    expert: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.tensor + self.sequence
+        return self.compute + self.tensor + self.sequence + self.expert
 
     def __add__(self, other: Pass) -> Pass:
-        return Pass(self.compute + other.compute, self.tensor + other.tensor, self.sequence + other.sequence)
+        return Pass(*map(operator.add, astuple(self), astuple(other)))
 
     def __mul__(self, count: float) -> Pass:
-        return Pass(self.compute * count, self.tensor * count, self.sequence * count)
+        return Pass(*(each * count for each in astuple(self)))
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A mixture of experts, forward; backward as much for the input's gradient, and for the weights'.
+
+    Attributes:
+        seconds: of products and copies; `rows`, of the exchange that makes rows whole and spreads them again; `sent`,
+            of the dispatch there and back.
+        kept, working: bytes, as of `Part`.
+        operations: that are launched.
+    """
+
+    seconds: float = 0.0
+    rows: float = 0.0
+    sent: float = 0.0
+    kept: float = 0.0
+    working: float = 0.0
+    operations: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,11 +88,13 @@ class Box:
         self.ring, self.ulysses = choice.ring, choice.ulysses
         self.plane = choice.algorithm in PLANE_PRODUCTS
         self.groups = {"x": Group(x, y * z), "y": Group(y, z), "z": Group(z, 1), "xy": Group(x * y, z)}
+        self.groups["expert"] = Group(choice.expert, 1)
         self.groups["ulysses"] = Group(self.ulysses, x * y * z)
         self.groups["ring"] = Group(self.ring, x * y * z * self.ulysses * choice.pipeline)
         self.sequences = -(-job.sequences(choice) // z)
         self.rows = self.sequences * -(-job.costs.context // (self.ring * self.ulysses))
         self.rate = machine.peak_of(job.compute, job.matmul) * machine.device.product
+        self.expert = choice.expert
         self.heads = -(-job.groups // (x * y)) * (job.heads // job.groups)  # of this rank
 
     # What operations take
@@ -84,14 +107,16 @@ class Box:
     def elements(self, nbytes: float) -> float:
         return nbytes / self.machine.device.bandwidth
 
-    def finished(self, seconds: float, operations: int, tensor: float, sequence: float = 0.0) -> Pass:
+    def finished(
+        self, seconds: float, operations: int, tensor: float, sequence: float = 0.0, expert: float = 0.0
+    ) -> Pass:
         """With the launches of the operations, and the communication that the computation does not hide."""
         launches = operations * self.machine.device.launch
         asynchronous = self.machine.software.asynchronous
         compute = max(seconds, launches) if asynchronous else seconds + launches
         hidden = min(self.machine.software.hidden_tensor * tensor, compute)
         learned = self.machine.learned
-        return Pass(compute * learned.compute, (tensor - hidden) * learned.tensor, sequence * learned.sequence)
+        return Pass(compute * learned.compute, (tensor - hidden) * learned.tensor, sequence * learned.sequence, expert)
 
     # What a linear layer takes
 
@@ -159,28 +184,52 @@ class Box:
         """Seconds of the sums over y of a norm, forward or backward."""
         return self.network.all_gather(2 * 4 * self.rows / self.x * self.y, self.groups["y"])
 
-    def block(self, recompute: str) -> Part:
-        """One block of the model."""
+    @functools.cached_property
+    def mixture(self) -> Mixed:
+        """The router and the experts of a block that has them, where loads are even."""
+        costs, size, net = self.job.costs, self.job.itemsize, self.network
+        mixture, width = costs.mixture, costs.width
+        if mixture is None:
+            return Mixed()
+        tokens = self.rows / (self.x * self.y)
+        pairs, local = tokens * mixture.top_k, -(-mixture.experts // self.expert)
+        weights = size * local * costs.expert_weights
+        router = 2 * tokens * costs.router_weights / self.rate
+        experts = 2 * pairs * costs.expert_weights / self.rate
+        # every expert's weights are read, and rows are copied to their places and back
+        moved = weights + size * pairs * (6 * width + 5 * mixture.ffn)
+        once = router + experts + self.elements(moved)
+        # whole rows: in one all-to-all over y there and back; each pair to its expert and back
+        rows = 2 * net.all_to_all(size * self.rows / self.x * width, self.groups["y"])
+        sent = 2 * net.all_to_all(size * pairs * width, self.groups["expert"])
+        kept = size * pairs * (width + 2 * mixture.ffn)
+        return Mixed(once, rows, sent, kept, size * pairs * (width + 3 * mixture.ffn), 12 + 3 * local)
+
+    def block(self, recompute: str, dense: bool = False) -> Part:
+        """One block of the model; `dense`, of those without a mixture where others have one."""
         costs, size = self.job.costs, self.job.itemsize
         box = self.x * self.y
         computes, tensors = [0.0] * 3, [0.0] * 3
-        for each in costs.linears:
+        mixed = Mixed() if dense else self.mixture
+        linears = costs.linears_of(dense)
+        for each in linears:
             for sums, values in zip((computes, tensors), self.linear(each.n_in, each.n_out, each.to_inner)):
                 for number, value in enumerate(values):
                     sums[number] += value
         residual = size * self.rows * costs.width * 2 * costs.norms / box
-        inner = size * self.rows * sum(e.n_out if e.to_inner else e.n_in for e in costs.linears) / box
+        inner = size * self.rows * sum(e.n_out if e.to_inner else e.n_in for e in linears) / box
         whole = self.x if recompute in self.machine.software.whole_norms else 1
         elementwise = self.elements(RESIDUAL * residual * whole + INNER * inner)
         norms = costs.norms * self.norm()
-        forward = computes[0] + elementwise + self.attention, tensors[0] + norms
+        forward = computes[0] + elementwise + self.attention + mixed.seconds, tensors[0] + norms + mixed.rows
         # flash attention computes the scores once more in backward
         scores = self.attention * (2.0 if self.machine.software.score_bytes else 2.5)
-        inputs = computes[1] + BACKWARD * elementwise + scores, tensors[1] + norms
-        operations = OPERATIONS + len(costs.linears)
+        inputs = computes[1] + BACKWARD * elementwise + scores + mixed.seconds, tensors[1] + norms + mixed.rows
+        operations = OPERATIONS + len(linears) + mixed.operations
         there, back = self.exchange
         again = (0.0, 0.0, 0)
-        kept, working = residual + inner, 2.0 * size * self.rows * max(e.n_out for e in costs.linears) / box
+        kept, working = residual + inner + mixed.kept, 2.0 * size * self.rows * max(e.n_out for e in linears) / box
+        working = max(working, mixed.working)
         if self.machine.software.score_bytes:
             scores_kept = 2.5 * size * self.scores
             kept += 0.0 if recompute == "attention" else scores_kept
@@ -191,14 +240,14 @@ class Box:
         elif recompute == "attention":
             again = (self.attention, 0.0, 3)
         if self.z > 1:  # a weight is whole while it is used
-            working += 2 * size * max(e.n_in * e.n_out for e in costs.linears) / box
+            working += 2 * size * max(e.n_in * e.n_out for e in linears) / box
         return Part(
-            self.finished(forward[0], operations, forward[1], there),
+            self.finished(forward[0], operations, forward[1], there, mixed.sent),
             self.finished(
                 inputs[0] + again[0], 2 * operations + again[2], inputs[1] + again[1],
-                back + (there if recompute != "none" else 0.0),
+                back + (there if recompute != "none" else 0.0), mixed.sent * (2 if recompute == "block" else 1),
             ),
-            self.finished(computes[2], len(costs.linears), tensors[2]),
+            self.finished(computes[2] + mixed.seconds, len(linears) + mixed.operations // 4, tensors[2]),
             kept, working,
         )  # fmt: skip
 

@@ -84,7 +84,7 @@ def received(job: Job, choice: Choice) -> dict[str, float]:
     found = [
         step_traffic(
             job.costs, choice.grid, job.batch, shape.schedule, job.itemsize, rank, choice.algorithm, job.overlap,
-            job.partition, choice.method,
+            job.partition, choice.method, choice.expert,
         )
         for rank in sorted(ranks)
     ]  # fmt: skip

@@ -23,7 +23,7 @@ from hpctrain.plan.estimator import Estimate, Estimator
 from hpctrain.plan.job import Choice
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.prediction import Prediction, predicted
-from hpctrain.plan.space import Layout, choices, layouts
+from hpctrain.plan.space import Layout, choices, expert_ranks, layouts
 
 ROUNDING = 1 - 1e-9  # bounds are sums in another order than what they bound
 GIB = 2**30
@@ -32,9 +32,9 @@ GIB = 2**30
 def search(config: Config, ranks: int, machine: Machine | str, top: int = 5) -> list[Prediction]:
     """The `top` choices that take the fewest seconds and fit into memory, the best first.
 
-    Searched are grids, tensor boxes, microbatches, synchronous schedules with their virtual stages, ZeRO's levels and
-    recomputation; all else stays as the configuration has it. `settings` of a prediction make the configuration it is
-    of. The training is the same, to rounding, with all of them.
+    Searched are grids, tensor boxes, ranks of experts, microbatches, synchronous schedules with their virtual stages,
+    ZeRO's levels and recomputation; all else stays as the configuration has it. `settings` of a prediction make the
+    configuration it is of. The training is the same, to rounding, with all of them.
 
     Raises:
         ValueError: for an unknown machine, a number of ranks that the job cannot use, and where nothing fits: with the
@@ -109,9 +109,14 @@ class Search:
 
     def layout_bound(self, layout: Layout) -> float:
         """Seconds that any choice of this layout takes at least."""
-        choice = Choice(*layout, "1f1b", 0, "none", "ddp", *self.given[-3:])
-        work = self.estimator.whole_microbatch(choice)
-        return self._least(choice, layout.microbatches * work / layout.pipeline)
+        given = self.given
+        shared = given.algorithm, given.ring, given.ulysses
+        made = [
+            Choice(*layout, "1f1b", 0, "none", "ddp", *shared, expert)
+            for expert in expert_ranks(self.job, given, layout)
+        ]
+        work = min(self.estimator.whole_microbatch(choice) for choice in made)
+        return self._least(made[0], layout.microbatches * work / layout.pipeline)
 
     def choice_bound(self, choice: Choice) -> float:
         """Seconds that a choice takes at least: the most over its pipeline's ranks."""

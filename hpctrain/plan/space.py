@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -50,8 +51,18 @@ def choices(job: Job, given: Choice, layout: Layout) -> Iterator[Choice]:
         methods = ("ddp",)
     for schedule, virtual_stages in orders:
         for recompute in RECOMPUTE if not job.slices else (given.recompute,):
-            for method in methods:
-                yield Choice(*layout, schedule, virtual_stages, recompute, method, *given[-3:])
+            for method, expert in itertools.product(methods, expert_ranks(job, given, layout)):
+                yield Choice(
+                    *layout, schedule, virtual_stages, recompute, method, given.algorithm, given.ring, given.ulysses,
+                    expert,
+                )  # fmt: skip
+
+
+def expert_ranks(job: Job, given: Choice, layout: Layout) -> list[int]:
+    """Numbers of ranks that experts can be spread over so that none is without one."""
+    ranks = layout.data * given.ring * given.ulysses * layout.x * layout.y * layout.z
+    spread = given.method in ZERO
+    return [each for each in divisors(ranks) if each <= job.experts and (spread or each == 1)]
 
 
 def schedules(layers: int, ranks: int) -> list[tuple[str, int]]:

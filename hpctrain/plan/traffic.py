@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from hpctrain.choices import DEFAULT_OVERLAP, PLANE_PRODUCTS
 from hpctrain.grid_shape import size_of
@@ -24,6 +25,7 @@ def step_traffic(
     overlap: Sequence[str] = DEFAULT_OVERLAP,
     layers_per_stage: Sequence[int] | None = None,
     method: str = "ddp",
+    expert: int = 1,
 ) -> dict[str, float]:
     """Bytes that rank `rank` of the pipeline axis receives in one training step, {axis: bytes}.
 
@@ -44,6 +46,7 @@ def step_traffic(
         layers_per_stage: blocks of each stage, by default as equal as can be.
         method: of `data_parallel`: "ddp", "zero1", "zero2" or "zero3"; to this one, where weights travel by messages,
             come 8 bytes from each other replica before each layer's forward and backward, and once a step.
+        expert: ranks that experts are spread over. Of these the load is taken to be even, and all to be on one node.
     """
     plane = algorithm in PLANE_PRODUCTS
     d, p, x, y, z = (size_of(grid, axis) for axis in ("data", "pipeline", "x", "y", "z"))
@@ -90,13 +93,18 @@ def step_traffic(
     loss = (y - 1) * 2 * rows / x if plane else (x * y - 1) * 2 * rows
     attention = rows / x if plane else rows, grid["ring"], grid["ulysses"], y if plane else x * y
     sequence = passes * sum(blocks[stage] for stage in local_stages) * sum(model.sequence_elements(*attention))
+    mixture = model.mixture
+    dense = [min(count, max(0, model.dense_layers - start)) for count, start in zip(blocks, accumulate([0, *blocks]))]
+    mixed = sum(blocks[stage] - dense[stage] for stage in local_stages) if mixture else 0
     tensor = 0.0
     for stage in local_stages:
         once = passes if "weight_gradient" in overlap and sums == 1 else 1
         how = work.count((WEIGHT_GRADIENT, stage)) / passes, once
-        block = model.norms * norm + sum(linear(each.n_in, each.n_out, each.to_inner, *how) for each in model.linears)
+        for count, kind in ((blocks[stage] - dense[stage], False), (dense[stage], True)):
+            linears = sum(linear(each.n_in, each.n_out, each.to_inner, *how) for each in model.linears_of(kind))
+            tensor += passes * count * (model.norms * norm + linears)
         head = norm + linear(width, vocabulary, True, *how) + loss
-        tensor += passes * (blocks[stage] * block + (stage == 0) * embedding + (stage == stages - 1) * head)
+        tensor += passes * ((stage == 0) * embedding + (stage == stages - 1) * head)
 
     # Gradients of vectors, summed over the tensor axes along which they are repeated, then everything over data.
     layers = sum(blocks[stage] for stage in local_stages)
@@ -110,14 +118,37 @@ def step_traffic(
     head_norms = layers * model.head_norm_elements
     tensor += sums * (2 * part(x * z) * (norms + biases_residual) + 2 * part(z) * biases_inner)
     tensor += sums * 2 * part(x * y * z) * head_norms
-    weights = layers * model.block_weights / (x * y * z)
+    # every tensor rank has the whole router, and all experts where these are not spread
+    experts = mixed * (mixture.experts / expert if mixture else 0) * model.expert_weights
+    whole = mixed * model.router_weights + (experts if expert == 1 else 0)
+    tensor += sums * 2 * part(x * y * z) * whole
+    without = sum(dense[stage] for stage in local_stages)
+    weights = sum(
+        count * each.n_in * each.n_out
+        for count, kind in ((layers - without, False), (without, True))
+        for each in model.linears_of(kind)
+    ) / (x * y * z)
     table = vocabulary * width / (x * y * z)
     if first:
         weights += table + model.positions * width / (x * y * z)
     if last and not (first and model.tied):
         weights += table
-    parameters = weights + norms + head_norms + biases_inner + biases_residual
+    parameters = weights + norms + head_norms + biases_inner + biases_residual + whole
     data = (sums + gathers) * part(d) * parameters
+    between = counted = 0.0
+    if mixture and mixed:
+        if expert > 1:
+            data += (sums + gathers) * part(d * x * y * z / expert) * experts
+        tokens = rows / (x * y)
+        # rows become whole, and are spread again; a pair's row comes to its expert, and back
+        tensor += passes * mixed * 4 * part(y) * tokens * width
+        pairs = mixture.top_k * tokens
+        numbers = 4 * pairs / expert * width * itemsize + 2 * pairs / expert * max(4, itemsize)
+        chosen = 8 + 4 * pairs  # how many tokens each rank has, and which experts
+        between = passes * mixed * (expert - 1) * (numbers + chosen)
+        if mixture.balanced:  # pairs of each sequence and expert, int64
+            sequences = rows * size_of(grid, "sequence") / model.context
+            counted = passes * mixed * 2 * 8 * sequences * mixture.experts
 
     # What other ranks hold too is received from each of them; activations and their gradients have one size.
     pipeline = messages(schedule, rank) * rows / x * width / y
@@ -134,7 +165,8 @@ def step_traffic(
     numbers = {"ddp": 1, "zero1": 2, "zero2": 2 + passes + 1, "zero3": 2 + passes + 1}[method]
     return {
         "data": itemsize * data + 2 * part(d) * scalars * numbers,
-        "sequence": itemsize * sequence,
+        "sequence": itemsize * sequence + part(size_of(grid, "sequence")) * counted,
+        "expert": between + 2 * part(expert) * scalars,
         "pipeline": itemsize * pipeline + 2 * part(p) * 2 * scalars,
-        "tensor": itemsize * tensor + 2 * part(x * y * z) * 2 * scalars,
+        "tensor": itemsize * tensor + part(x * y) * counted + 2 * part(x * y * z) * 2 * scalars,
     }

@@ -8,8 +8,8 @@ from hpctrain.scale.summary import Study
 
 SIZE, DPI = (6, 3.3), 130
 PARTS = {
-    "compute": "#4c78a8", "data": "#f58518", "sequence": "#b279a2", "tensor": "#e45756", "pipeline": "#72b7b2",
-    "bubble": "#b8b8b8", "reading": "#54a24b", "agreeing": "#eeca3b",
+    "compute": "#4c78a8", "data": "#f58518", "sequence": "#b279a2", "expert": "#ff9da6", "tensor": "#e45756",
+    "pipeline": "#72b7b2", "bubble": "#b8b8b8", "reading": "#54a24b", "agreeing": "#eeca3b",
 }  # fmt: skip
 COLOURS = ("#4c78a8", "#e45756", "#54a24b", "#b279a2")
 CROWDED = "hollow: more ranks than cores, not scaling"

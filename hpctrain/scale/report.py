@@ -57,7 +57,7 @@ def rows(study: Study) -> list[list[str]]:
             "oversubscribed" if row.oversubscribed else f"{row.median_efficiency:.3f}",
             f"{row.step_seconds:.4f}",
             f"{row.seconds['compute']:.4f}",
-            " + ".join(f"{row.seconds[axis]:.4f}" for axis in ("data", "sequence", "pipeline", "tensor")),
+            " + ".join(f"{row.seconds[axis]:.4f}" for axis in ("data", "sequence", "expert", "pipeline", "tensor")),
             f"{row.seconds['bubble']:.4f}",
             f"{row.seconds['reading']:.4f}",
             *(f"{sum(moved.values()) / MIB:.3f}" if moved else "–" for moved in (row.received, row.formula, row.bound)),
@@ -76,9 +76,9 @@ def notes(study: Study) -> list[str]:
         f"{repeats} repeats of {about['steps']} steps; medians, and the least and the most. Efficiency is model FLOP/s "
         f"a rank over those of {first} rank(s).",
         where(study),
-        "Grids are replica×ring×pipeline×ulysses×x×y×z. Communication is that of data + sequence + pipeline + tensor, "
-        "the mean over ranks; the bubble is what stages wait for their neighbours. Bytes are the busiest rank's; the "
-        "lower bound takes every matrix product by itself.",
+        "Grids are replica×ring×pipeline×ulysses×x×y×z. Communication is that of data + sequence + expert + pipeline + "
+        "tensor, the mean over ranks; the bubble is what stages wait for their neighbours. Bytes are the busiest "
+        "rank's; the lower bound takes every matrix product by itself.",
         "Efficiency compares a point with the first one. MFU compares it with the rate at which the same ranks, all at "
         "once, multiply matrices of 1024²: where ranks slow each other down (memory, clock), that rate falls too, and "
         "efficiency can fall while MFU does not.",

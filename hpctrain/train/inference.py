@@ -91,7 +91,7 @@ def configuration(source: Path, overrides: list[str], ranks: int) -> Config:
         path, given = source / "config.toml", list(_PLAIN)
     elif files.status(source / "config.json"):
         settings = read_settings(source / "config.json")
-        formats = {kind: models.get(kind).huggingface for kind in ("gpt2", "llama")}
+        formats = {kind: models.get(kind).huggingface for kind in ("gpt2", "llama", "mixtral")}
         found = next((of for of in formats.values() if settings.get("model_type") in of.model_types), None)
         if found is None:
             known = ", ".join(name for of in formats.values() for name in of.model_types)

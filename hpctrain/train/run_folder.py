@@ -12,6 +12,7 @@ from pathlib import Path
 from hpctrain import files
 from hpctrain.checkpoint import folder as checkpoints
 from hpctrain.config import Config, to_toml
+from hpctrain.train import expert_load
 from hpctrain.train.lease import Lease, batch_job
 from hpctrain.train.loss_plot import plot_losses
 from hpctrain.train.metric_loggers import MetricLoggers, check_installed
@@ -145,6 +146,7 @@ class RunFolder:
             os.close(self._metrics)
 
     def plot(self) -> Path:
+        expert_load.plot(self.history, self.path / "experts.png")
         return plot_losses(self.history, self.path / "loss.png", self.path.name)
 
     def write_ranks(self, about: dict, ranks: list[dict]) -> None:

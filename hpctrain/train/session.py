@@ -16,6 +16,7 @@ from hpctrain.data_parallel import Precision, make
 from hpctrain.grid import Grid
 from hpctrain.grid_shape import grid_arguments
 from hpctrain.layers import algorithm_of
+from hpctrain.layers.experts.experts import Experts
 from hpctrain.models import ModelSpec
 from hpctrain.models.partition import layers_per_stage
 from hpctrain.models.pretrained import load
@@ -184,6 +185,9 @@ def _model(
     if hasattr(model, "cross_entropy"):  # where the last stage is
         model.cross_entropy.label_smoothing = config.train.label_smoothing
         model.cross_entropy.z_loss = config.train.z_loss
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.dispatch = config.experts.dispatch
     if config.model.init:
         with comm.together(grid.comm):
             load(spec, model, Path(config.model.init))

@@ -13,8 +13,10 @@ from hpctrain import comm
 from hpctrain.choices import MIXING_OPTIMIZERS
 from hpctrain.data_parallel import DataParallel, DataParallelStrategy
 from hpctrain.grid import Grid
+from hpctrain.layers.experts.balance import LoadBalance
 from hpctrain.pipeline import AMPNet, Schedule
 from hpctrain.shard import check_shards
+from hpctrain.train import expert_load
 from hpctrain.train.forward_backward import PipelinedModel, WholeModel
 from hpctrain.train.message_driven import MessageDriven
 
@@ -79,6 +81,7 @@ class Trainer:
             self._passes = MessageDriven(model, grid, asynchronous, self.strategy, max_norm)
         else:
             self._passes = PipelinedModel(model, grid, schedule or 1, self.strategy, max_norm, slices)
+        self._balance, self._loads, self._loss_scale = LoadBalance(model, grid), {}, 1.0
         self._named_unused = False
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         # What parallelize made gives the one loss on every rank of a replica; others give each rank its share.
@@ -111,6 +114,9 @@ class Trainer:
         self._check_frozen()
         self.model.train()
         self.strategy.zero_grad()
+        self._balance.clear()
+        self._loads = {}
+        self._loss_scale = self.strategy.loss_scale
         losses = self._passes.train(batches)
         if not self._passes.updates:
             self.strategy.finish_grad_sync()
@@ -122,6 +128,7 @@ class Trainer:
         """Change the weights by the gradient, whose norm `forward_backward` gave."""
         if not self._passes.updates:
             self.strategy.step(norm, self.max_norm)
+        self._loads = self._balance.finish_step(self._loss_scale)
 
     def evaluate(
         self, batches: list[list], stops: Callable[[], bool] = lambda: False, averaged: bool = False
@@ -150,7 +157,7 @@ class Trainer:
 
     def report(self) -> dict:
         """Members for the step's line of metrics; collective."""
-        return self.strategy.report() | self._passes.report()
+        return self.strategy.report() | self._passes.report() | expert_load.metrics(self._loads)
 
     def _check_frozen(self) -> None:
         if any(p.requires_grad for p in self._frozen):

@@ -50,6 +50,7 @@ COMMANDS = {
     "Data parallelism": "hpctrain/data_parallel/README.md",
     "Memory and precision": "hpctrain/data_parallel/README.md",
     "Models": "hpctrain/models/README.md",
+    "Experts": "hpctrain/models/README.md",
     "Plan": "hpctrain/plan/README.md",
     "Your own": "hpctrain/models/README.md",
 }

@@ -94,7 +94,9 @@ def test_the_run_folder(train, tmp_path):
     assert set(records[0]) == FIELDS
     assert [r["tokens"] for r in records] == [96, 192, 288, 384, 480]
     assert (
-        set(records[0]["bytes_sent"]) == set(records[0]["bytes_received"]) == {"data", "sequence", "pipeline", "tensor"}
+        set(records[0]["bytes_sent"])
+        == set(records[0]["bytes_received"])
+        == {"data", "sequence", "expert", "pipeline", "tensor"}
     )
     assert records[0]["bytes_sent"]["data"] > 0 == records[0]["bytes_sent"]["tensor"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")

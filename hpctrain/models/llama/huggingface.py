@@ -15,19 +15,6 @@ import numpy as np
 from hpctrain.models.huggingface import Format, Source, taken
 from hpctrain.models.llama.shape import LlamaShape
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-# What a config.json that leaves it out means by it; None for what follows from the rest.
-_LEFT_OUT = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
-}
 _LAYERS = ("qwen2", "qwen3")  # each layer of which has the window or none
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -47,6 +34,21 @@ _NAMES = [
 
 
 class LlamaFormat(Format):
+    """Of each `model_type`: its class in `architectures`, and in `left_out` what a config.json that leaves it out means
+    by it, as far as that does not follow from the rest."""
+
+    kind = "llama"
+    architectures = {
+        "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }  # fmt: skip
+    model_types = tuple(architectures)
+    left_out: Mapping[str, Mapping[str, Any]] = {
+        "llama": {},
+        "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+        "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+        "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    }
     defaults = {
         "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
         "mlp_bias": False,
@@ -61,17 +63,25 @@ class LlamaFormat(Format):
         r"\.weight|post_attention_layernorm\.weight|self_attn\.([qkvo]_proj\.weight|[qkv]_proj\.bias|[qk]_norm\.weight"
         r"|rotary_emb\.inv_freq)))|lm_head\.weight"
     )
-    model_types = tuple(_ARCHITECTURES)
     prefix = "model."
+
+    def model_type(self, shape: LlamaShape) -> str:
+        """The name in config.json of the first architecture that has this shape."""
+        if shape.qkv_bias:
+            return "qwen2"
+        if shape.qk_norm:
+            return "qwen3"
+        # Hugging Face's Llama has no window, and wants a width that is a multiple
+        return "mistral" if shape.window or shape.width % shape.heads else "llama"
 
     def config(self, shape: LlamaShape, end_of_document: int | None) -> dict[str, Any]:
         scaling = None
         if shape.rope_scaling:
             *factors, original = shape.rope_scaling
             scaling = {"rope_type": "llama3", **dict(zip(_SCALING, (*factors, int(original))))}
-        kind = model_type(shape)
+        kind = self.model_type(shape)
         return {
-            "architectures": [_ARCHITECTURES[kind]],
+            "architectures": [self.architectures[kind]],
             "model_type": kind,
             "num_hidden_layers": shape.layers,
             "hidden_size": shape.width,
@@ -97,7 +107,7 @@ class LlamaFormat(Format):
 
     def options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         kind = settings["model_type"]
-        settings = {**_LEFT_OUT[kind], **settings}
+        settings = {**self.left_out[kind], **settings}
         keys = {
             "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
             "context": "max_position_embeddings", "vocabulary": "vocab_size", "ffn": "intermediate_size",
@@ -109,7 +119,7 @@ class LlamaFormat(Format):
         base, scaling = _rotary(settings)
         found["rope_scaling"] = [] if scaling is None else list(taken(scaling, {key: key for key in _SCALING}).values())
         tied, of = settings.get("tie_word_embeddings", False), {"qwen2": "qkv_bias", "qwen3": "qk_norm"}.get(kind)
-        return {"kind": "llama", **found, "rope_base": base, "tied": tied, **({of: True} if of else {})}
+        return {"kind": self.kind, **found, "rope_base": base, "tied": tied, **({of: True} if of else {})}
 
     def source(self, name: str, shape: LlamaShape) -> Source:
         """
@@ -129,29 +139,40 @@ class LlamaFormat(Format):
 
     def differences(self, settings: Mapping[str, Any], shape: LlamaShape) -> list[str]:
         kind = settings.get("model_type")
-        if not isinstance(kind, str) or kind not in _ARCHITECTURES:
-            return [f"model_type = {kind}, not one of {', '.join(_ARCHITECTURES)}"]
-        settings = {**_LEFT_OUT[kind], **settings}
-        wrong = []
-        for option, has, by in (("qkv_bias", shape.qkv_bias, "qwen2"), ("qk_norm", shape.qk_norm, "qwen3")):
-            if has != (kind == by):
-                wrong.append(f"model_type = {kind}, not one {'with' if has else 'without'} model.{option}")
+        if not isinstance(kind, str) or kind not in self.architectures:
+            return [f"model_type = {kind}, not one of {', '.join(self.architectures)}"]
+        settings = {**self.left_out[kind], **settings}
+        wrong = self.other_kind(kind, shape)
         for key in ("num_key_value_heads", "head_dim"):
             if settings.get(key) is None:
                 settings[key] = _derived(settings, key)
-        settings["sliding_window"] = _window(settings, kind, shape.layers)
+        settings["sliding_window"] = self.window(settings, kind, shape.layers)
         settings["rope_theta"], settings["rope_scaling"] = _rotary(settings)
         return wrong + super().differences(settings, shape)
 
+    def window(self, settings: Mapping[str, Any], kind: str, layers: int) -> Any:
+        """Of all layers, None for no window; in words where some have one and others none."""
+        if kind == "llama" or (kind in _LAYERS and not settings.get("use_sliding_window")):
+            return None
+        window, first = settings["sliding_window"], settings.get("max_window_layers")
+        if kind == "mistral" or window is None:
+            return window
+        types = settings.get("layer_types")
+        if not isinstance(types, list):
+            sliding = isinstance(first, int) and first <= 0, isinstance(first, int) and first < layers
+        else:
+            sliding = [each == "sliding_attention" for each in types]
+        if any(sliding) and not all(sliding):
+            return f"{window} in some layers alone"
+        return window if any(sliding) else None
 
-def model_type(shape: LlamaShape) -> str:
-    """The name in config.json of the first architecture that has this shape."""
-    if shape.qkv_bias:
-        return "qwen2"
-    if shape.qk_norm:
-        return "qwen3"
-    # Hugging Face's Llama has no window, and wants a width that is a multiple
-    return "mistral" if shape.window or shape.width % shape.heads else "llama"
+    def other_kind(self, kind: str, shape: LlamaShape) -> list[str]:
+        """How this shape is none of the architecture that a config.json is of; one text each."""
+        return [
+            f"model_type = {kind}, not one {'with' if has else 'without'} model.{option}"
+            for option, has, by in (("qkv_bias", shape.qkv_bias, "qwen2"), ("qk_norm", shape.qk_norm, "qwen3"))
+            if has != (kind == by)
+        ]
 
 
 def _queries_keys_values(shape: LlamaShape) -> tuple[tuple[int, ...], np.ndarray]:
@@ -171,23 +192,6 @@ def _derived(settings: Mapping[str, Any], key: str) -> Any:
         return heads
     width = settings.get("hidden_size")
     return width // heads if isinstance(width, int) and isinstance(heads, int) and heads > 0 else None
-
-
-def _window(settings: Mapping[str, Any], kind: str, layers: int) -> Any:
-    """Of all layers, None for no window; in words where some have one and others none."""
-    if kind == "llama" or (kind in _LAYERS and not settings.get("use_sliding_window")):
-        return None
-    window, first = settings["sliding_window"], settings.get("max_window_layers")
-    if kind == "mistral" or window is None:
-        return window
-    types = settings.get("layer_types")
-    if not isinstance(types, list):
-        sliding = isinstance(first, int) and first <= 0, isinstance(first, int) and first < layers
-    else:
-        sliding = [each == "sliding_attention" for each in types]
-    if any(sliding) and not all(sliding):
-        return f"{window} in some layers alone"
-    return window if any(sliding) else None
 
 
 def _rotary(settings: Mapping[str, Any]) -> tuple[Any, Any]:

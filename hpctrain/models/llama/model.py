@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,20 +30,25 @@ class Llama(StagedTransformer):
 
     def make_block(self, index: int):
         return Block(
-            self.grid, self.shape, algorithm=self.algorithm, recompute=self.recompute, key=self.key / "blocks" / index,
-            **self.factory,
+            self.grid, self.shape, functools.partial(self.make_mlp, index), algorithm=self.algorithm,
+            recompute=self.recompute, key=self.key / "blocks" / index, **self.factory,
         )  # fmt: skip
+
+    def make_mlp(self, index: int, **options: Any) -> torch.nn.Module:
+        """What block `index` has after its second norm, with options as of `layers.MLP`: a module of (x, tokens) -> x
+        in the residual layout."""
+        return MLP(self.grid, self.shape.width, self.shape.ffn, "swiglu", bias=False, **options)
 
     def make_norm(self):
         return RMSNorm(self.grid, self.shape.width, self.shape.norm_eps, key=self.key / "ln_f", **self.factory)
 
 
 class Block(torch.nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), in the residual layout."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), in the residual layout. `make_mlp` makes the latter's module."""
 
     def __init__(
-        self, grid: Grid, shape: LlamaShape, *, algorithm: str | Algorithm, recompute: str = "none", key: RngKey,
-        dtype: torch.dtype | None = None, device: torch.device | None = None,
+        self, grid: Grid, shape: LlamaShape, make_mlp: Callable[..., torch.nn.Module], *, algorithm: str | Algorithm,
+        recompute: str = "none", key: RngKey, dtype: torch.dtype | None = None, device: torch.device | None = None,
     ):  # fmt: skip
         super().__init__()
         factory = {"dtype": dtype, "device": device}
@@ -55,7 +62,7 @@ class Block(torch.nn.Module):
             recompute=recompute == "attention", key=key / "attention", **products,
         )  # fmt: skip
         self.ln_2 = RMSNorm(grid, shape.width, shape.norm_eps, key=key / "ln_2", **factory)
-        self.mlp = MLP(grid, shape.width, shape.ffn, "swiglu", bias=False, key=key / "mlp", **products)
+        self.mlp = make_mlp(key=key / "mlp", **products)
         self.drop_1 = Dropout(grid, shape.dropout, shape.width, key=key / "drop_1")
         self.drop_2 = Dropout(grid, shape.dropout, shape.width, key=key / "drop_2")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.grid import Grid
-from hpctrain.models.costs import LinearCosts, TransformerCosts
+from hpctrain.models.costs import LinearCosts, MixtureCosts, TransformerCosts
 from hpctrain.models.llama.shape import LlamaShape
 from hpctrain.models.spec import ModelSpec
 
@@ -61,18 +61,7 @@ class LlamaSpec(ModelSpec):
         return Llama(grid, shape, layers_per_stage, placement, **options)
 
     def costs(self, shape: LlamaShape) -> TransformerCosts:
-        width, mixed = shape.width, shape.heads * shape.head_width
-        linears = (
-            LinearCosts(width, mixed + 2 * shape.kv_heads * shape.head_width, to_inner=True, bias=shape.qkv_bias),
-            LinearCosts(mixed, width, to_inner=False, bias=False),
-            LinearCosts(width, 2 * shape.ffn, to_inner=True, bias=False),
-            LinearCosts(shape.ffn, width, to_inner=False, bias=False),
-        )
-        return TransformerCosts(
-            shape.layers, width, shape.context, shape.vocabulary, linears, shape.heads, shape.kv_heads,
-            attention_width=mixed, rms_norm=True, head_norm_elements=2 * shape.head_width if shape.qk_norm else 0,
-            tied=shape.tied, window=shape.window,
-        )  # fmt: skip
+        return block_costs(shape, swiglu_costs(shape.width, shape.ffn))
 
     @property
     def huggingface(self):
@@ -87,6 +76,28 @@ class LlamaSpec(ModelSpec):
             f"{shape.kv_heads} of keys, ffn {shape.ffn}, context {shape.context}{window}, "
             f"vocabulary {shape.vocabulary}"
         )
+
+
+def block_costs(shape: LlamaShape, mlp: tuple[LinearCosts, ...], mixture: MixtureCosts | None = None):
+    """`TransformerCosts` of blocks of attention and, after it, these products or a mixture."""
+    width, mixed = shape.width, shape.heads * shape.head_width
+    attention = (
+        LinearCosts(width, mixed + 2 * shape.kv_heads * shape.head_width, to_inner=True, bias=shape.qkv_bias),
+        LinearCosts(mixed, width, to_inner=False, bias=False),
+    )
+    return TransformerCosts(
+        shape.layers, width, shape.context, shape.vocabulary, attention + mlp, shape.heads, shape.kv_heads,
+        attention_width=mixed, rms_norm=True, head_norm_elements=2 * shape.head_width if shape.qk_norm else 0,
+        tied=shape.tied, window=shape.window, mixture=mixture,
+    )  # fmt: skip
+
+
+def swiglu_costs(width: int, ffn: int) -> tuple[LinearCosts, ...]:
+    """Of an MLP of this inner width, whose gate and up are one product."""
+    return (
+        LinearCosts(width, 2 * ffn, to_inner=True, bias=False),
+        LinearCosts(ffn, width, to_inner=False, bias=False),
+    )
 
 
 def default_ffn(width: int) -> int:

@@ -1,0 +1,76 @@
+"""An independent serial mixture of experts, token by token and expert by expert, for `reference.llama_logits`."""
+
+import functools
+
+import reference
+import torch
+
+
+class Mixtures:
+    """The mixtures of one model: what their routers did since the last step, and the losses that follow from it.
+
+    Attributes:
+        counts: {layer: tokens that chose each expert}.
+        losses: those of all layers that are added to the model's.
+        totals: {"aux_loss", "z_loss"}: their values in the last step.
+    """
+
+    def __init__(self, shape):
+        self.shape, self.counts, self.losses, self.totals = shape, {}, [], {}
+
+    def logits(self, w, ids, keep=lambda name, x: x, end=None):
+        self.counts, self.losses, self.totals = {}, [], {"aux_loss": 0.0, "z_loss": 0.0}
+        return reference.llama_logits(w, ids, self.shape, keep, end, mlp=self.mlp)
+
+    def terms(self):
+        return self.losses
+
+    def after(self, weights):
+        """DeepSeek-V3's balance: the bias of who had fewer than the mean rises, of who had more falls."""
+        for name, counts in self.counts.items():
+            if self.shape.balance_bias:
+                step = torch.sign(counts.double().mean() - counts) * self.shape.balance_bias
+                weights[name + ".router.bias"] += step
+
+    def mlp(self, w, name, x):
+        if name + ".router.weight" not in w:
+            return reference.llama_mlp(w, name, x)
+        self.counts[name] = torch.zeros(self.shape.experts, dtype=torch.int64)
+        mixed = torch.stack([self.sequence(w, name, rows, len(x)) for rows in x])
+        if self.shape.shared_experts:
+            mixed = mixed + reference.llama_mlp(w, name + ".shared", x)
+        return mixed
+
+    def sequence(self, w, name, rows, sequences):
+        shape, logits = self.shape, rows @ w[name + ".router.weight"].T
+        scores = logits.softmax(-1) if shape.router == "softmax" else torch.sigmoid(logits)
+        counts, out = torch.zeros(shape.experts, dtype=torch.int64), []
+        for x, score in zip(rows, scores):
+            chosen = self.chosen((score + w.get(name + ".router.bias", 0)).tolist())
+            weights = score[chosen]
+            weights = weights / weights.sum() if shape.normalized else weights
+            up, down = w[name + ".experts.up"], w[name + ".experts.down"]
+            parts = [
+                weight * shape.scale * reference.swiglu(*(up[e] @ x).chunk(2), down[e])
+                for weight, e in zip(weights, chosen)
+            ]
+            out.append(functools.reduce(torch.add, parts))
+            counts[chosen] += 1
+        self.counts[name] += counts
+        probabilities = (scores / scores.sum(-1, keepdim=True)).mean(0)
+        aux = shape.experts * (counts.double() / (shape.top_k * len(rows)) * probabilities).sum()
+        z = logits.logsumexp(-1).square().mean()
+        for term, value, coefficient in (("aux_loss", aux, shape.aux_loss), ("z_loss", z, shape.z_loss)):
+            if coefficient:
+                self.losses.append(coefficient * value / sequences)
+                self.totals[term] += self.losses[-1].item()
+        return torch.stack(out)
+
+    def chosen(self, scores):
+        """The numbers of the experts with the highest scores, of equals the first, in those groups whose two highest
+        scores add up to the most."""
+        shape, each = self.shape, self.shape.experts // self.shape.groups
+        groups = [range(first, first + each) for first in range(0, shape.experts, each)]
+        best = sorted(groups, key=lambda group: -sum(sorted((scores[e] for e in group), reverse=True)[:2]))
+        allowed = sorted(e for group in best[: shape.groups_kept] for e in group)
+        return sorted(allowed, key=lambda e: -scores[e])[: shape.top_k]

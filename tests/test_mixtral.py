@@ -1,0 +1,131 @@
+"""Mixtral and its kin: training on every kind of grid equals the serial program's, by every method; and generation."""
+
+import dataclasses
+
+import pytest
+import torch
+from training_checks import CORNERS, batches, check, check_strategy, fitting, made, microbatches, serial
+
+from hpctrain import Grid, RngKey
+from hpctrain.config import DataParallelConfig
+from hpctrain.data_parallel import Precision, make
+from hpctrain.models.mixtral import Mixtral, MixtralShape
+from hpctrain.pipeline import schedule
+from hpctrain.train.optimizer import adamw
+from hpctrain.train.trainer import Trainer
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(*CORNERS)]
+
+# Nothing divides: 3 groups of 2 heads, width 15, 5 experts of inner width 7 and vocabulary 23 over 2, 4, 8 ranks.
+MIXTRAL = MixtralShape(
+    layers=9, width=15, heads=6, context=8, vocabulary=23, kv_heads=3, ffn=21, head_width=6, rope_base=10.0,
+    experts=5, top_k=2, expert_ffn=7, aux_loss=0.5, z_loss=0.01,
+)  # fmt: skip
+QWEN3 = dataclasses.replace(
+    MIXTRAL, qk_norm=True, norm_eps=1e-3, normalized=False, dense_layers=1, experts=3, top_k=3, tied=False
+)
+DEEPSEEK = dataclasses.replace(
+    MIXTRAL, router="sigmoid", qk_norm=True, experts=6, top_k=3, groups=3, groups_kept=2, scale=2.5, shared_experts=2,
+    dense_layers=1, balance_bias=0.03, z_loss=0.0,
+)  # fmt: skip
+
+
+def experts_over(ranks):
+    """Numbers of ranks that experts are spread over, of so many ranks of data and tensor: none, all, and between."""
+    return sorted({1, ranks, *([ranks // 2] if ranks > 2 else [])})
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "clip"),
+    [
+        (MIXTRAL, 2, 1.0),
+        (dataclasses.replace(QWEN3, dropout=0.3), 2, 1.0),
+        (DEEPSEEK, 6, 0.3),  # more microbatches than sequences; the clipping always bites
+        (dataclasses.replace(MIXTRAL, experts=1, top_k=1, expert_ffn=1, vocabulary=3), 1, 0.0),
+    ],
+)
+def test_equals_one_rank(world, shape, count, clip):
+    """Losses, norms and weights of three steps, biases of routers among them."""
+    for data, pipeline, tensor in CORNERS[world.size]:
+        ranks = world.size // pipeline
+        for expert in experts_over(ranks) if shape is MIXTRAL else [ranks]:
+            with Grid(data, pipeline, tensor, expert=expert) as grid:
+                check(grid, fitting(shape, pipeline), count, clip)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zb-h1", "zb-v", "dualpipev", "chimera"])
+def test_schedules(world, name):
+    """Stages with two replicas, and split backwards."""
+    stages = schedule(name, 2, 2).graph.stages
+    shape = dataclasses.replace(DEEPSEEK, layers=stages + 1, dropout=0.3)
+    with Grid(1, 2, world.size // 2, expert=world.size // 2) as grid:
+        check(grid, shape, count=2, clip=1.0, pipeline=name)
+
+
+@pytest.mark.ranks(2, 4)
+def test_token_slices(world):
+    shape = dataclasses.replace(fitting(QWEN3, 2), aux_loss=0.0, z_loss=0.0)
+    with Grid(1, 2, world.size // 2, expert=world.size // 2) as grid:
+        check(grid, shape, count=2, clip=1.0, pipeline="terapipe", slices=[3, 4])
+
+
+METHODS = {1: [(1, 1, 1)], 2: [(2, 1, 1)], 4: [(2, 1, (1, 1, 2)), (2, 1, (2, 1, 1)), (2, 2, 1)], 8: [(2, 2, 2)]}
+
+
+@pytest.mark.parametrize(("method", "recompute"), [("zero1", "none"), ("zero2", "attention"), ("zero3", "block")])
+def test_zero_and_recompute(world, method, recompute):
+    for data, pipeline, tensor in METHODS[world.size]:
+        shape = dataclasses.replace(fitting(DEEPSEEK, pipeline), dropout=0.3)
+        ranks = world.size // pipeline
+        for expert in {ranks, max(1, ranks // 2)}:
+            with Grid(data, pipeline, tensor, expert=expert) as grid:
+                model = made(grid, shape, recompute=recompute)
+                check_strategy(method, model, grid, shape, 2, serial(shape, 1.0))
+
+
+SEQUENCES = {2: [((1, 2, 1), 1, 1), ((1, 1, 2), 1, 1)], 4: [((1, 2, 2), 1, 1), ((2, 2, 1), 1, 1), ((1, 2, 1), 1, 2)]}
+
+
+@pytest.mark.ranks(*SEQUENCES)
+@pytest.mark.parametrize("documents", [False, True])
+def test_ranks_that_share_sequences(world, documents):
+    for place in SEQUENCES[world.size]:
+        for expert in {world.size, world.size // 2}:
+            with Grid(*place, expert=expert) as grid:
+                check(grid, fitting(DEEPSEEK, 1), count=2, clip=1.0, documents=documents)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_step_that_is_left_out(world):
+    """Neither its load nor what would have changed the biases counts in the next one's."""
+    shape = fitting(DEEPSEEK, 1)
+    with Grid(world.size, expert=world.size) as grid:
+        found = []
+        for left_out in (0, 2):
+            model = made(grid, shape)
+            trainer = Trainer(model, grid, adamw(model.parameters(), 0.0), 2)
+            for _ in range(left_out):
+                trainer.forward_backward(microbatches(grid, batches(shape)[1], 0, 2))
+                assert "experts" not in trainer.report()
+            trainer.step(microbatches(grid, batches(shape)[0], 0, 2))
+            biases = [p.tolist() for name, p in model.named_parameters() if name.endswith("router.bias")]
+            found.append((trainer.report()["experts"], biases))
+        assert found[0] == found[1]
+        assert len(found[0][1]) == shape.layers - shape.dense_layers
+
+
+@pytest.mark.ranks(1, 2)
+def test_terms_of_a_scaled_loss(world):
+    """What is told of them in float16 is not scaled."""
+    shape, terms = fitting(MIXTRAL, 1), []
+    with Grid(world.size) as grid:
+        for precision in (Precision(), Precision(torch.float16, torch.float32, torch.float32, loss_scale=256.0)):
+            model = Mixtral(grid, shape, key=RngKey(3), dtype=torch.float32)
+            optimizer = adamw(model.parameters(), 0.0)
+            strategy = make(DataParallelConfig("ddp"), model, grid, optimizer, precision)
+            trainer = Trainer(model, grid, optimizer, 1, strategy=strategy)
+            trainer.step(microbatches(grid, batches(shape)[0], 0, 1))
+            terms.append([trainer.report()[term] for term in ("aux_loss", "z_loss")])
+    assert terms[1] == pytest.approx(terms[0], rel=5e-2)
+    assert min(terms[0]) > 0
