@@ -1,0 +1,128 @@
+"""A layer of experts forward and backward, ours and others' in turn, in the same processes.
+
+    $MPIRUN -n 2 python -m mpi4py benchmarks/experts.py --peers transformers,dense
+    PYTHONPATH=~/peers $MPIRUN -n 2 python -m mpi4py benchmarks/experts.py          all of them; 2 minutes
+    PYTHONPATH=~/peers $MPIRUN -n 4 python -m mpi4py benchmarks/experts.py --peers megatron-alltoall --steps 40
+
+Every rank has 1,024 tokens of its own. Its experts are its part of 8 of inner width 512 (SwiGLU), of which a token has
+2, or of 64 of inner width 64, of which it has 6; width 256, float32, one thread. All sides have the same weights and
+get the same tokens, and their outputs are compared first. Peers' messages go by gloo, ours by MPI and shared memory.
+How Megatron-core is installed stands in peers.py. transformers has all experts on every rank and moves nothing. `dense`
+is no peer but our own MLP as wide as an expert, held against a mixture of one such expert.
+
+Prints one JSON object a line; `ratio` is the median over the pairs of theirs / ours in seconds.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import time
+
+import pairs
+import torch
+from gloo import gloo
+from mpi4py import MPI
+
+import hpctrain as ht
+from hpctrain.layers import MLP, Tokens
+from hpctrain.layers.experts.mixture import Mixture
+
+WIDTH, TOKENS, WARM_UP = 256, 1024, 3
+SHAPES = {"8 experts, top 2": (8, 2, 512), "64 experts, top 6": (64, 6, 64)}  # experts, of a token, inner width
+GOAL = {"dense": 0.95}  # else 1.2
+
+
+def megatron(dispatcher, *arguments):
+    from peers_experts import megatron_layer
+
+    return megatron_layer(dispatcher, *arguments)
+
+
+def transformers(*arguments):
+    from peers_experts import transformers_layer
+
+    return transformers_layer(*arguments)
+
+
+PEERS = {
+    "megatron-alltoall": functools.partial(megatron, "alltoall"),
+    "megatron-allgather": functools.partial(megatron, "allgather"),
+    "transformers": transformers,
+    "dense": None,
+}
+
+
+def ours(grid, experts, top_k, ffn, dispatch):
+    """The layer, its tokens, and the whole weights of its router and experts."""
+    made = {"std": 0.05, "std_out": 0.05, "key": ht.RngKey(0), "dtype": torch.float32}
+    layer = Mixture(grid, WIDTH, ffn, experts, top_k, dispatch=dispatch, **made)
+    alone = Mixture(ht.Grid(comm=MPI.COMM_SELF), WIDTH, ffn, experts, top_k, **made)
+    weights = {name: p.detach().clone() for name, p in alone.named_parameters()}
+    tokens = Tokens.of(grid, TOKENS // 256, 256, grid.data.rank * (TOKENS // 256))
+    return functools.partial(layer, tokens=tokens), weights
+
+
+def dense(grid, ffn):
+    """An MLP as wide as one expert, and a mixture of that one expert, which every token passes."""
+    made = {"std": 0.05, "std_out": 0.05, "key": ht.RngKey(0), "dtype": torch.float32}
+    tokens = Tokens.of(grid, TOKENS // 256, 256, grid.data.rank * (TOKENS // 256))
+    mixture = Mixture(grid, WIDTH, ffn, 1, 1, **made)
+    mlp = MLP(grid, WIDTH, ffn, "swiglu", bias=False, **made)
+    return functools.partial(mixture, tokens=tokens), functools.partial(mlp, tokens=tokens)
+
+
+def timed(layer, x, grad):
+    """Seconds of a forward and a backward on the slowest rank."""
+    x = x.detach().requires_grad_()
+    MPI.COMM_WORLD.Barrier()
+    start = time.perf_counter()
+    layer(x).backward(grad)
+    return MPI.COMM_WORLD.allreduce(time.perf_counter() - start, MPI.MAX)
+
+
+def compared(peer, shape, steps, dispatch):
+    """What one peer gives on one shape, as members of the JSON object."""
+    experts, top_k, ffn = SHAPES[shape]
+    world = MPI.COMM_WORLD
+    generator = torch.Generator().manual_seed(world.rank)
+    x, grad = (torch.randn(TOKENS, WIDTH, generator=generator) for _ in range(2))
+    if peer == "dense":
+        sides = dense(ht.Grid(data=world.size), ffn)
+    else:
+        layer, weights = ours(ht.Grid(data=world.size, expert=world.size), experts, top_k, ffn, dispatch)
+        try:
+            sides = layer, PEERS[peer](weights, experts, top_k, ffn)
+        except ImportError as error:
+            return {"absent": str(error)}
+        torch.testing.assert_close(sides[1](x), sides[0](x), rtol=1e-4, atol=1e-4)
+    times = [[timed(side, x, grad) for side in sides] for _ in range(WARM_UP + steps)][WARM_UP:]
+    mine, theirs = zip(*times)
+    return {
+        "ours": round(1e3 * statistics.median(mine), 2),
+        "theirs": round(1e3 * statistics.median(theirs), 2),
+        "unit": "ms",
+        **pairs.compared(mine, theirs),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", default=",".join(PEERS), help="of: " + ", ".join(PEERS))
+    parser.add_argument("--shapes", default=";".join(SHAPES), help="of: " + "; ".join(SHAPES))
+    parser.add_argument("--steps", type=int, default=20, help="of each side (20)")
+    parser.add_argument("--dispatch", default="auto", help="of ours (auto)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with gloo():
+        for shape in options.shapes.split(";"):
+            for peer in options.peers.split(","):
+                found = compared(peer, shape, options.steps, options.dispatch)
+                case = f"{shape}, {MPI.COMM_WORLD.size} ranks"
+                line = {"benchmark": "experts", "case": case, "peer": peer, **found, "goal": GOAL.get(peer, 1.2)}
+                if MPI.COMM_WORLD.rank == 0:
+                    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
