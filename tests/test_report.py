@@ -76,7 +76,7 @@ def test_the_page(run, tmp_path, capsys):
     traffic, ranks = tables(text)
     assert traffic[1] == ["data", "1.500", "2.000", "2.000", "0.059"]
     assert ranks[0] == list(RANK_HEADER)
-    assert ranks[2] == ["1", "node0", "0 0 1 0 0 0 0", "100.00", *["10.00"] * 7, "2.000", "2.000", "257"]
+    assert ranks[2] == ["1", "node0", "0 0 1 0 0 0 0", "100.00", *["10.00"] * 8, "2.000", "2.000", "257"]
 
 
 def test_the_metrics_as_a_table(run, tmp_path):

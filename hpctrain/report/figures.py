@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 SIZE, DPI = (6, 3.4), 130
 COLOURS = {
-    "compute": "#4c78a8", "data": "#f58518", "sequence": "#b279a2", "tensor": "#e45756", "pipeline": "#72b7b2",
-    "bubble": "#b8b8b8", "reading": "#54a24b", "agreeing": "#eeca3b",
+    "compute": "#4c78a8", "data": "#f58518", "sequence": "#b279a2", "expert": "#ff9da6", "tensor": "#e45756",
+    "pipeline": "#72b7b2", "bubble": "#b8b8b8", "reading": "#54a24b", "agreeing": "#eeca3b",
 }  # fmt: skip
 FEW = 16  # ranks that all have their number
 MOST = 120  # points of a curve, beyond which several steps are one

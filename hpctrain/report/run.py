@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MIB = 2**20
-AXES = ("data", "sequence", "pipeline", "tensor")
+AXES = ("data", "sequence", "expert", "pipeline", "tensor")
 SHOWN = 40  # ranks in a table; the first and the last of more
 DOUBTFUL = 0.2  # spread of the speed, as a part of its median, from which it is doubtful
 
