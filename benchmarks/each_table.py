@@ -220,11 +220,19 @@ def sequence():
     return pivot(lines("sequence"), row, lambda line: line["peer"], ["length", "on", "ours"])
 
 
+def sequence_memory():
+    rows = [
+        [*line["case"].split(", "), line["side"], f"{line['peak_mib']:.0f}", f"{line['formula_mib']:.0f}"]
+        for line in lines("sequence_memory")
+    ]
+    return table(["length", "on", "ours", "peak, MiB a rank", "by the formula"], rows)
+
+
 TABLES = {
     made.__name__: made
     for made in (
         machine, peers, summary, memory, pipeline, simulator, matmul, layer, elements, allreduce, weak_scaling,
         hidden, equality, hdf5, reading, checkpoint, ampnet, ampnet_steps, ampnet_accuracy, ampnet_elastic,
-        sequence,
+        sequence, sequence_memory,
     )
 }  # fmt: skip

@@ -3,19 +3,19 @@
     python benchmarks/equivalence.py                     all 56 grids of both models; about 25 minutes on 2 cores
     python benchmarks/equivalence.py --model llama --ranks 4       the 15 grids of four ranks, of one
     python benchmarks/equivalence.py --algorithms all --ranks 4    with each matrix product, where it works
-    python benchmarks/equivalence.py --sequence --ranks 2,4        sequences shared by ring and Ulysses ranks, 30 runs
+    python benchmarks/equivalence.py --sequence --ranks 2,4,8      sequences shared by ring and Ulysses ranks, 128 grids
     python benchmarks/equivalence.py train.clip=0.1      any setting of the configuration
 
-Runs the command line, `hpctrain train`, in float64 for ten steps of a model of which nothing divides: 9 layers, width
-15, 3 heads, vocabulary 261, batch 5 in 2 microbatches; a Llama has 6 heads of width 4 in 3 groups, norms of heads,
-scaled frequencies and an inner width of 21. Prints one JSON object a grid with the largest relative
-difference of its metrics.jsonl from the serial one; exits with 1 when any exceeds 1e-10.
+Runs `hpctrain train` in float64, one job for all grids of so many ranks, for ten steps of a model of which nothing
+divides: 9 layers, width 15, 3 heads, vocabulary 261, batch 5 in 2 microbatches; a Llama has 6 heads of width 4 in 3
+groups, norms of heads, scaled frequencies and an inner width of 21. Prints one JSON object a grid with the largest
+relative difference of its metrics.jsonl from the serial one; exits with 1 when any exceeds 1e-12.
 """
 
 import argparse
+import gc
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -23,13 +23,15 @@ import tempfile
 from pathlib import Path
 
 from hpctrain.choices import PRODUCTS, check_product
-from hpctrain.grid_shape import all_grids, grid_shape
+from hpctrain.grid_shape import all_grids
 
 ROOT = Path(__file__).parents[1]
-GOAL = 1e-10
+GOAL = 1e-12
+DONE = "equivalence-run-done"
 SETTINGS = [
     "model.layers=9", "model.width=15", "model.heads=3", "model.context=16", "model.vocabulary=261", "train.batch=5",
     "train.microbatches=2", "train.lr=1e-2", "precision.compute=fp64", "run.steps=10", "run.eval_batches=1",
+    "comm.watchdog=120",
 ]  # fmt: skip
 MODELS = {
     "gpt2": [],
@@ -40,20 +42,46 @@ MODELS = {
 }  # fmt: skip
 
 
-def train(folder, name, data, pipeline, tensor, overrides):
-    """Losses and gradient norms of a run, in order."""
-    config = folder / "config.toml"
-    config.write_text(f'[run]\nout = "{folder}"\n[data]\ntext = ["{ROOT / "hpctrain"}"]\n')
-    ranks = math.prod(grid_shape(data, pipeline, tensor).values())
+def command(folder, name, place, overrides):
+    """Arguments of `hpctrain` that train on a grid."""
+    data, pipeline, tensor = place
     data = list(data) if isinstance(data, tuple) else data
     grid = [f"grid.data={data}", f"grid.pipeline={pipeline}", f"grid.tensor={list(tensor)}", f"run.name={name}"]
+    return ["train", str(folder / "config.toml"), *SETTINGS, *overrides, *grid]
+
+
+def trained(folder, ranks, commands):
+    """Losses and gradient norms of every run, in order, as they end: one job of so many ranks takes them in turn."""
+    listed = folder / "commands.json"
+    listed.write_text(json.dumps(commands))
     launcher = os.environ.get("MPIRUN", str(ROOT / "jobs/mpirun.sh"))
-    command = [launcher, "-n", str(ranks), "hpctrain", "train", str(config), *SETTINGS, *overrides, *grid]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if ended.returncode:
-        sys.exit(f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}")
-    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    return [record[key] for record in records for key in ("loss", "grad_norm", "val_loss") if key in record]
+    job = [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", __file__, "--job", str(listed)]
+    with subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started:
+        said = []
+        for line in started.stdout:
+            said.append(line)
+            if line.startswith(DONE):
+                path = folder / line.split()[1] / "metrics.jsonl"
+                records = map(json.loads, path.read_text().splitlines())
+                yield [record[key] for record in records for key in ("loss", "grad_norm", "val_loss") if key in record]
+    if started.returncode:
+        sys.exit(f"{' '.join(job)}\n{''.join(said[-100:])}")
+
+
+def run(listed):
+    """The ranks of such a job."""
+    from mpi4py import MPI
+
+    from hpctrain.cli import main
+
+    for arguments in json.loads(Path(listed).read_text()):
+        if main(arguments):
+            return 1
+        gc.collect()  # with a run go its communicators
+        MPI.COMM_WORLD.Barrier()
+        if MPI.COMM_WORLD.rank == 0:
+            print(DONE, arguments[-1].removeprefix("run.name="), flush=True)
+    return 0
 
 
 def main():
@@ -62,42 +90,50 @@ def main():
     parser.add_argument("--ranks", default="1,2,4,8")
     parser.add_argument("--algorithms", default="agarwal", help="names separated by commas, or all")
     parser.add_argument("--sequence", action="store_true", help="only grids with (replica, ring, ulysses), and dropout")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args()
+    if options.job:
+        return run(options.job)
     algorithms = PRODUCTS if options.algorithms == "all" else options.algorithms.split(",")
     worst = 0.0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        (folder / "config.toml").write_text(f'[run]\nout = "{folder}"\n[data]\ntext = ["{ROOT / "hpctrain"}"]\n')
         for model in [options.model] if options.model else MODELS:
             common = [*MODELS[model], *(["model.dropout=0.2"] if options.sequence else []), *options.overrides]
-            serial = train(folder, f"{model}-serial", 1, 1, (1, 1, 1), common)
-            for name, place, algorithm in cases(options.ranks, algorithms, options.sequence):
-                values = train(folder, f"{model}-{name}", *place, [*common, f"tensor.algorithm={algorithm}"])
-                difference = max(abs(a - b) / abs(b) for a, b in zip(values, serial, strict=True))
-                worst = max(worst, difference)
-                data, pipeline, tensor = place
-                result = {
-                    "benchmark": "equivalence",
-                    "case": f"{model}, data {data}, pipeline {pipeline}, tensor {tensor}, {algorithm}",
-                    "values": len(values),
-                    "largest_relative_difference": difference,
-                    "goal": GOAL,
-                }
-                print(json.dumps(result), flush=True)
+            (serial,) = trained(folder, 1, [command(folder, f"{model}-serial", (1, 1, (1, 1, 1)), common)])
+            for ranks in map(int, options.ranks.split(",")):
+                grids = list(cases(ranks, algorithms, options.sequence))
+                commands = [
+                    command(folder, f"{model}-{ranks}-{number}", place, [*common, f"tensor.algorithm={algorithm}"])
+                    for number, (place, algorithm) in enumerate(grids)
+                ]
+                for (place, algorithm), values in zip(grids, trained(folder, ranks, commands)):
+                    difference = max(abs(a - b) / abs(b) for a, b in zip(values, serial, strict=True))
+                    worst = max(worst, difference)
+                    data, pipeline, tensor = place
+                    result = {
+                        "benchmark": "equivalence",
+                        "case": f"{model}, data {data}, pipeline {pipeline}, tensor {tensor}, {algorithm}",
+                        "values": len(values),
+                        "largest_relative_difference": difference,
+                        "goal": GOAL,
+                    }
+                    print(json.dumps(result), flush=True)
     return int(worst > GOAL)
 
 
 def cases(ranks, algorithms, sequence):
-    """(name, (data, pipeline, tensor), algorithm) of every grid on which an algorithm works."""
-    for size in map(int, ranks.split(",")):
-        for number, (place, algorithm) in enumerate(itertools.product(all_grids(size, sequence), algorithms)):
-            if sequence and place[0][1:] == (1, 1):
-                continue  # in the table without --sequence
-            try:
-                check_product(algorithm, *place[2])
-            except ValueError:
-                continue
-            yield f"grid-{size}-{number}", place, algorithm
+    """((data, pipeline, tensor), algorithm) of every grid of so many ranks on which an algorithm works."""
+    for place, algorithm in itertools.product(all_grids(ranks, sequence), algorithms):
+        if sequence and place[0][1:] == (1, 1):
+            continue  # in the table without --sequence
+        try:
+            check_product(algorithm, *place[2])
+        except ValueError:
+            continue
+        yield place, algorithm
 
 
 if __name__ == "__main__":

@@ -9,10 +9,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
+def causal_attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Block(nn.Module):
-    def __init__(self, width, heads, column, row):
+    def __init__(self, width, heads, column, row, attend):
         super().__init__()
-        self.head_width = width // heads
+        self.head_width, self.attend = width // heads, attend
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = nn.ModuleDict({"qkv": column(width, 3 * width), "proj": row(width, width)})
         self.mlp = nn.ModuleDict({"up": column(width, 4 * width), "down": row(4 * width, width)})
@@ -21,7 +25,7 @@ class Block(nn.Module):
         # (sequences, length, head, {q, k, v}, feature); the number of heads follows from what this rank's matrix gives
         qkv = self.attention["qkv"](self.ln_1(x)).unflatten(-1, (-1, 3, self.head_width))
         q, k, v = qkv.transpose(1, 2).unbind(3)
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        h = self.attend(q, k, v).transpose(1, 2).flatten(2)
         x = x + self.attention["proj"](h)
         return x + self.mlp["down"](F.gelu(self.mlp["up"](self.ln_2(x)), approximate="tanh"))
 
@@ -35,22 +39,23 @@ class GPT(nn.Module):
             the input.
         embedding: makes the table of tokens from its numbers of rows and columns.
         head: makes the projection onto the vocabulary, without bias, like `column`.
+        attention: of queries, keys and values, (sequences, heads, tokens, features).
     """
 
     def __init__(
         self, weights, heads, column=nn.Linear, row=nn.Linear, embedding=nn.Embedding,
-        head=lambda n, m: nn.Linear(n, m, bias=False),
+        head=lambda n, m: nn.Linear(n, m, bias=False), attention=causal_attention,
     ):  # fmt: skip
         super().__init__()
         vocabulary, width = weights["wte.weight"].shape
         layers = sum(name.endswith("ln_1.weight") for name in weights)
         self.wte = embedding(vocabulary, width)
         self.wpe = nn.Embedding(*weights["wpe.weight"].shape)
-        self.blocks = nn.ModuleList(Block(width, heads, column, row) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, column, row, attention) for _ in range(layers))
         self.ln_f, self.head = nn.LayerNorm(width), head(width, vocabulary)
 
-    def forward(self, ids):
-        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+    def forward(self, ids, positions=None):
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]) if positions is None else positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.ln_f(x))

@@ -3,6 +3,7 @@
     $MPIRUN -n 2 python -m mpi4py benchmarks/sequence.py                     4k to 16k tokens; 10 minutes
     $MPIRUN -n 4 python -m mpi4py benchmarks/sequence.py --lengths 4096,8192
     $MPIRUN -n 2 python -m mpi4py benchmarks/sequence.py --lengths 32768 --pairs 2
+    $MPIRUN -n 2 python -m mpi4py benchmarks/sequence.py --gpt --lengths 4096,8192   a whole step; 5 minutes
     $MPIRUN -n 4 python -m mpi4py benchmarks/sequence.py --memory ring --lengths 32768      then "ulysses"
 
 One causal sequence, 8 heads of 32, float32. Peers: torch's ring attention (torch.distributed.tensor.experimental) over
@@ -12,12 +13,17 @@ while the other ranks sleep; and "divided": the time of one process with one thr
 cores where these are fewer. All use torch's fused CPU kernel. Prints one JSON object a line; `ratio` is the median over
 the pairs of theirs / ours in seconds, above 1 ours is faster.
 
-With --memory one side of ours alone takes a step: `peak_mib` is the most memory that a rank had of its own and its
-share of what it shares with others, less what it had before.
+With --gpt it is a training step of a GPT with that attention: 2 layers, width 256, vocabulary 1,024, fused AdamW. The
+peers have the model of benchmarks/peers_torch.py, and torch's DistributedDataParallel for its gradients.
+
+With --memory one side of ours alone takes a step of attention: `peak_mib` is the most memory that a rank had of its own
+and its share of what it shares with others, less what it had before; `formula_mib` is
+`layers.context.formula.bytes_in_memory`.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -26,6 +32,7 @@ import threading
 import time
 
 import pairs
+import sequence_gpt
 import torch
 import torch.distributed as dist
 from gloo import gloo
@@ -34,8 +41,10 @@ from mpi4py import MPI
 import hpctrain as ht
 from hpctrain import cores
 from hpctrain.comm import buffers
+from hpctrain.layers.context.formula import bytes_in_memory
 
 HEADS, WIDTH = 8, 32
+OURS = {"ring": lambda ranks: (ranks, 1), "ulysses": lambda ranks: (1, ranks)}  # (ring, Ulysses ranks)
 GOALS = {"divided": 0.9}
 aten = torch.ops.aten
 
@@ -69,17 +78,24 @@ def local(whole, spans):
     return [torch.cat([part[:, :, span.start : span.stop] for span in spans], 2) for part in whole]
 
 
-def ours(data, whole):
+# Each side: attention of this rank's tokens, (sequences, heads, tokens, width), and their positions; None, None of one
+# that sleeps.
+
+
+def ours(data, length):
     grid = ht.Grid(data=(1, *data))
-    spans = ht.layers.sequence_spans(whole[0].shape[2], *data)[grid.sequence.rank]
-    return step_of(lambda q, k, v: ht.layers.context_attention(q, k, v, grid, is_causal=True), *local(whole, spans))
+
+    def attention(q, k, v):
+        return ht.layers.context_attention(q, k, v, grid, is_causal=True, length=length)
+
+    return attention, ht.layers.sequence_spans(length, *data)[grid.sequence.rank]
 
 
-def torch_ring(whole, head_tail):
+def torch_ring(length, head_tail):
     """torch's ring, with the kernel that it would take on CPUs if it had a registration for it."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-    group, (ring, length) = dist.group.WORLD, (MPI.COMM_WORLD.size, whole[0].shape[2])
+    group, ring = dist.group.WORLD, MPI.COMM_WORLD.size
 
     class Ring(torch.autograd.Function):
         @staticmethod
@@ -99,11 +115,14 @@ def torch_ring(whole, head_tail):
                 group, 2, op, grad, "grad_out", q, k, v, out, lse, True, dropout_p=0.0
             )
 
+    def attention(q, k, v):
+        return Ring.apply(q.contiguous(), k.contiguous(), v.contiguous())
+
     balance = "zigzag" if head_tail else "none"  # the same tokens as ours
-    return step_of(Ring.apply, *local(whole, ht.layers.sequence_spans(length, ring, 1, balance)[dist.get_rank()]))
+    return attention, ht.layers.sequence_spans(length, ring, 1, balance)[dist.get_rank()]
 
 
-def deepspeed(whole):
+def deepspeed(length):
     with contextlib.redirect_stdout(sys.stderr):
         import peers_deepspeed
         from deepspeed.sequence.layer import DistributedAttention
@@ -119,19 +138,27 @@ def deepspeed(whole):
     def attention(q, k, v):  # (sequences, tokens, heads, width)
         return theirs(*(part.transpose(1, 2).contiguous() for part in (q, k, v)), 0).transpose(1, 2)
 
-    ranks = MPI.COMM_WORLD.size
-    return step_of(attention, *local(whole, ht.layers.sequence_spans(whole[0].shape[2], 1, ranks)[dist.get_rank()]))
+    return attention, ht.layers.sequence_spans(length, 1, MPI.COMM_WORLD.size)[dist.get_rank()]
 
 
-def one_process(whole, threads):
+def one_process(length):
     """On rank 0; the others sleep."""
-    if MPI.COMM_WORLD.rank:
-        return lambda: None, lambda: [0.0] * 4
 
     def attention(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    step, checksum = step_of(attention, *whole)
+    return (None, None) if MPI.COMM_WORLD.rank else (attention, (range(length),))
+
+
+def attention_side(attention, spans, whole):
+    """A step, and the sums of squares of what it gives."""
+    if attention is None:
+        return lambda: None, lambda: [0.0] * 4
+    return step_of(attention, *local(whole, spans))
+
+
+def threaded(side, threads):
+    """Both functions of a side, with so many threads."""
 
     def with_threads(function):
         def call():
@@ -143,7 +170,7 @@ def one_process(whole, threads):
 
         return call
 
-    return with_threads(step), with_threads(checksum)
+    return tuple(map(with_threads, side))
 
 
 def seconds(step):
@@ -155,30 +182,37 @@ def seconds(step):
     return MPI.COMM_WORLD.allreduce(time.perf_counter() - start, MPI.MAX)
 
 
-def sides(whole, wanted):
+def sides(length, wanted, gpt):
+    """Of each name a step and what tells whether it is right, the same for all."""
     ranks = MPI.COMM_WORLD.size
     made = {
-        "ring": lambda: ours((ranks, 1), whole),
-        "ulysses": lambda: ours((1, ranks), whole),
-        "torch ring": lambda: torch_ring(whole, False),
-        "torch ring head-tail": lambda: torch_ring(whole, True),
-        "DeepSpeed Ulysses": lambda: deepspeed(whole),
-        "one process": lambda: one_process(whole, ranks),
-        "divided": lambda: one_process(whole, 1),
+        **{name: functools.partial(ours, data(ranks), length) for name, data in OURS.items()},
+        "torch ring": lambda: torch_ring(length, False),
+        "torch ring head-tail": lambda: torch_ring(length, True),
+        "DeepSpeed Ulysses": lambda: deepspeed(length),
+        "one process": lambda: one_process(length),
+        "divided": lambda: one_process(length),
     }
-    found = {}
+    whole, found = tensors(length), {}
     for name in wanted or made:
         try:
-            found[name] = made[name]()
+            if gpt and name in OURS:
+                found[name] = sequence_gpt.ours(OURS[name](ranks), length)
+            elif gpt:
+                found[name] = sequence_gpt.theirs(*made[name](), length, alone=name in ("one process", "divided"))
+            else:
+                found[name] = attention_side(*made[name](), whole)
         except ImportError as error:
             print(f"{name} is absent: {error}", file=sys.stderr)
+    if "one process" in found:
+        found["one process"] = threaded(found["one process"], ranks)
     return found
 
 
-def compare(length, count, wanted):
+def compare(length, count, wanted, gpt):
     """Lines for both ways of ours and every peer."""
     ranks = MPI.COMM_WORLD.size
-    made = sides(tensors(length), wanted)
+    made = sides(length, wanted, gpt)
     sums = {name: [MPI.COMM_WORLD.allreduce(part) for part in checksum()] for name, (_, checksum) in made.items()}
     for name, found in sums.items():
         for a, b in zip(found, next(iter(sums.values()))):
@@ -190,10 +224,11 @@ def compare(length, count, wanted):
     workers = min(ranks, cores.find().count)
     if "divided" in times:
         times["divided"] = [each / workers for each in times["divided"]]
-    for mine in ("ring", "ulysses"):
-        for peer in [name for name in made if name not in ("ring", "ulysses")]:
+    for mine in OURS:
+        for peer in [name for name in made if name not in OURS]:
             yield {
-                "benchmark": "sequence", "case": f"{mine}, {length} tokens, {ranks} ranks", "peer": peer,
+                "benchmark": "sequence_gpt" if gpt else "sequence",
+                "case": f"{mine}, {length} tokens, {ranks} ranks", "peer": peer,
                 "ours": round(statistics.median(times[mine]), 4), "theirs": round(statistics.median(times[peer]), 4),
                 "unit": "s", **pairs.compared(times[mine], times[peer]),
                 "goal": GOALS.get(peer, 1.15 if ranks == 4 else 1.0),
@@ -202,12 +237,13 @@ def compare(length, count, wanted):
 
 def peak_memory(side, length):
     """MiB of one rank, as a member of the JSON object; one sample a millisecond or so (Linux's "Pss")."""
-    ranks = MPI.COMM_WORLD.size
-    data = {"ring": (ranks, 1), "ulysses": (1, ranks)}[side]
-    step, _ = ours(data, tensors(1024))
+    rank, data = MPI.COMM_WORLD.rank, OURS[side](MPI.COMM_WORLD.size)
+    step, _ = attention_side(*ours(data, 1024), tensors(1024))
     step()  # what libraries take once
-    spans = ht.layers.sequence_spans(length, *data)[MPI.COMM_WORLD.rank]
-    tokens = sum(map(len, spans))
+    spans = ht.layers.sequence_spans(length, *data)
+    due = bytes_in_memory(spans, *data, rank, sequences=1, heads=HEADS, groups=HEADS, width=WIDTH)
+    due["kept"] -= 0 if data[1] > 1 else 4 * HEADS * WIDTH * sum(map(len, spans[rank]))  # q, which was there before
+    tokens = sum(map(len, spans[rank]))
     grid = ht.Grid(data=(1, *data))
     q, k, v, grad = (torch.randn(1, HEADS, tokens, WIDTH) for _ in range(4))
     for part in (q, k, v):
@@ -229,7 +265,7 @@ def peak_memory(side, length):
     over.set()
     watcher.join()
     peak = MPI.COMM_WORLD.allreduce(peaks[0] - before, MPI.MAX)
-    return {"side": side, "peak_mib": round(peak, 1)}
+    return {"side": side, "peak_mib": round(peak, 1), "formula_mib": round(sum(due.values()) / 2**20, 1)}
 
 
 def main():
@@ -237,7 +273,8 @@ def main():
     parser.add_argument("--lengths", default="4096,8192,16384")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--sides", help="of those that there are, by comma")
-    parser.add_argument("--memory", choices=["ring", "ulysses"])
+    parser.add_argument("--gpt", action="store_true", help="a whole step of a GPT")
+    parser.add_argument("--memory", choices=list(OURS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -249,7 +286,7 @@ def main():
                 case = {"benchmark": "sequence_memory", "case": f"{length} tokens, {MPI.COMM_WORLD.size} ranks"}
                 found = [case | peak_memory(options.memory, length)]
             else:
-                found = compare(length, options.pairs, wanted)
+                found = compare(length, options.pairs, wanted, options.gpt)
             for line in found:
                 if rank == 0:
                     print(json.dumps(line), flush=True)
