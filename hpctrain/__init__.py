@@ -13,6 +13,7 @@ _HOME = {
     "RngKey": "hpctrain.randomness",
     "Trainer": "hpctrain.train.trainer",
     "parallelize": "hpctrain.convert",
+    "register_rule": "hpctrain.convert",
     "gather_state_dict": "hpctrain.convert",
     "sync_gradients": "hpctrain.convert",
     "clip_grad_norm_": "hpctrain.convert",

@@ -46,10 +46,11 @@ def test_encoder_layer_with_a_part_exchanged(world, case):
 
 
 def test_weights_computed_from_others(world):
-    """Where they are left whole."""
+    """They are left whole, be it by themselves."""
 
     def make():
         return nn.Sequential(nn.Linear(4, 5), nn.utils.spectral_norm(nn.Linear(5, 3)), nn.Linear(3, 2))
 
     for grid in tensor_grids(world):
-        compare(make, grid, [numbers(2, 4)], replicate=["1"])
+        for replicate in ([], ["1"]):
+            compare(make, grid, [numbers(2, 4)], replicate=replicate)

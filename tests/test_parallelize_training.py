@@ -68,7 +68,7 @@ def test_three_steps(world, optimizer, way):
     for sizes in GRIDS[world.size]:
         grid = ht.Grid(**sizes)
         serial = network()
-        model = ht.parallelize(copy.deepcopy(serial), grid, replicate=["gate"])
+        model = ht.parallelize(copy.deepcopy(serial), grid)
         ours, theirs = (OPTIMIZERS[optimizer](m.parameters()) for m in (model, serial))
         trainer = ht.Trainer(model, grid, ours, loss=loss_of, max_norm=0.5) if way == "trainer" else None
         mine = split(BATCH, grid.data.size, grid.data.rank)

@@ -1,9 +1,12 @@
 """Weights that are read, written or watched outside of their own module, in parallelized models: as in plain torch."""
 
+import copy
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
-from parallelize_checks import numbers, tensor_grids
+from parallelize_checks import CLOSE, numbers, tensor_grids
 from read_weights import IDS, Body, Tied, check_weights, made, train
 from torch import nn
 
@@ -154,6 +157,23 @@ def test_writes(world):
     state = torch.get_rng_state()
     assert all(torch.equal(state, other) for other in world.allgather(state))
     check_weights(model, serial, grid)
+
+
+def test_merging_as_peft_does(world):
+    """It adds to `.data` what it computed from whole weights."""
+
+    def merge(layer):
+        layer.weight.data += layer.weight.data @ numbers(3, 3)
+        layer.bias.data = layer.bias.data * 2
+
+    torch.manual_seed(3)
+    serial = nn.Linear(3, 5).double()
+    model = ht.parallelize(copy.deepcopy(serial), tensor_grids(world)[-1])
+    for layer in (serial, model):
+        types.FunctionType(merge.__code__, {"__name__": "peft.tuners.lora", "numbers": numbers})(layer)
+    gathered = ht.gather_state_dict(model)
+    if world.rank == 0:
+        torch.testing.assert_close(gathered, dict(serial.state_dict()), **CLOSE)
 
 
 def test_whole_weights_of_the_module_in_apply(world):

@@ -7,7 +7,7 @@ import pytest
 import hpctrain as ht
 
 NAMES = """Grid RngKey Shard Trainer checkpoint clip_grad_norm_ comm data data_parallel gather_state_dict layers
-    load_config matmul models parallelize pipeline plan sync_gradients train"""
+    load_config matmul models parallelize pipeline plan register_rule sync_gradients train"""
 
 
 def test_dir_shows_the_public_names():

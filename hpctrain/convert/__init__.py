@@ -4,7 +4,8 @@ The package is not called `parallelize`, as `ht.parallelize` is the function.
 """
 
 from hpctrain.convert.parallelize import parallelize
+from hpctrain.convert.rules import Split, register_rule
 from hpctrain.convert.state_dict import gather_state_dict
 from hpctrain.convert.steps import clip_grad_norm_, sync_gradients
 
-__all__ = ["clip_grad_norm_", "gather_state_dict", "parallelize", "sync_gradients"]
+__all__ = ["Split", "clip_grad_norm_", "gather_state_dict", "parallelize", "register_rule", "sync_gradients"]

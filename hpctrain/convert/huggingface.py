@@ -1,7 +1,7 @@
-"""Attention and MLP of Hugging Face's GPT-2 and Llama: heads and hidden features divided, their own code untouched.
+"""Attention and MLP of Hugging Face's models: heads and hidden features divided, their own code untouched.
 
-Hugging Face writes -1 for the number of heads, so that its code works on however many the projections give it.
-Caches then hold this rank's heads, and `generate` works.
+Hugging Face writes -1 for the number of heads, or reads it from the module, so that its code works on however many the
+projections give it. Caches then hold this rank's heads, and `generate` works.
 
 Where a layer of a unit was exchanged, as for LoRA, the unit is left to its layers, each of which is divided by itself.
 """
@@ -9,18 +9,30 @@ Where a layer of a unit was exchanged, as for LoRA, the unit is left to its laye
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from hpctrain.comm import functional
-from hpctrain.convert.attention import drop_heads, enter_learned
-from hpctrain.convert.boundary import enter, gather
+from hpctrain.convert.attention import drop_heads
+from hpctrain.convert.boundary import enter, gather, leave
+from hpctrain.convert.heads import HEADS, find_heads
 from hpctrain.convert.plain import is_plain, is_pointwise
-from hpctrain.convert.products import SplitConv1D, SplitLinear, split_conv1d, split_linear, split_matrix
+from hpctrain.convert.products import (
+    SharedEntry,
+    SplitConv1D,
+    Unit,
+    share_entry,
+    split_conv1d,
+    split_linear,
+    split_matrix,
+)  # fmt: skip
 from hpctrain.convert.sequence import use_context_attention
+from hpctrain.convert.sharding import local
 from hpctrain.layers.softmax_attention import softmax_attention
 from hpctrain.shard import split, split_sizes, subsplit
 
@@ -28,42 +40,81 @@ if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
 
 
-class Entered:
-    """Mixin for a unit of which several layers take the input: it is brought inside once."""
+class SplitAttention(Unit):
+    """Mixin for an attention module.
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
-        return super().forward(enter(hidden_states, self.axis), *args, **kwargs)
-
-
-class SplitAttention(Entered):
-    """Mixin for GPT2Attention and LlamaAttention.
-
-    Attributes: `axis`; `heads`, of all ranks; `part`, the query heads of this rank; `counts`, query heads by rank.
+    Attributes: `axis`; `heads`, of all ranks; `part`, the query heads of this rank; `counts`, query heads by rank;
+    `arguments`, the names of the forward's.
     """
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *args: Any,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        **kwargs: Any,
-    ):
-        mask = attention_mask = enter_learned(attention_mask, self.axis)
-        local = self.counts[self.axis.rank]
-        if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == self.heads > 1:
-            attention_mask = attention_mask[:, self.part if local else slice(1)]  # GPT-2 goes on with a head of zeros
-        if encoder_hidden_states is not None:
-            kwargs["encoder_hidden_states"] = enter(encoder_hidden_states, self.axis)
-        out, weights = super().forward(hidden_states, *args, attention_mask=attention_mask, **kwargs)
-        if not local and mask is not None and mask.requires_grad:
-            out = out + mask[:0].sum()  # 0: torch's kernel leaves the mask of no heads out of the graph
-        if weights is None or not self._forward_hooks:  # through hooks, Hugging Face collects `output_attentions`
+    def forward(self, *args: Any, **kwargs: Any):
+        kwargs.update(zip(self.arguments, args))
+        here, learned = self.counts[self.axis.rank], None
+        for name, value in kwargs.items():
+            if name.endswith("states"):  # to projections, which bring them inside
+                continue
+            if name.endswith("head_mask") and value is not None:
+                raise ValueError(f"{self.path} of a parallelized model takes no {name}")
+            per_head = name.endswith(("mask", "bias"))
+            value = self._inside(name, value, per_head or name == "position_embeddings")
+            if per_head and isinstance(value, torch.Tensor):
+                if value.dim() == 4 and value.shape[1] == self.heads > 1:
+                    value = value[:, self.part if here else slice(1)]  # GPT-2 goes on with a head of zeros
+                learned = value if value.requires_grad else learned
+            kwargs[name] = value
+        out, weights = super().forward(**kwargs)
+        if not here and learned is not None:
+            out = out + learned[:0].sum()  # 0: torch's kernel leaves the mask of no heads out of the graph
+        wanted = self._forward_hooks or kwargs.get("output_attentions")  # hooks: Hugging Face's, to collect them
+        if weights is None or not wanted:
             return out, None
-        return out, gather(weights[:, :local], self.axis, self.counts, 1)
+        return out, gather(weights[:, :here], self.axis, self.counts, 1)
+
+    def _inside(self, name, value, known):
+        """Each rank's heads give a part of the gradient of what is learned, as a position bias is."""
+
+        def inside(x):
+            if not isinstance(x, torch.Tensor) or not x.requires_grad:
+                return x
+            if not known:
+                raise ValueError(
+                    f"{self.path} of a parallelized model: nobody knows what the gradient of its {name} is"
+                )
+            return enter(x, self.axis)
+
+        return tree_map(inside, value) if isinstance(value, (torch.Tensor, tuple, list)) else value
 
 
-class FusedHeads(SplitConv1D):
+class HeadNorm:
+    """Mixin for a norm of queries or keys, which treats every head by itself: whole weights, on this rank's heads.
+
+    Attribute: `axis`.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any):
+        weights = dict(self._parameters)
+        try:
+            self._parameters.update(
+                {name: enter(weight, self.axis) for name, weight in weights.items() if weight is not None}
+            )
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters.update(weights)
+
+
+class SplitExperts:
+    """Mixin for the experts of a mixture, in two stacks of matrices: each rank has some hidden features of every one.
+
+    Attribute: `axis`.
+    """
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
+        with local():
+            x, weights = (enter(x, self.axis) for x in (hidden_states, top_k_weights))
+            return leave(super().forward(x, top_k_index, weights), self.axis)
+
+
+class FusedHeads(SharedEntry, SplitConv1D):
     """Mixin for GPT-2's projection to queries, keys and values.
 
     Without heads, a rank goes on with one of zeros: Hugging Face's code cannot cut nothing in three. `HeadsBack`
@@ -83,7 +134,7 @@ class HeadsBack(SplitConv1D):
         return super().multiply(x[..., : len(self.weight)], bias)
 
 
-class SharedHead(SplitLinear):
+class SharedHead(SharedEntry):
     """Mixin for a projection to key or value heads that are fewer than the ranks, so that some ranks share one.
 
     The features are computed divided, gathered, and each rank goes on with those it needs.
@@ -104,16 +155,17 @@ def split_gpt2_attention(plan: Plan, module: torch.nn.Module) -> None:
     plain = all(is_plain(projection, "Conv1D") for projection in (*fused, module.c_proj))
     if not (plain and is_plain(module.attn_dropout, nn.Dropout)):
         return
+    if _draws_for_heads(plan, module, module.attn_dropout.p):
+        return
     heads, width = plan.parts(module.num_heads), module.head_dim
     parts = [slice(part.start * width, part.stop * width) for part in heads]
     part = parts[plan.axis.rank]
     local = part.stop - part.start
     for projection, times in fused.items():
-        split_matrix(
-            plan, projection, FusedHeads, 1, 0, by_output=True, parts=parts, fused=times, enters=False, leaves=False
-        )
+        split_matrix(plan, projection, FusedHeads, 1, 0, by_output=True, parts=parts, fused=times, leaves=False)
         plan.change(projection, padding=0 if local else times * width)
     split_matrix(plan, module.c_proj, HeadsBack, 1, 0, by_output=False, parts=parts, enters=False)
+    share_entry(plan, module, list(fused))
     _split_heads(plan, module, heads, module.attn_dropout.p)
     plan.change(module, split_size=local or width)
 
@@ -125,34 +177,74 @@ def split_gpt2_mlp(plan: Plan, module: torch.nn.Module) -> None:
     split_conv1d(plan, module.c_proj, by_output=False, enters=False)
 
 
-def split_llama_attention(plan: Plan, module: torch.nn.Module) -> None:
-    if not all(is_plain(child, nn.Linear) for child in (module.q_proj, module.k_proj, module.v_proj, module.o_proj)):
+def split_attention(plan: Plan, module: torch.nn.Module) -> None:
+    """Attention with its projection back; leaves alone what is none."""
+    found = find_heads(module)
+    if found is not None and found.out:
+        _split_projections(plan, module, found, getattr(module, found.out))
+
+
+def split_bert_attention(plan: Plan, module: torch.nn.Module) -> None:
+    """Attention whose projection back is in `output`."""
+    found, out = find_heads(module.self), module.output.dense
+    if found is not None and not found.out and is_plain(out, nn.Linear):
+        _split_projections(plan, module.self, found, out)
+
+
+def _split_projections(plan, module, found, out):
+    if _draws_for_heads(plan, module, found.dropout):
         return
-    width, groups = module.head_dim, module.num_key_value_groups
-    heads = module.q_proj.out_features // width
-    queries, keys = zip(*(_grouped_heads(heads, heads // groups, plan.axis.size, r) for r in range(plan.axis.size)))
+    width, groups, ranks = found.width, found.groups, plan.axis.size
+    heads = out.in_features // width
+    queries, keys = zip(*(_grouped_heads(heads, heads // groups, ranks, rank) for rank in range(ranks)))
+    if not (found.may_be_none or all(part.stop > part.start for part in queries)):
+        return
     scaled = [[slice(part.start * width, part.stop * width) for part in parts] for parts in (queries, keys)]
-    split_linear(plan, module.q_proj, by_output=True, parts=scaled[0], enters=False, leaves=False)
-    for projection in (module.k_proj, module.v_proj):
-        if heads // groups >= plan.axis.size:
-            split_linear(plan, projection, by_output=True, parts=scaled[1], enters=False, leaves=False)
-        else:
-            split_matrix(plan, projection, SharedHead, 0, 1, by_output=True, enters=False, leaves=False)
-            plan.change(projection, needed=scaled[1][plan.axis.rank])
-    split_linear(plan, module.o_proj, by_output=False, parts=scaled[0], enters=False)
-    part, kept = queries[plan.axis.rank], keys[plan.axis.rank]
-    _split_heads(plan, module, queries, module.attention_dropout)
-    plan.change(module, num_key_value_groups=(part.stop - part.start) // max(1, kept.stop - kept.start))
-
-
-def split_llama_mlp(plan: Plan, module: torch.nn.Module) -> None:
-    linears = module.gate_proj, module.up_proj, module.down_proj
-    if not (all(is_plain(linear, nn.Linear) for linear in linears) and is_pointwise(module.act_fn)):
+    first, *rest = (getattr(module, name) for name in found.projections)
+    shared = [projection.weight for projection in (first, *rest, out)]
+    if any(plan.is_shared(weight) for weight in shared):
         return
-    for up in (module.gate_proj, module.up_proj):
-        split_linear(plan, up, by_output=True, enters=False, leaves=False)
-    split_linear(plan, module.down_proj, by_output=False, enters=False)
-    plan.swap_class(module, Entered, axis=plan.axis)
+    times = 1 if rest else 3
+    parts = [slice(part.start * times, part.stop * times) for part in scaled[0]]
+    split_matrix(plan, first, SharedEntry, 0, 1, by_output=True, parts=parts, leaves=False)
+    for projection in rest:
+        if heads // groups >= ranks:
+            split_matrix(plan, projection, SharedEntry, 0, 1, by_output=True, parts=scaled[1], leaves=False)
+        else:
+            split_matrix(plan, projection, SharedHead, 0, 1, by_output=True, leaves=False)
+            plan.change(projection, needed=scaled[1][plan.axis.rank])
+    split_linear(plan, out, by_output=False, parts=scaled[0], enters=False)
+    for name in found.norms:
+        plan.whole(getattr(module, name))
+        plan.swap_class(getattr(module, name), HeadNorm, axis=plan.axis)
+    share_entry(plan, module, [first, *rest])
+    _split_heads(plan, module, queries, found.dropout)
+    part, kept = queries[plan.axis.rank], keys[plan.axis.rank]
+    local = part.stop - part.start
+    plan.change(module, **{name: local for name in HEADS if isinstance(getattr(module, name, None), int)})
+    if hasattr(module, "num_key_value_groups"):
+        plan.change(module, num_key_value_groups=local // max(1, kept.stop - kept.start))
+
+
+def split_layer_feed_forward(plan: Plan, module: torch.nn.Module) -> None:
+    """The pair of linear layers that a transformer layer has of its own, or in `intermediate` and `output`."""
+    if hasattr(module, "fc1"):
+        up, down, activation = module.fc1, module.fc2, module.activation_fn
+    else:
+        up, down, activation = module.intermediate.dense, module.output.dense, module.intermediate.intermediate_act_fn
+    pair = all(is_plain(linear, nn.Linear) and not plan.is_shared(linear.weight) for linear in (up, down))
+    if not pair or not is_pointwise(activation) or getattr(module, "activation_dropout", 0.0):
+        return
+    split_linear(plan, up, by_output=True, leaves=False)
+    split_linear(plan, down, by_output=False, enters=False)
+
+
+def split_experts(plan: Plan, module: torch.nn.Module) -> None:
+    if set(module._parameters) != {"gate_up_proj", "down_proj"} or not is_pointwise(module.act_fn):
+        raise ValueError("its experts are not those of a known transformers")
+    plan.split(module, "gate_up_proj", 1, fused=2)
+    plan.split(module, "down_proj", 2)
+    plan.swap_class(module, SplitExperts, axis=plan.axis)
 
 
 def _grouped_heads(heads: int, key_heads: int, ranks: int, rank: int) -> tuple[slice, slice]:
@@ -181,21 +273,24 @@ def _grouped_heads(heads: int, key_heads: int, ranks: int, rank: int) -> tuple[s
     raise AssertionError(f"rank {rank} of {ranks}")
 
 
+def _draws_for_heads(plan, module, dropout: float) -> bool:
+    """Whether dropout draws for the heads that it is given: of "sdpa" there is one that does not (`_attend`), of others
+    not, and the module is given all heads."""
+    return dropout > 0 and module.config._attn_implementation != "sdpa" and plan.sequence.size == 1
+
+
 def _split_heads(plan, module, parts, dropout: float) -> None:
     counts = tuple(part.stop - part.start for part in parts)
     plan.swap_class(
-        module, SplitAttention, axis=plan.axis, heads=sum(counts), part=parts[plan.axis.rank], counts=counts
-    )
+        module, SplitAttention, axis=plan.axis, heads=sum(counts), part=parts[plan.axis.rank], counts=counts,
+        arguments=list(inspect.signature(type(module).forward).parameters)[1:],
+    )  # fmt: skip
     if plan.sequence.size > 1:
         plan.context_attention.add(module)
         use_context_attention(plan, module)
         return
     if dropout == 0:
         return
-    # Hugging Face's functions draw masks for the heads they are given, which would depend on the grid.
-    implementation = module.config._attn_implementation
-    if implementation != "sdpa":
-        raise ValueError(f'attention dropout with attn_implementation={implementation!r}; set it to "sdpa"')
     from transformers import AttentionInterface
 
     AttentionInterface.register("hpctrain", _attend)

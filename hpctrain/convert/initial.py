@@ -26,6 +26,11 @@ def initial_numbers(module: torch.nn.Module, name: str, path: str, config: Any):
         ValueError: when the module's distribution is not known.
     """
     kind, weight = type(module).__name__, name.endswith("weight")
+    unknown = ValueError(
+        f"{path} is on the meta device, and how a {kind} is initialised is not known; build it on a device"
+    )
+    if not type(module).__module__.startswith(("torch.nn.", "transformers.")):  # an heir may draw others
+        raise unknown
     if "Norm" in kind:
         return _constant(1.0 if weight else 0.0)
     std = getattr(config, "initializer_range", None)
@@ -42,9 +47,18 @@ def initial_numbers(module: torch.nn.Module, name: str, path: str, config: Any):
         return _constant(0.0)  # the output projection of nn.MultiheadAttention
     if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
         return _uniform(1 / math.sqrt(max(1, module.weight[0].numel())))
-    raise ValueError(
-        f"{path} is on the meta device, and how a {kind} is initialised is not known; build it on a device"
-    )
+    raise unknown
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise ValueError for a model of Hugging Face's that draws other weights than most, and is on the meta device."""
+    draws = getattr(type(model), "_init_weights", None)
+    known = draws is None or draws.__qualname__.partition(".")[0] in ("PreTrainedModel", "GPT2PreTrainedModel")
+    if not known and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"the model is on the meta device, and how a {type(model).__name__} is initialised is not known; build it "
+            "on a device"
+        )
 
 
 def check_buffers(module: torch.nn.Module) -> None:

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
+import math
 
 from torch import nn
 
 from hpctrain import comm
-from hpctrain.convert import attention, chains, encoder, huggingface, norms, products, tables
+from hpctrain.convert import attention, chains, encoder, families, feed_forward, huggingface, norms, products, tables
 from hpctrain.convert.first_steps import FirstSteps
 from hpctrain.convert.gradients import mark_gradients
-from hpctrain.convert.initial import check_buffers, give_buffers
+from hpctrain.convert.initial import check_buffers, check_model, give_buffers
 from hpctrain.convert.optimizers import watch_optimizers
-from hpctrain.convert.plain import altered
+from hpctrain.convert.plain import altered, is_of_huggingface, works_as
 from hpctrain.convert.plan import Plan, Refused
 from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
+from hpctrain.convert.replica_buffers import watch_buffers
+from hpctrain.convert.rules import split_by_rule
 from hpctrain.convert.sequence import CurrentSpans, CutSequences, check_sequence, use_whole_masks
 from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp
 from hpctrain.digest import digest
 from hpctrain.grid import Grid
 from hpctrain.layers.parameter import drawn_key
 
-# What divides a module of exactly this type. The units of Hugging Face go by name, as transformers need not be there.
+log = logging.getLogger("hpctrain")
+
+_NAMED = 6  # weights in the line that says what stays whole
+
+# What divides a module of this type, or of an heir that works as it. Those of Hugging Face go by name, as transformers
+# need not be there.
 _OWNERS = {
     nn.Linear: products.split_linear,
     "Conv1D": products.split_conv1d,
+    "FalconLinear": products.split_linear,
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), products.split_convolution),
     nn.Embedding: tables.split_embedding,
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, "LlamaRMSNorm"), norms.split_norm),
@@ -38,9 +48,12 @@ _UNITS = {
     **dict.fromkeys((nn.TransformerEncoderLayer, nn.TransformerDecoderLayer), attention.split_feed_forward),
     "GPT2Attention": huggingface.split_gpt2_attention,
     "GPT2MLP": huggingface.split_gpt2_mlp,
-    "LlamaAttention": huggingface.split_llama_attention,
-    "LlamaMLP": huggingface.split_llama_mlp,
+    **dict.fromkeys(families.BERT_ATTENTION, huggingface.split_bert_attention),
+    **dict.fromkeys(families.FEED_FORWARD, huggingface.split_layer_feed_forward),
+    **dict.fromkeys(families.EXPERTS, huggingface.split_experts),
 }
+# Modules whose weight is divided even where their forward is another around that of the type.
+_ROOTS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def parallelize(
@@ -70,10 +83,16 @@ def parallelize(
     torch's DistributedDataParallel.
 
     Divided are: nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.MultiheadAttention,
-    nn.TransformerEncoderLayer and DecoderLayer, nn.Conv*d, nn.BatchNorm*d, and Hugging Face's GPT-2 and Llama. Modules
-    without parameters and buffers stay as they are. Dropout draws from torch's generator the masks that one rank would
-    draw, inside attention too (on a GPU, torch's fused kernels draw others); so the generators must have the same seed
-    on all ranks of the tensor axis, and of those that share sequences.
+    nn.TransformerEncoderLayer and DecoderLayer, nn.Conv*d, nn.BatchNorm*d, and what inherits from linear layers,
+    embeddings and convolutions. A module of any other type keeps its own parameters and buffers whole on every rank,
+    with whole gradients, and its children are divided; one line is logged that says what stays whole. Where a buffer of
+    such a module takes statistics of one replica's batch, the call that changes it is refused.
+
+    Between layers activations are whole, but for feed-forward blocks and attention: pairs in nn.Sequential; modules of
+    any class that compute down(f(up(x))) or down(f(gate(x)) up(x)); attention of Hugging Face's models that goes
+    through its attention interface; mixtures of experts; what `ht.register_rule` tells of. Dropout draws from torch's
+    generator the masks that one rank would draw, inside attention too (on a GPU, torch's fused kernels draw others); so
+    the generators must have the same seed on all ranks of the tensor axis, and of those that share sequences.
 
     Ranks that share sequences, of a grid with data=(replica, ring, ulysses), are all given the whole ones, too.
     GPT2LMHeadModel, GPT2Model, LlamaForCausalLM and LlamaModel cut them at their entrance: each rank computes and keeps
@@ -115,6 +134,7 @@ def parallelize(
     with comm.together(grid.comm):
         if hasattr(model, "hpctrain_grid"):
             raise ValueError("the model is already parallelized")
+        check_model(model)
         plan = Plan(model, grid, _chosen(model, replicate))
         _decide(model, plan, plan.replicated)
         cuts = grid.sequence.size > 1
@@ -134,6 +154,7 @@ def parallelize(
         plan.apply(key)
         for module in model.modules():
             give_buffers(module)
+    watch_buffers(model, plan.kept, grid)
     mark_gradients(model, grid)
     watch_optimizers()
     refuse_ddp(model)
@@ -141,38 +162,45 @@ def parallelize(
     if check_steps and grid.tensor.size * grid.sequence.size > 1:
         FirstSteps(model, grid, plan.claimed, check_steps)
     model.hpctrain_grid = grid
+    if grid.rank == 0 and grid.tensor.size > 1:
+        _report(model)
     return model
 
 
 def _decide(model, plan, replicated):
-    refused, to_replicate = [], False
+    refused, to_replicate, unknown = [], False, []
     for path, module in model.named_modules():
         try:
             check_buffers(module)
-            if _found(_OWNERS, module) is None or module in replicated:
+            owner = None if altered(module) else _found(_OWNERS, module)
+            if owner is None or module in replicated:
                 norms.check_statistics(plan, module)
             if module in replicated:
                 plan.whole(module)
                 norms.replicate_batch_norm(plan, module)
-            elif (unit := _found(_UNITS, module)) and not altered(module) and replicated.isdisjoint(module.modules()):
-                unit(plan, module)
+            elif not altered(module) and replicated.isdisjoint(module.modules()):
+                _unit(plan, module)
             if isinstance(module, nn.TransformerEncoderLayer):
                 plan.change(module, activation_relu_or_gelu=0)  # keeps torch from its fused kernel, for whole weights
             if isinstance(module, nn.TransformerEncoder):
                 encoder.pad_encoder(plan, module)
             if module in plan.claimed or not _owns(module):
                 continue
-            owner = _found(_OWNERS, module)
+            if owner is None and (root := _root(module)):
+                plan.roots[module] = root
+                _OWNERS[root](plan, module)
             if owner is None:
-                raise ValueError("")
-            if what := altered(module):
-                raise ValueError(what)
-            owner(plan, module)
+                unknown.append((path, module))
+            else:
+                owner(plan, module)
         except ValueError as error:
             to_replicate |= not isinstance(error, Refused)
-            refused.append(
-                f"{path or 'the model itself'} ({type(module).__name__})" + (f": {error}" if str(error) else "")
-            )
+            refused.append(_named(path, module, error))
+    for path, module in unknown:
+        try:
+            plan.keep(module)
+        except ValueError as error:
+            refused.append(_named(path, module, error))
     if refused:
         raise ValueError(
             f"parallelize cannot divide {'; '.join(refused)}."
@@ -180,9 +208,51 @@ def _decide(model, plan, replicated):
         )
 
 
+def _unit(plan, module):
+    if split_by_rule(plan, module):
+        return
+    if unit := _found(_UNITS, module):
+        unit(plan, module)
+    elif module not in plan.claimed:
+        if is_of_huggingface(module):
+            huggingface.split_attention(plan, module)
+        feed_forward.split_feed_forward_block(plan, module)
+
+
+def _root(module) -> type | None:
+    """The type that the module's forward goes around, where that may be divided beneath it."""
+    if module._parameters.get("weight") is None or altered(module) or getattr(module, "groups", 1) != 1:
+        return None
+    return next((root for root in _ROOTS if works_as(type(module), root, own="forward")), None)
+
+
+def _named(path, module, error):
+    return f"{path or 'the model itself'} ({type(module).__name__}): {error}"
+
+
+def _report(model):
+    """One line: what of the weights is not divided."""
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.shard.replicated}
+    if sizes:
+        total = sum(math.prod(p.whole_shape) for p in model.parameters())
+        largest = sorted(sizes, key=lambda name: -sizes[name])
+        more = f" and {len(sizes) - _NAMED} more" * (len(sizes) > _NAMED)
+        share = 100 * sum(sizes.values()) / total
+        log.warning(
+            "parallelize: %.2g %% of the weights stay whole on every rank: %s%s",
+            share,
+            ", ".join(largest[:_NAMED]),
+            more,
+        )
+
+
 def _found(table, module):
+    """The entry of a table for the module's type; of Hugging Face's, by name."""
     kind = type(module)
-    return table.get(kind) or (table.get(kind.__name__) if kind.__module__.startswith("transformers.") else None)
+    for base in kind.__mro__:
+        if base in table and works_as(kind, base):
+            return table[base]
+    return table.get(kind.__name__) if is_of_huggingface(module) else None
 
 
 def _owns(module) -> bool:

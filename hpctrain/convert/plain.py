@@ -15,6 +15,28 @@ POINTWISE = (
 )  # fmt: skip
 
 
+# What a subclass may have of its own without another forward.
+_HARMLESS = {
+    "__init__", "__doc__", "__module__", "__annotations__", "__constants__", "__parameters__", "__orig_bases__",
+    "__firstlineno__", "__static_attributes__", "__annotate_func__", "__repr__", "extra_repr", "reset_parameters",
+    "_reset_parameters",
+}  # fmt: skip
+
+
+def works_as(kind: type, base: type, own: str = "") -> bool:
+    """Whether modules of type `kind` compute what those of type `base` do: `base` itself, or heirs that change nothing
+    but for the method `own`.
+
+    >>> works_as(nn.modules.linear.NonDynamicallyQuantizableLinear, nn.Linear), works_as(nn.LazyLinear, nn.Linear)
+    (True, False)
+    """
+    if not issubclass(kind, base):
+        return False
+    names = {*dir(base), "weight", "bias"} - _HARMLESS - {own}
+    heirs = (other for other in kind.__mro__ if other not in base.__mro__)
+    return all(names.isdisjoint(vars(heir)) for heir in heirs)
+
+
 def altered(module: nn.Module) -> str:
     """What was done to a module beside its type; "" where nothing was."""
     for name, value in vars(module).items():
@@ -23,13 +45,17 @@ def altered(module: nn.Module) -> str:
     return "its forward was replaced" if "forward" in vars(module) else ""
 
 
+def is_of_huggingface(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformers.")
+
+
 def is_plain(module: nn.Module, kind: type | str) -> bool:
-    """Whether it is exactly of a type, given by name where it is Hugging Face's, and nothing was done to it."""
+    """Whether it works as a type, given by name where it is Hugging Face's, and nothing was done to it."""
     found = type(module)
     if isinstance(kind, str):
         same = found.__name__ == kind and found.__module__.startswith("transformers.")
     else:
-        same = found is kind
+        same = works_as(found, kind)
     return same and not altered(module)
 
 

@@ -32,6 +32,8 @@ class Plan:
         replicated: modules that stay whole on every rank.
         sequence: the ranks that share sequences.
         claimed: modules that are dealt with.
+        roots: {module: type} of those whose forward is another around that of the type.
+        kept: those of types that nobody knows, whose own weights stay whole by themselves.
         context_attention: those whose tokens meet those of all of `sequence`.
     """
 
@@ -46,6 +48,8 @@ class Plan:
                 self._shared.add(id(parameter))
         self.paths = {module: path for path, module in model.named_modules()}
         self.context_attention: set[torch.nn.Module] = set()
+        self.roots: dict[torch.nn.Module, type] = {}
+        self.kept: list[torch.nn.Module] = []
         self.claimed, self._shardings, self._places, self._changes, self._draws = set(), {}, {}, [], {}
 
     def parts(self, length: int, unit: int = 1) -> list[slice]:
@@ -83,6 +87,25 @@ class Plan:
                 slices = tuple(slice(0, length) for length in parameter.shape)
                 self._keep(module, name, Shard(tuple(parameter.shape), slices, TENSOR, partial=False))
         self.claimed.add(module)
+
+    def keep(self, module: torch.nn.Module) -> None:
+        """Of a module of which nobody knows what it does with its own parameters: they stay whole.
+
+        To be called after all others are divided: what the module shares with one of these is divided, and the whole
+        weight when the module reads it.
+        """
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if is_lazy(parameter):
+                raise ValueError("its weights have no shapes yet; call the model once before parallelize")
+            if id(parameter) in self._shardings:
+                self._places[id(parameter)].append((module, name))
+            else:
+                slices = tuple(slice(0, length) for length in parameter.shape)
+                self._keep(module, name, Shard(tuple(parameter.shape), slices, TENSOR, partial=False))
+        self.claimed.add(module)
+        self.kept.append(module)
 
     def swap_class(self, module: torch.nn.Module, mixin: type, **attributes: Any) -> None:
         """The module is given `mixin`'s methods before its own, and `attributes`. Names, hooks and identity stay."""
@@ -149,7 +172,7 @@ class Plan:
                 path = self.paths[module]
                 names = (name for name, parameter in module._parameters.items() if parameter is not None)
                 module.sharded_weights = {name: f"{path}.{name}".lstrip(".") for name in names}
-                module.__class__ = sharded_type(mixin, type(module))
+                module.__class__ = sharded_type(mixin, type(module), self.roots.get(module))
                 module.path = path or "the model itself"
             for name, value in attributes.items():
                 setattr(module, name, value)

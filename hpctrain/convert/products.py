@@ -54,6 +54,40 @@ class SplitLinear:
         return F.linear(x, self._parameters["weight"], bias)
 
 
+class SharedEntry(SplitLinear):
+    """Mixin for one of several layers of a unit that take the same input: it is brought inside once.
+
+    Attributes: `entered`, {id of an input: it, what came inside}, of all of these layers; see `Unit`.
+    """
+
+    def enter(self, x: torch.Tensor):
+        if id(x) not in self.entered:
+            self.entered[id(x)] = x, enter(x, self.axis)
+        return self.entered[id(x)][1]
+
+
+class Unit:
+    """Mixin for a module with layers of `SharedEntry`, of which it has `entered` as well.
+
+    Attributes: `planned`, {name: layer} as they were divided together.
+
+    Raises:
+        ValueError: where one of them was exchanged since, as by LoRA: it would meet parts of activations.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any):
+        if self._modules != self.planned:
+            raise ValueError(
+                f"layers of {self.path}, which ht.parallelize divided together, were exchanged or added to; do it "
+                "before parallelize"
+            )
+        self.entered.clear()
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.entered.clear()
+
+
 class SplitConv1D(SplitLinear):
     """Mixin for Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
 
@@ -94,6 +128,14 @@ class SplitConv(SplitLinear):
 def split_linear(plan: Plan, module: torch.nn.Module, **how: Any) -> None:
     """As `split_matrix`."""
     split_matrix(plan, module, SplitLinear, 0, 1, **how)
+
+
+def share_entry(plan: Plan, module: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
+    """Of the layers of a unit, whose mixin inherits from Unit, and theirs from SharedEntry."""
+    entered: dict = {}
+    for layer in (module, *layers):
+        plan.change(layer, entered=entered)
+    plan.change(module, planned=dict(module._modules))
 
 
 def split_conv1d(plan: Plan, module: torch.nn.Module, **how: Any) -> None:

@@ -42,10 +42,13 @@ def place() -> str:
     return "torch"
 
 
-def called_in_forward(frame: types.FrameType | None) -> bool:
-    """Whether code of the user's, in the forward of a module, led to this frame; not that of torch or ours."""
+def wants_whole(frame: types.FrameType | None) -> bool:
+    """Whether code of the user's, in the forward of a module, led to this frame; not that of torch or ours. Or peft's,
+    which adds to `.data` what it computed from whole weights."""
     if _library(frame) in ("torch", "hpctrain"):
         return False
+    if _library(frame) == "peft":
+        return True
     while frame is not None:
         code = frame.f_code
         of_module = code.co_name == "forward" and code.co_argcount > 0

@@ -106,14 +106,20 @@ def reset(name: str, base: type):
     return reset_parameters
 
 
-def sharded_type(mixin: type, base: type) -> type:
-    """The type of a module of type `base` that is divided by `mixin`."""
+def sharded_type(mixin: type, base: type, root: type | None = None) -> type:
+    """The type of a module of type `base` that is divided by `mixin`.
+
+    Args:
+        root: the type whose forward `mixin` stands in for, where `base` has another around it: that goes on calling
+            its super().forward, or reads the weight, which is whole there.
+    """
     prefix = getattr(mixin, "prefix", ShardedModule.prefix)
     own = {"__module__": __name__ if prefix else base.__module__, "__doc__": base.__doc__}
     for method in ("reset_parameters", "_reset_parameters"):
         if hasattr(base, method):
             own[method] = reset(method, base)
-    return type(f"{prefix}{base.__name__}", (mixin, ShardedModule, base), own)
+    bases = (mixin, ShardedModule, base) if root is None else (ShardedModule, base, mixin, root)
+    return type(f"{prefix}{base.__name__}", bases, own)
 
 
 def _same_sharding(parameter, current) -> bool:

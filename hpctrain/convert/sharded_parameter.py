@@ -5,7 +5,7 @@ user's (`F.linear(h, self.table.weight)`, a penalty, a norm of the weights), get
 and differentiable: every rank computes the same from it, so that its gradient is whole on every rank, and each keeps
 its part of that. What changes the weight in place, as optimizers do, works on the parts where every element is changed
 by itself, and otherwise on the whole. `.grad`, `.data` and `.detach()` are the part, on which optimizers work; but in a
-forward of the user's, `.data` and `.detach()` stand for the whole weight as well.
+forward of the user's, and in peft, `.data` and `.detach()` stand for the whole weight as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
-from hpctrain.convert.refusals import called_in_forward, place, refused, unpicklable
+from hpctrain.convert.refusals import place, refused, unpicklable, wants_whole
 from hpctrain.convert.sharding import Sharding, hooked, local
 from hpctrain.parameter import annotate
 
@@ -122,7 +122,7 @@ def attach(parameter: torch.nn.Parameter, sharding: Sharding) -> torch.nn.Parame
 
 
 def _detached(tensor, detach, caller):
-    if caller is not None and called_in_forward(caller):
+    if caller is not None and wants_whole(caller):
         _gather_part(tensor)
         return _tagged(detach(tensor), tensor.sharding)
     return detach(tensor).as_subclass(torch.Tensor)

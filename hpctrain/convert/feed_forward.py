@@ -1,0 +1,144 @@
+"""Feed-forward blocks of whatever class: one or two linear layers up, an activation, one down.
+
+A block is recognised by what it computes. A tiny twin of it, with random numbers in the place of its linear layers, is
+run whole, and in two parts that divide the hidden features; where the parts add up to the whole, the features do not
+meet each other before the last layer, and ranks can have different ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hpctrain.convert.attention import SplitDropout
+from hpctrain.convert.plain import altered, is_plain
+from hpctrain.convert.products import SharedEntry, Unit, share_entry, split_linear, split_matrix
+from hpctrain.convert.twins import TwinLinear
+
+if TYPE_CHECKING:
+    from hpctrain.convert.plan import Plan
+
+_PARTS = (slice(0, 5), slice(5, 13))  # of the twin's hidden features; no sizes that others are likely to have
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def split_feed_forward_block(plan: Plan, module: nn.Module) -> None:
+    """Leaves alone what is none."""
+    children = dict(module.named_children())
+    linears = [name for name, child in children.items() if is_plain(child, nn.Linear)]
+    others = [child for name, child in children.items() if name not in linears]
+    if not 2 <= len(linears) <= 3 or not _simple(module, others) or any(_hooked(m) for m in module.modules()):
+        return
+    if any(plan.is_shared(p) for p in module.parameters()) or not plan.claimed.isdisjoint(children.values()):
+        return
+    for down in reversed(linears):
+        ups = [name for name in linears if name != down]
+        for fused in (1, 2):
+            if _fits([children[name] for name in ups], children[down], fused):
+                dropouts = _divides(module, ups, down, fused)
+                if dropouts is not None:
+                    _split(plan, module, ups, down, fused, dropouts)
+                    return
+
+
+def _split(plan, module, ups, down, fused, dropouts):
+    features = getattr(module, down).in_features
+    parts = plan.parts(features)
+    layers = [getattr(module, name) for name in ups]
+    for layer in layers:
+        split_matrix(plan, layer, SharedEntry, 0, 1, by_output=True, parts=parts, fused=fused, leaves=False)
+    split_linear(plan, getattr(module, down), by_output=False, parts=parts, enters=False)
+    for name in dropouts:
+        plan.swap_class(getattr(module, name), SplitDropout, features=features, part=parts[plan.axis.rank])
+    plan.swap_class(module, Unit)
+    share_entry(plan, module, layers)
+
+
+def _simple(module, others) -> bool:
+    """No weights but those of the linear layers, and a forward of one argument."""
+    own = any(value is not None for value in (*module._parameters.values(), *module._buffers.values()))
+    if own or altered(module) or isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        return False
+    if any(value is not None for other in others for value in (*other.parameters(), *other.buffers())):
+        return False
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _hooked(module) -> bool:
+    return any(getattr(module, hooks) for hooks in _HOOKS)  # which would be shown parts
+
+
+def _fits(ups, down, fused) -> bool:
+    hidden, width = down.in_features, ups[0].in_features
+    return all(up.in_features == width and up.out_features == fused * hidden for up in ups) and hidden >= max(
+        width, down.out_features
+    )
+
+
+def _divides(module, ups, down, fused):
+    """The names of the dropouts that see hidden features, where the parts add up; else None."""
+    first, last = getattr(module, ups[0]), getattr(module, down)
+    hidden = _PARTS[-1].stop
+    if hidden in (first.in_features, last.out_features):  # nobody could tell what a dropout sees
+        return None
+    chance = torch.Generator().manual_seed(0)
+
+    def numbers(*shape):
+        return torch.randn(shape, generator=chance, dtype=torch.float64)
+
+    weights = {name: (numbers(fused, hidden, first.in_features), numbers(fused, hidden)) for name in ups}
+    out, bias = numbers(last.out_features, hidden), numbers(last.out_features)
+    x = numbers(2, 3, first.in_features)
+    seen: dict[str, int] = {}
+
+    def run(part, has_bias):
+        layers = {name: TwinLinear(*(w[:, part].flatten(0, 1) for w in weights[name])) for name in ups}
+        layers[down] = TwinLinear(out[:, part], bias * has_bias)
+        return _twin(module, layers, seen)(x)
+
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        try:
+            parts = [run(part, part.start == 0) for part in _PARTS]
+            seen.clear()
+            whole = run(slice(0, hidden), True)
+        except Exception:  # whatever it does with its layers, it is not this
+            return None
+        finally:
+            drew = not torch.equal(torch.get_rng_state(), state)
+            torch.set_rng_state(state)
+    if drew or not all(isinstance(y, torch.Tensor) and y.shape == (2, 3, last.out_features) for y in (whole, *parts)):
+        return None
+    if not torch.allclose(sum(parts), whole, rtol=1e-9, atol=1e-9):
+        return None
+    return [name for name, width in seen.items() if width == hidden]
+
+
+class _Seen(nn.Dropout):
+    """Drops nothing, and notes the width of what it is given."""
+
+    def __init__(self, p: float, name: str, seen: dict):
+        super().__init__(p)
+        self.name, self.seen = name, seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen[self.name] = x.shape[-1]
+        return x
+
+
+def _twin(module, layers, seen):
+    """The module with other layers, in training; nothing that it does reaches the module itself."""
+    twin = copy.copy(module)
+    children = {}
+    for name, child in module.named_children():
+        if name in layers:
+            children[name] = layers[name]
+        else:
+            children[name] = _Seen(child.p, name, seen) if type(child) is nn.Dropout else copy.deepcopy(child).train()
+    twin.__dict__ = {**vars(module), "_modules": children, "training": True}
+    return twin

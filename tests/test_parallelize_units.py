@@ -1,0 +1,160 @@
+"""Feed-forward blocks of any class are recognised by what they compute, and only those."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parallelize_checks import compare, numbers, tensor_grids
+from test_parallelize_refusals import on_every_rank
+from torch import nn
+
+import hpctrain as ht
+from hpctrain.shard import split_sizes
+
+pytestmark = pytest.mark.mpi
+
+
+class Block(nn.Module):
+    """Linear layers `a`, `b` of 4 features to 7 and `out` back, a dropout of hidden features, one of others, a norm."""
+
+    def __init__(self, forward, fused=1):
+        super().__init__()
+        self.out, self.a, self.b = nn.Linear(7, 4), nn.Linear(4, 7 * fused), nn.Linear(4, 7 * fused)
+        self.inner, self.outer = nn.Dropout(0.3), nn.Dropout(0.4)
+        self.kind = forward
+
+
+def block(forward, fused=1, layers="a b out", **parts):
+    def make():
+        made = Block(None, fused)
+        for name in {"a", "b", "out", "inner", "outer"} - {*layers.split(), "inner", "outer"}:
+            delattr(made, name)
+        for name, part in parts.items():
+            made.add_module(name, part())
+        made.__class__ = type("Custom", (Block,), {"forward": forward})
+        return made
+
+    return make
+
+
+BLOCKS = {  # what: (module, the names of the layers that stay divided between)
+    "one up": (block(lambda m, x: m.out(m.a(x).relu()), layers="a out"), ["a"]),
+    "gated": (block(lambda m, x: m.out(F.silu(m.a(x)) * m.b(x))), ["a", "b"]),
+    "dropouts": (block(lambda m, x: m.outer(m.out(m.inner(m.a(x).tanh()))), layers="a out"), ["a"]),
+    "gate of one layer": (
+        block(lambda m, x: m.out(m.a(x).chunk(2, -1)[0] * m.a(x).chunk(2, -1)[1].sigmoid()), 2, "a out"),
+        ["a"],
+    ),
+    "of an activation of one's own": (
+        block(lambda m, x: m.out(m.act(m.a(x))), layers="a out", act=lambda: nn.Softplus()),
+        ["a"],
+    ),
+    "with the input added": (block(lambda m, x: x + m.out(m.a(x).relu()), layers="a out"), []),
+    "times the input": (block(lambda m, x: m.out(m.a(x).relu()) * x, layers="a out"), ["a"]),
+    "gated, times the input": (block(lambda m, x: m.out(m.a(x) * m.b(x)) * x), ["a", "b"]),
+    "with its own bias twice": (block(lambda m, x: m.out(m.a(x).relu()) + m.out.bias, layers="a out"), []),
+    "with hidden features that meet": (block(lambda m, x: m.out(m.a(x).softmax(-1)), layers="a out"), []),
+    "with a norm of hidden features": (
+        block(lambda m, x: m.out(m.norm(m.a(x))), layers="a out", norm=lambda: nn.LayerNorm(7)),
+        [],
+    ),
+    "with a functional dropout": (block(lambda m, x: m.out(F.dropout(m.a(x), 0.2, m.training)), layers="a out"), []),
+    "with a random activation": (block(lambda m, x: m.out(m.act(m.a(x))), layers="a out", act=lambda: nn.RReLU()), []),
+    "of interleaved gates": (block(lambda m, x: m.out(m.a(x)[..., ::2] * m.a(x)[..., 1::2]), 2, "a out"), []),
+    "that scales": (block(lambda m, x: m.out(m.a(x).relu()) * 2, layers="a out"), ["a"]),
+    "with a weight read": (block(lambda m, x: m.out(m.a(x).relu() + m.a.weight.sum()), layers="a out"), []),
+    "with a hidden bias twice": (block(lambda m, x: m.out(m.a(x).relu() + m.a.bias), layers="a out"), []),
+    "of the layers in turn": (block(lambda m, x: m.out(m.b(m.out(m.a(x))))), []),
+}
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks(world, case):
+    make, divided = BLOCKS[case]
+    for grid in tensor_grids(world):
+        model = compare(make, grid, [numbers(2, 3, 4)])
+        assert [name for name in ("a", "b") if not getattr(getattr(model, name, None), "leaves", True)] == divided
+
+
+def test_hooks_on_layers_are_shown_whole_activations(world):
+    def make():
+        made = block(lambda m, x: m.out(m.a(x).relu()), layers="a out")()
+        made.a.register_forward_hook(lambda module, arguments, y: y * 2 + y.sum())
+        return made
+
+    for grid in tensor_grids(world):
+        compare(make, grid, [numbers(2, 3, 4)])
+
+
+def test_a_layer_exchanged_afterwards(world):
+    """As LoRA does: what it adds is whole, and what it is added to is not."""
+    torch.manual_seed(3)
+    make, _ = BLOCKS["gated"]
+    model = ht.parallelize(nn.Sequential(make()), ht.Grid(tensor=world.size))
+    model[0].a = nn.Sequential(model[0].a)
+    with pytest.raises(
+        ValueError, match="^layers of 0, which ht.parallelize divided together, were exchanged or added"
+    ):
+        model(torch.ones(2, 4))
+
+
+README = Path(ht.__file__).parent / "convert/README.md"
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    made = {}
+    monkeypatch.setattr("hpctrain.convert.rules._RULES", made)
+    return made
+
+
+@pytest.fixture
+def attention(rules):
+    """That of the README, whose rule is registered."""
+    blocks = README.read_text(encoding="utf-8").split("```python")
+    (program,) = (block for block in blocks if "ht.register_rule(" in block)
+    names = {"nn": nn, "torch": torch, "ht": ht}
+    exec(program.partition("```")[0], names)
+    return names["Attention"]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_rule(world, attention):
+    for grid in tensor_grids(world):
+        model = compare(lambda: nn.Sequential(nn.Linear(8, 8), attention()), grid, [numbers(2, 5, 8)])
+        assert model[1].heads == split_sizes(3, world.size)[grid.tensor.rank]
+
+
+@pytest.mark.parametrize(
+    ("split", "text"),
+    [
+        (lambda a: None, r"its rule must give an hpctrain\.convert\.Split, got None"),
+        (lambda a: ht.convert.Split([a.qkv], []), "must name nn.Linear layers as columns and as rows"),
+        (lambda a: ht.convert.Split([a.qkv], [a.back], unit=5), "12 features in units of 5, which do not divide"),
+        (lambda a: ht.convert.Split([a.qkv], [a.back], 2, ["heads"]), "says that heads is 6, the number of units"),
+        (lambda a: ht.convert.Split([a.qkv], [a.back, a.qkv]), "rows that do not all take 12 features"),
+        (lambda a: ht.convert.Split([a.qkv], [a.back], dropouts=[a.qkv]), "nn.Dropout layers as dropouts"),
+    ],
+)
+def test_rules_that_do_not_fit(world, attention, rules, split, text):
+    rules[attention] = split
+    on_every_rank(world, lambda: nn.Sequential(attention()), rf"divide 0 \(Attention\): .*{text}")
+
+
+def test_rules_that_leave_weights_out(world, attention):
+    def make():
+        made = attention()
+        made.gate = nn.Linear(2, 2)
+        return made
+
+    on_every_rank(world, make, r"itself \(Attention\): its rule does not say what becomes of gate\.weight")
+
+
+@pytest.mark.ranks(1)
+def test_registering(attention):
+    with pytest.raises(ValueError, match="kind must be a type of modules, got 'Attention'"):
+        ht.register_rule("Attention", lambda module: None)
+    with pytest.raises(ValueError, match="Attention has a rule already"):
+        ht.register_rule(attention, lambda module: None)
