@@ -1,0 +1,190 @@
+"""`ht.parallelize` on the models that people have: tiny ones of transformers, torchvision, timm and diffusers.
+
+    python -m pip install --no-deps --target ZOO torchvision timm diffusers requests importlib_metadata zipp
+    PYTHONPATH=ZOO $MPIRUN -n 2 python -m mpi4py benchmarks/zoo.py [--only WORD] [--out benchmarks/results/zoo.jsonl]
+
+Each in float64 and train mode, outputs and gradients of a forward and a backward beside the untouched model on one
+rank. One JSON line a model: `divided`, the share of the weights that are; `whole`, elements that are not, by type of
+module; `difference`, the largest, relative to the largest element of its tensor; or what it says where it `refused` or
+`fails`. `wrong` is a tensor that differs by more than 1e-9 and than 100 times the `rounding` there, by which the
+untouched model differs from itself when its weights change in their last bits. What models compute in float32 whatever
+their weights are, in norms and routers, is computed in float64 here.
+"""
+
+import argparse
+import copy
+import json
+import os
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from zoo_models import models
+
+import hpctrain as ht
+
+CLOSE = 1e-9
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="models whose names have this in them; several with commas")
+    parser.add_argument("--after", default="", help="leave out this model and those before it")
+    parser.add_argument("--tensor", type=int, nargs=3, default=None, help="the grid's tensor axis")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    world = MPI.COMM_WORLD
+    grid = ht.Grid(tensor=tuple(options.tensor) if options.tensor else world.size)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    names = list(models())
+    names = names[names.index(options.after) + 1 :] if options.after else names
+    for name in names:
+        if not any(word in name for word in options.only.split(",")):
+            continue
+        start = time.perf_counter()
+        line = {"benchmark": "zoo", "model": name, "ranks": world.size, **tried(name, grid)}
+        line["seconds"] = round(time.perf_counter() - start, 1)
+        if world.rank == 0:
+            text = json.dumps(line)
+            print(text, flush=True)
+            if options.out:
+                with options.out.open("a", encoding="utf-8") as file:
+                    print(text, file=file)
+
+
+def tried(name, grid):
+    torch.manual_seed(0)
+    try:
+        model, inputs = models()[name]()
+        model = model.double().train()
+        inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+        serial = copy.deepcopy(model)
+        expected = run(serial, inputs)
+    except Exception as error:
+        return {"unbuilt": said(error)}
+    try:
+        model = ht.parallelize(model, grid)
+    except ValueError as error:
+        return {"refused": said(error)}
+    result = {"divided": round(share(model), 4), "whole": whole(model)}
+    try:
+        got = run(model, inputs)
+    except Exception as error:
+        return {**result, "fails": said(error)}
+    worst = {f"output {k}": difference(got[k], expected[k]) for k in expected}
+    gradients = gathered_gradients(model)
+    if grid.rank == 0:
+        for path, parameter in serial.named_parameters():
+            zero = torch.zeros_like(parameter)
+            worst[path] = difference(gradients[path], zero if parameter.grad is None else parameter.grad)
+    place, largest = max(worst.items(), key=lambda item: item[1])
+    if not largest < CLOSE:
+        result["rounding"] = float(f"{rounding(serial, inputs, place):.2g}")
+        if not largest < 100 * result["rounding"]:
+            result["wrong"] = place
+    return {**result, "difference": float(f"{largest:.2g}")}
+
+
+def rounding(serial, inputs, place):
+    """The difference that the same model makes there from itself, by weights that differ in their last bits.
+
+    Batch norms of few samples divide by what is nearly nothing.
+    """
+    results = []
+    for scale in (0, 1e-15):
+        with torch.no_grad():
+            for parameter in serial.parameters():
+                parameter.mul_(1 + scale * torch.randn(parameter.shape, dtype=parameter.dtype))
+                parameter.grad = None
+        results.append({f"output {k}": y for k, y in run(serial, inputs).items()})
+        results[-1].update({path: p.grad.clone() for path, p in serial.named_parameters() if p.grad is not None})
+    return difference(results[1][place], results[0][place])
+
+
+def said(error):
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+def run(model, inputs):
+    """Outputs, after a backward of a weighted sum of all of them."""
+    torch.manual_seed(1)
+    with Doubles():
+        outputs = dict(floats(model(**inputs)))
+    chance = torch.Generator().manual_seed(2)
+    loss = sum(
+        (y * torch.randn(y.shape, dtype=y.dtype, generator=chance)).sum() for y in outputs.values() if y.requires_grad
+    )
+    loss.backward()
+    return {key: y.detach() for key, y in outputs.items()}
+
+
+class Doubles(TorchFunctionMode):
+    """Within it, float32 is float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def floats(value, name=""):
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield name, value
+    elif hasattr(value, "items"):
+        for key, inner in value.items():
+            yield from floats(inner, f"{name}.{key}")
+    elif isinstance(value, (tuple, list)):
+        for key, inner in enumerate(value):
+            yield from floats(inner, f"{name}.{key}")
+
+
+def difference(a, b):
+    if a.shape != b.shape:
+        return float("inf")
+    largest = (a - b).abs().max().item() if a.numel() else 0.0
+    return largest / max(b.abs().max().item(), 1e-3) if largest == largest and a.numel() else largest
+
+
+def share(model):
+    whole = divided = 0
+    for parameter in model.parameters():
+        size = torch.Size(parameter.whole_shape).numel()
+        whole += size
+        divided += 0 if parameter.shard.replicated else size
+    return divided / max(1, whole)
+
+
+def whole(model):
+    """The kinds of modules of which weights stay whole, {type: elements}."""
+    found = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.shard.replicated:
+                kind = type(module).__name__
+                found[kind] = found.get(kind, 0) + parameter.numel()
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def gathered_gradients(model):
+    """On rank 0: {name: the whole gradient}."""
+    kept = {}
+    for parameter in model.parameters():
+        kept[parameter] = parameter.data
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gathered = ht.gather_state_dict(model)
+    for parameter, data in kept.items():
+        parameter.data = data
+    return gathered
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HPCTRAIN_WATCHDOG", "60")
+    main()

@@ -1,0 +1,45 @@
+"""Tiny models of Hugging Face by the one line alone: the start of benchmarks/zoo.py, which has a hundred."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpctrain as ht
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+MODELS = (
+    "mixtral qwen3 phi gemma2 gpt_neox gptj opt falcon mamba bert deberta-v2 t5 bart whisper vit dinov2 clip swin "
+    "convnext wav2vec2"
+).split()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(world, monkeypatch, name):
+    """Outputs and gradients in float64 are those of the untouched model, and nearly all weights are divided."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import zoo
+
+    result = zoo.tried(f"transformers/{name}", ht.Grid(tensor=world.size))
+    assert result.keys() == {"divided", "whole", "difference"}, result
+    assert result["difference"] < 1e-11
+    assert result["divided"] >= 0.8
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "bart"])
+def test_generate(world, monkeypatch, name):
+    """With caches, which hold this rank's heads."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import zoo_models
+
+    torch.manual_seed(0)
+    serial, inputs = zoo_models.models()[f"transformers/{name}"]()
+    serial = serial.double().eval()
+    model = ht.parallelize(copy.deepcopy(serial), ht.Grid(tensor=world.size))
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "use_cache": True}
+    expected, got = (m.generate(inputs["input_ids"], **how) for m in (serial, model))
+    assert torch.equal(got, expected)
