@@ -60,6 +60,10 @@ BLOCKS = {  # what: (module, the names of the layers that stay divided between)
         [],
     ),
     "with a functional dropout": (block(lambda m, x: m.out(F.dropout(m.a(x), 0.2, m.training)), layers="a out"), []),
+    "that adds the input in evaluation": (
+        block(lambda m, x: m.out(m.a(x).relu()) + (0 if m.training else x), layers="a out"),
+        [],
+    ),
     "with a random activation": (block(lambda m, x: m.out(m.act(m.a(x))), layers="a out", act=lambda: nn.RReLU()), []),
     "of interleaved gates": (block(lambda m, x: m.out(m.a(x)[..., ::2] * m.a(x)[..., 1::2]), 2, "a out"), []),
     "that scales": (block(lambda m, x: m.out(m.a(x).relu()) * 2, layers="a out"), ["a"]),
@@ -78,14 +82,28 @@ def test_blocks(world, case):
         assert [name for name in ("a", "b") if not getattr(getattr(model, name, None), "leaves", True)] == divided
 
 
-def test_hooks_on_layers_are_shown_whole_activations(world):
-    def make():
-        made = block(lambda m, x: m.out(m.a(x).relu()), layers="a out")()
-        made.a.register_forward_hook(lambda module, arguments, y: y * 2 + y.sum())
+def encoder():
+    return nn.TransformerEncoderLayer(4, 2, 7, dropout=0.0)
+
+
+@pytest.mark.parametrize(("make", "path"), [(BLOCKS["gated"][0], "b"), (encoder, "linear1"), (encoder, "linear2")])
+def test_hooks_on_layers(world, make, path):
+    """Registered before, they are shown what they would be; afterwards they are refused."""
+
+    def hooked():
+        made = make()
+        made.get_submodule(path).register_forward_hook(lambda module, arguments, y: y * arguments[0].sum())
         return made
 
     for grid in tensor_grids(world):
-        compare(make, grid, [numbers(2, 3, 4)])
+        compare(hooked, grid, [numbers(2, 3, 4)])
+    torch.manual_seed(3)
+    model = ht.parallelize(nn.Sequential(make()), ht.Grid(tensor=world.size))
+    model.get_submodule(f"0.{path}").register_forward_hook(lambda module, arguments, y: None)
+    with pytest.raises(
+        ValueError, match=rf"^a hook on 0\.{path}, which ht.parallelize divided together with others, wo"
+    ):
+        model(torch.ones(2, 3, 4))
 
 
 def test_a_layer_exchanged_afterwards(world):

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hpctrain.convert.attention import drop
-from hpctrain.convert.plain import POINTWISE, is_plain
+from hpctrain.convert.plain import POINTWISE, is_hooked, is_plain
 from hpctrain.convert.products import SplitLinear, split_linear
 
 if TYPE_CHECKING:
     import torch
 
     from hpctrain.convert.plan import Plan
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Chained:
@@ -29,8 +27,7 @@ class Chained:
     planned = ()
 
     def forward(self, x: torch.Tensor):
-        hooked = any(getattr(module, hooks) for module in self for hooks in _HOOKS)  # they are shown whole activations
-        if hooked or [id(module) for module in self] != [id(module) for module in self.planned]:
+        if any(map(is_hooked, self)) or [id(module) for module in self] != [id(module) for module in self.planned]:
             return super().forward(x)
         for position, module in enumerate(self):
             before, after = self.divided.get(position - 1), self.divided.get(position)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hpctrain.convert.attention import SplitDropout
-from hpctrain.convert.plain import altered, is_plain
+from hpctrain.convert.plain import altered, is_hooked, is_plain
 from hpctrain.convert.products import SharedEntry, Unit, share_entry, split_linear, split_matrix
 from hpctrain.convert.twins import TwinLinear
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
 
 _PARTS = (slice(0, 5), slice(5, 13))  # of the twin's hidden features; no sizes that others are likely to have
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def split_feed_forward_block(plan: Plan, module: nn.Module) -> None:
@@ -31,7 +30,7 @@ def split_feed_forward_block(plan: Plan, module: nn.Module) -> None:
     children = dict(module.named_children())
     linears = [name for name, child in children.items() if is_plain(child, nn.Linear)]
     others = [child for name, child in children.items() if name not in linears]
-    if not 2 <= len(linears) <= 3 or not _simple(module, others) or any(_hooked(m) for m in module.modules()):
+    if not 2 <= len(linears) <= 3 or not _simple(module, others) or any(map(is_hooked, children.values())):
         return
     if any(plan.is_shared(p) for p in module.parameters()) or not plan.claimed.isdisjoint(children.values()):
         return
@@ -69,10 +68,6 @@ def _simple(module, others) -> bool:
     return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
-def _hooked(module) -> bool:
-    return any(getattr(module, hooks) for hooks in _HOOKS)  # which would be shown parts
-
-
 def _fits(ups, down, fused) -> bool:
     hidden, width = down.in_features, ups[0].in_features
     return all(up.in_features == width and up.out_features == fused * hidden for up in ups) and hidden >= max(
@@ -96,25 +91,24 @@ def _divides(module, ups, down, fused):
     x = numbers(2, 3, first.in_features)
     seen: dict[str, int] = {}
 
-    def run(part, has_bias):
+    def run(part, training):
         layers = {name: TwinLinear(*(w[:, part].flatten(0, 1) for w in weights[name])) for name in ups}
-        layers[down] = TwinLinear(out[:, part], bias * has_bias)
-        return _twin(module, layers, seen)(x)
+        layers[down] = TwinLinear(out[:, part], bias * (part.start == 0))
+        return _twin(module, layers, seen, training)(x)
 
     state = torch.get_rng_state()
     with torch.no_grad():
         try:
-            parts = [run(part, part.start == 0) for part in _PARTS]
+            parts = [sum(run(part, training) for part in _PARTS) for training in (False, True)]
             seen.clear()
-            whole = run(slice(0, hidden), True)
+            whole = [run(slice(0, hidden), training) for training in (False, True)]
         except Exception:  # whatever it does with its layers, it is not this
             return None
         finally:
-            drew = not torch.equal(torch.get_rng_state(), state)
-            torch.set_rng_state(state)
-    if drew or not all(isinstance(y, torch.Tensor) and y.shape == (2, 3, last.out_features) for y in (whole, *parts)):
+            torch.set_rng_state(state)  # what draws random numbers does not add up
+    if not all(isinstance(y, torch.Tensor) and y.shape == (2, 3, last.out_features) for y in (*whole, *parts)):
         return None
-    if not torch.allclose(sum(parts), whole, rtol=1e-9, atol=1e-9):
+    if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(whole, parts)):
         return None
     return [name for name, width in seen.items() if width == hidden]
 
@@ -131,14 +125,15 @@ class _Seen(nn.Dropout):
         return x
 
 
-def _twin(module, layers, seen):
-    """The module with other layers, in training; nothing that it does reaches the module itself."""
+def _twin(module, layers, seen, training):
+    """The module with other layers; nothing that it does reaches the module itself."""
     twin = copy.copy(module)
     children = {}
     for name, child in module.named_children():
         if name in layers:
             children[name] = layers[name]
         else:
-            children[name] = _Seen(child.p, name, seen) if type(child) is nn.Dropout else copy.deepcopy(child).train()
-    twin.__dict__ = {**vars(module), "_modules": children, "training": True}
+            other = _Seen(child.p, name, seen) if type(child) is nn.Dropout else copy.deepcopy(child)
+            children[name] = other.train(training)
+    twin.__dict__ = {**vars(module), "_modules": children, "training": training}
     return twin

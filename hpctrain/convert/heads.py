@@ -107,13 +107,13 @@ def _probe(module, found):
     arguments["position_embeddings"] = (turned.cos(), turned.sin())
     calls: list[tuple] = []
 
-    def run(part):
+    def run(part, training=True):
         layers = {name: TwinLinear(*(w[part].flatten(0, 1) for w in weights[name])) for name in found.projections}
         if found.out:
             layers[found.out] = TwinLinear(last[:, part].flatten(1), None)
         heads = (part.stop - part.start) * found.groups
         calls.clear()
-        y = _run(_twin(module, layers, norms, heads, calls), arguments)
+        y = _run(_twin(module, layers, norms, heads, calls, training), arguments)
         width = leaves or heads * found.width
         well = len(calls) == 1 and calls[0][0] == (2, heads, 4, found.width)
         return y if well and isinstance(y, torch.Tensor) and y.shape == (2, 4, width) else None
@@ -121,15 +121,14 @@ def _probe(module, found):
     state = torch.get_rng_state()
     with torch.no_grad():
         try:
-            whole = run(slice(0, key_heads))
-            dropout = calls[0][1] if calls else 0.0
+            whole, in_evaluation = (run(slice(0, key_heads), training) for training in (True, False))
             parts = [run(part) for part in _GROUPS]
+            dropout = calls[0][1] if calls else 0.0
         except Exception:  # whatever it does with its layers, it is not this
             return None
         finally:
-            drew = not torch.equal(torch.get_rng_state(), state)
-            torch.set_rng_state(state)
-    if drew or any(y is None for y in (whole, *parts)):
+            torch.set_rng_state(state)  # what draws random numbers does not add up
+    if any(y is None for y in (whole, in_evaluation, *parts)) or not torch.equal(whole, in_evaluation):
         return None
     together = sum(parts) if found.out else torch.cat(parts, -1)
     if not torch.allclose(together, whole, rtol=1e-9, atol=1e-9):
@@ -157,8 +156,8 @@ def _run(twin, given):
     return result[0] if isinstance(result, tuple) and len(result) == 2 else None
 
 
-def _twin(module, layers, norms, heads, calls):
-    """The module with other layers, in training; nothing that it does reaches the module itself."""
+def _twin(module, layers, norms, heads, calls, training):
+    """The module with other layers; nothing that it does reaches the module itself."""
     children = {}
     for name, child in module.named_children():
         if name in layers:
@@ -166,15 +165,17 @@ def _twin(module, layers, norms, heads, calls):
         elif name in norms:
             children[name] = copy.copy(child)
             weights = {key: nn.Parameter(value) for key, value in norms[name].items()}
-            children[name].__dict__ = {**vars(child), "_parameters": weights, "training": True}
+            children[name].__dict__ = {**vars(child), "_parameters": weights, "training": training}
+        elif type(child) is nn.Dropout:
+            children[name] = nn.Dropout(child.p).eval()  # of the output, or read for its probability
         else:
-            children[name] = nn.Dropout(child.p).eval() if type(child) is nn.Dropout else copy.deepcopy(child).train()
+            children[name] = copy.deepcopy(child).train(training)
     twin = copy.copy(module)
     config = copy.copy(module.config)
     config._attn_implementation_internal = "hpctrain-probe"
     _interface().register("hpctrain-probe", _recorder(calls))
     own = {name: heads for name in HEADS if isinstance(getattr(module, name, None), int)}
-    twin.__dict__ = {**vars(module), **own, "config": config, "_modules": children, "training": True}
+    twin.__dict__ = {**vars(module), **own, "config": config, "_modules": children, "training": training}
     return twin
 
 

@@ -21,7 +21,7 @@ from hpctrain.comm import functional
 from hpctrain.convert.attention import drop_heads
 from hpctrain.convert.boundary import enter, gather, leave
 from hpctrain.convert.heads import HEADS, find_heads
-from hpctrain.convert.plain import is_plain, is_pointwise
+from hpctrain.convert.plain import is_hooked, is_plain, is_pointwise
 from hpctrain.convert.products import (
     SharedEntry,
     SplitConv1D,
@@ -202,7 +202,7 @@ def _split_projections(plan, module, found, out):
     scaled = [[slice(part.start * width, part.stop * width) for part in parts] for parts in (queries, keys)]
     first, *rest = (getattr(module, name) for name in found.projections)
     shared = [projection.weight for projection in (first, *rest, out)]
-    if any(plan.is_shared(weight) for weight in shared):
+    if any(plan.is_shared(weight) for weight in shared) or any(map(is_hooked, module.children())):
         return
     times = 1 if rest else 3
     parts = [slice(part.start * times, part.stop * times) for part in scaled[0]]

@@ -15,6 +15,8 @@ POINTWISE = (
 )  # fmt: skip
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 # What a subclass may have of its own without another forward.
 _HARMLESS = {
     "__init__", "__doc__", "__module__", "__annotations__", "__constants__", "__parameters__", "__orig_bases__",
@@ -37,6 +39,12 @@ def works_as(kind: type, base: type, own: str = "") -> bool:
     return all(names.isdisjoint(vars(heir)) for heir in heirs)
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody is shown its activations, who expects whole ones. (ZeRO-3 has hooks of ours.)"""
+    found = (hook for hooks in _HOOKS for hook in getattr(module, hooks).values())
+    return any(not getattr(hook, "__module__", "").startswith("hpctrain.") for hook in found)
+
+
 def altered(module: nn.Module) -> str:
     """What was done to a module beside its type; "" where nothing was."""
     for name, value in vars(module).items():
@@ -50,13 +58,15 @@ def is_of_huggingface(module: nn.Module) -> bool:
 
 
 def is_plain(module: nn.Module, kind: type | str) -> bool:
-    """Whether it works as a type, given by name where it is Hugging Face's, and nothing was done to it."""
+    """Whether it works as a type, given by name where it is Hugging Face's, and nothing was done to it; a layer with
+    hooks is not."""
     found = type(module)
     if isinstance(kind, str):
         same = found.__name__ == kind and found.__module__.startswith("transformers.")
     else:
         same = works_as(found, kind)
-    return same and not altered(module)
+    layer = kind == "Conv1D" or not isinstance(kind, str)
+    return same and not altered(module) and not (layer and is_hooked(module))
 
 
 def is_pointwise(activation: Any) -> bool:

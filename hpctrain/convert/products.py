@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.convert.boundary import enter, gather, leave, take
+from hpctrain.convert.plain import is_hooked
 from hpctrain.convert.sharding import local
 from hpctrain.shard import split_sizes
 
@@ -30,6 +31,8 @@ class SplitLinear:
     feature_dim = -1  # of activations
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not (self.enters and self.leaves):
+            check_hooks(self)
         return self.run(x, self.enters, self.leaves)
 
     def run(self, x: torch.Tensor, enters: bool, leaves: bool) -> torch.Tensor:
@@ -72,7 +75,7 @@ class Unit:
     Attributes: `planned`, {name: layer} as they were divided together.
 
     Raises:
-        ValueError: where one of them was exchanged since, as by LoRA: it would meet parts of activations.
+        ValueError: where one of them was exchanged since, as by LoRA, or has a hook: these would meet parts.
     """
 
     def forward(self, *args: Any, **kwargs: Any):
@@ -81,11 +84,23 @@ class Unit:
                 f"layers of {self.path}, which ht.parallelize divided together, were exchanged or added to; do it "
                 "before parallelize"
             )
+        for module in self.planned.values():
+            check_hooks(module, self.path)
         self.entered.clear()
         try:
             return super().forward(*args, **kwargs)
         finally:
             self.entered.clear()
+
+
+def check_hooks(module: torch.nn.Module, path: str = "") -> None:
+    """Raise ValueError where a module between divided layers has hooks, unless they are ours."""
+    if is_hooked(module):
+        name = getattr(module, "path", f"a layer of {path}")
+        raise ValueError(
+            f"a hook on {name}, which ht.parallelize divided together with others, would be shown a part of "
+            "activations; register it before parallelize, or list the module in replicate"
+        )
 
 
 class SplitConv1D(SplitLinear):
