@@ -228,11 +228,28 @@ def sequence_memory():
     return table(["length", "on", "ours", "peak, MiB a rank", "by the formula"], rows)
 
 
+def zoo():
+    """Models of each library. Where a model differs from itself by its last bits, that is beside its difference."""
+    found = lines("zoo")
+    rows = []
+    for library, ranks in dict.fromkeys((line["model"].split("/")[0], line["ranks"]) for line in found):
+        chosen = [line for line in found if line["model"].startswith(f"{library}/") and line["ranks"] == ranks]
+        ran = [line for line in chosen if "difference" in line]
+        wrong = sum("wrong" in line for line in chosen)
+        divided = [line["divided"] for line in ran]
+        steady = max(line["difference"] for line in ran if "rounding" not in line)
+        shaky = [f"{line['difference']:.1e} ({line['rounding']:.1e})" for line in ran if "rounding" in line]
+        counts = len(chosen), len(ran) - wrong, len(chosen) - len(ran), wrong, sum(share >= 0.8 for share in divided)
+        rows.append([library, *map(str, counts), f"{100 * min(divided):.0f} %", f"{steady:.1e}", ", ".join(shaky)])
+    header = ["models of", "tried", "equal", "refused", "wrong", "80 % divided", "least divided", "largest difference"]
+    return table([*header, "ill-conditioned"], rows)
+
+
 TABLES = {
     made.__name__: made
     for made in (
         machine, peers, summary, memory, pipeline, simulator, matmul, layer, elements, allreduce, weak_scaling,
         hidden, equality, hdf5, reading, checkpoint, ampnet, ampnet_steps, ampnet_accuracy, ampnet_elastic,
-        sequence, sequence_memory,
+        sequence, sequence_memory, zoo,
     )
 }  # fmt: skip
