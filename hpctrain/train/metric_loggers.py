@@ -52,7 +52,7 @@ class WeightsAndBiases:
         import wandb
 
         file = folder / "wandb-run"
-        known = file.read_text(encoding="utf-8").strip() if step and file.exists() else None
+        known = file.read_text(encoding="utf-8").strip() if file.exists() else None
         self._run = wandb.init(
             project=config.log.wandb, name=config.run.name, dir=str(folder), config=dataclasses.asdict(config),
             id=known, resume="allow", settings=wandb.Settings(silent=True),
