@@ -268,6 +268,12 @@ def peak_memory(side, length):
     return {"side": side, "peak_mib": round(peak, 1), "formula_mib": round(sum(due.values()) / 2**20, 1)}
 
 
+def use_all_cores():
+    """Each rank may use the cores of all: mpirun binds it to its own, to which the threads of the one process would be
+    bound as well."""
+    os.sched_setaffinity(0, set().union(*MPI.COMM_WORLD.allgather(os.sched_getaffinity(0))))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="4096,8192,16384")
@@ -276,6 +282,7 @@ def main():
     parser.add_argument("--gpt", action="store_true", help="a whole step of a GPT")
     parser.add_argument("--memory", choices=list(OURS))
     options = parser.parse_args()
+    use_all_cores()
     torch.set_num_threads(1)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     rank = MPI.COMM_WORLD.rank
