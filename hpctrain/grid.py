@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from hpctrain.grid_shape import (
     AXES,
@@ -23,6 +23,7 @@ from hpctrain.grid_shape import (
     describe_shape,
     grid_shape,
     parts_of,
+    place_of,
     size_of,
 )
 from hpctrain.trace import Trace
@@ -179,14 +180,13 @@ class Grid:
         for name in ("data", "replica", "sequence", "ring", "ulysses", "pipeline", *map("+".join, _subsets(TENSOR))):
             sub = self.comm.Sub([axis in parts_of(name) for axis in AXES])
             axes[name] = Axis(name, sub, node, self.transport)
-        stage = self.comm.Sub([axis in JOINED["stage"] for axis in AXES])
-        copy, place = divmod(stage.rank, expert)
-        axes["expert"] = Axis("expert", MPI.Intracomm(stage.Split(copy, place)), node, self.transport)
-        axes["copies"] = Axis("copies", MPI.Intracomm(stage.Split(place, copy)), node, self.transport)
-        stage.Free()
+        self.coords = place_of(self.rank, self.shape, expert)
+        stage = self.coords["pipeline"] * self.size
+        for name, others in (("expert", "copies"), ("copies", "expert")):
+            alike = cast("MPI.Intracomm", comm.Split(stage + self.coords[others], self.coords[name]))
+            axes[name] = Axis(name, alike, node, self.transport)
         self._axes = axes
         self.expert, self.copies = axes["expert"], axes["copies"]
-        self.coords = dict(zip(AXES, self.comm.coords)) | {"expert": place, "copies": copy}
         self.world, self.data, self.pipeline, self.tensor = (
             axes[name] for name in ("world", "data", "pipeline", "x+y+z")
         )
@@ -269,7 +269,7 @@ class Grid:
             "  rank  " + "  ".join(titles.values()),
         ]
         for rank, after in zip(shown, (*shown[1:], self.size)):
-            place = self._place(rank)
+            place = place_of(rank, self.shape, self.expert.size)
             arrow = "→" if rank == self.rank else " "
             columns = (f"{place[axis]:{len(title)}d}" for axis, title in titles.items())
             lines.append("  ".join((f"{arrow} {rank:4d}", *columns)))
@@ -279,17 +279,6 @@ class Grid:
 
     def _is_shown(self, rank):
         return rank < ENDS or rank >= self.size - ENDS // 2 or abs(rank - self.rank) <= ENDS // 4
-
-    def _place(self, rank):
-        """Coordinates of a rank, by axis."""
-        place = {}
-        for axis, size in reversed(self.shape.items()):
-            rank, place[axis] = divmod(rank, size)
-        in_stage = 0
-        for axis in JOINED["stage"]:
-            in_stage = in_stage * self.shape[axis] + place[axis]
-        place["copies"], place["expert"] = divmod(in_stage, self.expert.size)
-        return place
 
 
 def _subsets(names):

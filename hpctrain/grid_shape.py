@@ -35,6 +35,22 @@ def size_of(shape: dict[str, int], name: str) -> int:
     return math.prod(shape[axis] for axis in parts_of(name))
 
 
+def place_of(rank: int, shape: dict[str, int], expert: int) -> dict[str, int]:
+    """Coordinates of a rank by axis, those along copies and expert too.
+
+    >>> place_of(5, grid_shape(2, 2, 2), 4)
+    {'replica': 1, 'ring': 0, 'pipeline': 0, 'ulysses': 0, 'x': 1, 'y': 0, 'z': 0, 'expert': 3, 'copies': 0}
+    """
+    place = dict.fromkeys(AXES, 0)
+    for axis in reversed(AXES):
+        rank, place[axis] = divmod(rank, shape[axis])
+    in_stage = 0
+    for axis in JOINED["stage"]:
+        in_stage = in_stage * shape[axis] + place[axis]
+    copies, place["expert"] = divmod(in_stage, expert)
+    return place | {"copies": copies}
+
+
 def grid_shape(data: Any, pipeline: int, tensor: Any) -> dict[str, int]:
     """Sizes of AXES by name.
 
