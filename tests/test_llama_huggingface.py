@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from export_checks import evaluate, shared_folder
+from export_checks import evaluate, llama_sizes, shared_folder
 from training_checks import CORNERS, batches, fitting, made
 
 from hpctrain import Grid, models
@@ -43,15 +43,7 @@ def theirs(kind, shape, **more):
     import transformers
 
     kind = kind.split()[0]
-    rope = {"rope_type": "default", "rope_theta": shape.rope_base}
-    if shape.rope_scaling:
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        rope = {**rope, "rope_type": "llama3", **dict(zip(names, shape.rope_scaling))}
-    sizes = dict(
-        vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=64, rms_norm_eps=shape.norm_eps, tie_word_embeddings=shape.tied, rope_parameters=rope,
-    )  # fmt: skip
+    sizes = llama_sizes(shape)
     if kind != "Qwen2":
         sizes["head_dim"] = shape.head_width
     if kind == "Mistral":

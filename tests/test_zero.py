@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 from torch._subclasses import FakeTensor
-from training_checks import UNEVEN, batches, by_messages, fitting, microbatches, serial
+from training_checks import UNEVEN, batches, by_messages, check_equal, fitting, microbatches, serial
 
 from hpctrain import Grid, RngKey
 from hpctrain.data_parallel import MixedDataParallel, Precision, Zero1, Zero2, Zero3
@@ -66,14 +66,8 @@ def test_equals_one_rank(world, method, change, count, clip, messages, grids):
         grid = Grid(data, pipeline, tensor)
         if messages:
             by_messages(grid)
-        weights, losses, norms = serial(fitting(shape, pipeline), clip)
         model, replicas, got = trained(method, grid, fitting(shape, pipeline), count, clip)
-        assert [loss for loss, _ in got] == pytest.approx(losses, rel=1e-12)
-        assert [norm for _, norm in got] == pytest.approx(norms, rel=1e-11)
-        with replicas.full_weights():
-            for name, whole in whole_parameters(model, grid):
-                if grid.rank == 0:
-                    torch.testing.assert_close(whole, weights[name], rtol=1e-10, atol=1e-12)
+        check_equal(got, replicas, model, grid, serial(fitting(shape, pipeline), clip))
 
 
 OPTIMIZERS = {

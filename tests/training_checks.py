@@ -210,18 +210,23 @@ PLANES = {
 }
 
 
-def check_strategy(method, model, grid, shape, count, expected):
-    """Steps of `count` microbatches with a strategy of the data axis give the losses, norms and weights of `serial`."""
+def check_equal(got, strategy, model, grid, expected):
+    """The (loss, norm) of each step, and the weights at the end, are those that `serial` found."""
     weights, losses, norms = expected
-    optimizer = adamw(model.parameters(), 0.1)
-    strategy = make(DataParallelConfig(method), model, grid, optimizer)
-    trainer = Trainer(model, grid, optimizer, count, max_norm=1.0, strategy=strategy)
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-2
-    got = [trainer.step(microbatches(grid, batch, step, count)) for step, batch in enumerate(batches(shape))]
     assert [loss for loss, _ in got] == pytest.approx(losses, rel=1e-12)
     assert [norm for _, norm in got] == pytest.approx(norms, rel=1e-11)
     with strategy.full_weights():
         for name, whole in whole_parameters(model, grid):
             if grid.rank == 0:
                 torch.testing.assert_close(whole, weights[name], rtol=1e-10, atol=1e-12)
+
+
+def check_strategy(method, model, grid, shape, count, expected):
+    """Steps of `count` microbatches with a strategy of the data axis give the losses, norms and weights of `serial`."""
+    optimizer = adamw(model.parameters(), 0.1)
+    strategy = make(DataParallelConfig(method), model, grid, optimizer)
+    trainer = Trainer(model, grid, optimizer, count, max_norm=1.0, strategy=strategy)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    got = [trainer.step(microbatches(grid, batch, step, count)) for step, batch in enumerate(batches(shape))]
+    check_equal(got, strategy, model, grid, expected)
