@@ -64,7 +64,7 @@ class Transport:
         synchronous: every send is an MPI_Ssend, which waits for its receiver, so that no buffering hides a deadlock.
         watchdog: `comm.Watchdog`, called before and after every operation, or None.
         checker: `comm.CollectiveChecker` that is asked before every operation, or None.
-        trace: `Trace` that is told of every operation and pipeline action, or None.
+        trace: `Trace` that records every operation and pipeline action, or None.
         resources: what `comm/` made for the grid and `Grid.free` frees, in the order in which it was made: windows of
             shared memory and communicators.
         reducers: the `comm.algorithms.Reducer` of each axis for which `comm.choose_all_reduce` chose one.

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from expert_checks import Run, check, grid_of, serial
+from expert_shard_checks import Run, check, grid_of, serial
 
 from hpctrain import Grid, shard_entries
 from hpctrain.checkpoint import Checkpointer, TrainingState

@@ -3,7 +3,7 @@ rank with every strategy, clipped by the norm in which each expert counts once."
 
 import pytest
 import torch
-from expert_checks import CLIP, GRIDS, STEPS, WIDTH, Run, Whole, batches, check, grid_of, optimizer_of, serial
+from expert_shard_checks import CLIP, GRIDS, STEPS, WIDTH, Run, Whole, batches, check, grid_of, optimizer_of, serial
 
 import hpctrain as ht
 from hpctrain import Grid

@@ -281,8 +281,8 @@ def elements_received(ranks: int, top_k: int, experts: int, features: int) -> di
     >>> {name: round(each) for name, each in elements_received(4, 6, 64, 256).items()}
     {'gather': 790, 'all_to_all': 1156, 'once': 648}
     """
-    held = experts / ranks
-    missed = math.prod(max(0.0, experts - held - taken) / (experts - taken) for taken in range(top_k))
+    local = experts / ranks
+    missed = math.prod(max(0.0, experts - local - taken) / (experts - taken) for taken in range(top_k))
     others, weight = ranks - 1, 1
     return {
         "gather": others * (features + top_k * (weight + 1 / 4)),
