@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,8 @@ from hpctrain.plan import Machine, predict
 from hpctrain.plan.describe import machine_toml
 from hpctrain.plan.learn import compare, learn, read_run, with_learned
 from hpctrain.plan.machine import Learned
+from hpctrain.plan.outcome import outcome
+from hpctrain.train import finishing
 
 PARTS = ("compute", "data", "tensor", "sequence", "pipeline", "bubble", "reading", "agreeing")
 
@@ -126,6 +129,48 @@ def test_a_run_of_few_steps_teaches_nothing(tmp_path):
     machine = Machine.load("cpu-cluster")
     with pytest.raises(ValueError, match="a run teaches from its step 3 on, got 2 steps"):
         compare(load_config(), machine, [{"seconds": 1.0, "time": {}}] * 2)
+
+
+def test_what_became_of_a_plan(tmp_path):
+    """By part, bytes and memory; and in words, what was not as predicted."""
+    machine = Machine.load("cpu-cluster")
+    config, records = read_run(run_folder(tmp_path, "a", machine, {"compute": 3.0}, "grid.data=2"))
+    predicted = predict(config, machine)
+    moved = {axis: 4 * nbytes for axis, nbytes in predicted.bytes.items()}  # of four steps
+
+    def told(memory, device_memory=0, data=0.0):
+        each = {"steps": 4, "memory": memory, "device_memory": device_memory}
+        ranks = [{**each, "bytes_received": moved | {"data": moved["data"] + data}}] * 2
+        return outcome(config, machine, records, ranks)
+
+    found = told(predicted.memory_bytes)
+    assert found.seconds["compute"][1] == pytest.approx(3 * found.seconds["compute"][0])
+    assert found.bytes == {"data": (predicted.bytes["data"], predicted.bytes["data"])}
+    assert found.memory == (predicted.memory_bytes, predicted.memory_bytes)
+    (step,) = found.wrong
+    assert "most by compute: +" in step
+    assert f"the plan was wrong: {step}" in found.text()
+    assert json.loads(found.to_json())["wrong"] == found.wrong
+    assert len(told(1.2 * predicted.memory_bytes, data=1e6).wrong) == 3
+    on_device = told(0, device_memory=1e9)
+    assert on_device.memory[1] == 1e9 + machine.device.reserved
+    right, _ = learn(machine, [tmp_path / "a"])
+    assert outcome(config, right, records, []).wrong == []
+    assert outcome(config, right, records, []).memory is None
+
+
+def test_the_end_of_a_planned_run(tmp_path, capsys):
+    """plan.json in its folder, and how the machine file is set right; a run of few steps ends as well."""
+    path = written(tmp_path, figures(1), figures(2))
+    config, records = read_run(run_folder(tmp_path, "a", Machine.load(path), {"compute": 3.0}, f"run.machine={path}"))
+    files = {}
+    folder = SimpleNamespace(path=tmp_path / "a", history=records, ranks=[], write=files.__setitem__)
+    finishing._tell_outcome(SimpleNamespace(config=config, folder=folder))
+    assert json.loads(files["plan.json"])["machine"] == "here"
+    assert f"hpctrain plan --learn {tmp_path / 'a'} --machine {path}" in capsys.readouterr().out
+    folder.history = records[:2]
+    finishing._tell_outcome(SimpleNamespace(config=config, folder=folder))
+    assert "a run teaches from its step 3 on, got 2 steps" in capsys.readouterr().out
 
 
 def test_only_the_table_of_what_was_learned_is_replaced():

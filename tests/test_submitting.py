@@ -2,11 +2,15 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from hpctrain import plan
 from hpctrain.cli import jobs, main
+from hpctrain.config import load_config
+from hpctrain.plan import predict, search
 from hpctrain.slurm import follow, submitted
 
 ROOT = Path(__file__).parents[1]
@@ -164,6 +168,51 @@ def test_what_the_job_would_refuse_is_refused_before_it_is_queued(tmp_path, queu
     for overrides in ("run.steps=7", "data.path=a.h5 data.text=a.txt", "--resume=auto"):
         assert queue(*overrides.split()) == 0, overrides
     assert not (tmp_path / "runs").exists()  # nothing was packed
+
+
+def test_a_plan_is_part_of_the_job(tmp_path, queue, capsys, monkeypatch):
+    """Its settings are the script's arguments: in Slurm's record, and in the run's configuration."""
+    monkeypatch.chdir(tmp_path)
+    planned = ["--plan", "auto", "--machine", "cpu-cluster", "--dry-run", "run.steps=7"]
+    assert queue(*planned, "--ranks", "4") == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert "--ntasks=4" in words
+    given = [word for word in words if re.match(r"\w+\.\w+=", word)]
+    assert "run.machine=cpu-cluster" in given
+    made = load_config(tmp_path / "run.toml", given)
+    assert made.ranks == 4
+    assert made.run.steps == 7
+    best = search(load_config(tmp_path / "run.toml", ["run.steps=7"]), 4, "cpu-cluster", 1)[0]
+    assert predict(made, "cpu-cluster") == best
+    # whole nodes of the machine, measured by a file here
+    source = Path(plan.__file__).parent / "machines/cpu-cluster.toml"
+    (tmp_path / "mine.toml").write_text(
+        source.read_text().replace("node = 64", "node = 2").replace("unit = 64", "unit = 2")
+    )
+    assert queue(*planned, "--machine", "mine.toml", "--nodes", "3") == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert {"--ntasks=6", "--nodes=3", f"run.machine={tmp_path / 'mine.toml'}"} <= {*words}
+
+
+def test_what_no_plan_can_do(tmp_path, queue, capsys):
+    """Refused before anything is queued."""
+    (tmp_path / "small.toml").write_text(
+        (Path(plan.__file__).parent / "machines/cpu-cluster.toml").read_text().replace("memory = 4e9", "memory = 4e8")
+    )
+    auto = ["--plan", "auto", "--machine", "cpu-cluster"]
+    cases = [
+        (["--plan", "auto", "--machine", "summit"], "there is no machine 'summit'"),
+        (["--plan", "auto"], "there is no machine file here.toml: `hpctrain machine -o here.toml` measures"),
+        (["--plan", "auto", "--machine", str(tmp_path / "small.toml"), "model.width=2048"], "GiB more, with grid.data"),
+        ([*auto, "--ranks", "0"], "--ranks and --top must be at least 1"),
+        ([*auto, "--array", "2-3", "model.layers=%a"], "one plan for all tasks of --array"),
+        (["--machine", "cpu-cluster"], "--machine and --ranks are for --plan auto"),
+        (["run.machine=summit"], "there is no machine 'summit'"),
+    ]
+    for words, message in cases:
+        assert queue(*words) == 2, words
+        assert message in capsys.readouterr().err, words
+    assert submitted.read() == []
 
 
 def test_all_job_scripts_search_for_the_checkout_alike():

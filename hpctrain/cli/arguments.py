@@ -27,6 +27,25 @@ def add_resume(command: argparse.ArgumentParser) -> None:
         command.add_argument(name, dest="resume", action="store_const", const=value, default="", help=text)
 
 
+def add_search(command: argparse.ArgumentParser) -> None:
+    """--precision and --keep, of the search of a plan: lists of names."""
+    command.add_argument(
+        "--precision", type=names, default=(), metavar="fp32,bf16",
+        help="values that precision.compute may have (that of the configuration)",
+    )  # fmt: skip
+    command.add_argument(
+        "--keep", type=names, default=(), metavar="grid.tensor,…", help="settings that the search leaves as they are"
+    )
+
+
+def names(text: str) -> tuple[str, ...]:
+    """
+    >>> names("fp32, bf16")
+    ('fp32', 'bf16')
+    """
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def check_picture(path: str | None) -> None:
     """Raise ValueError where --plot names a file of a kind that is not drawn."""
     if path and Path(path).suffix not in PICTURES:

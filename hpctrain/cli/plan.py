@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.arguments import add_config, check_picture
+from hpctrain.cli.arguments import add_config, add_search, check_picture
 
 if TYPE_CHECKING:
     from hpctrain.config import Config
@@ -30,7 +31,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="what ring and Ulysses ranks do in attention, at which hop, with whose keys",
     )
     command.add_argument("--plot", metavar="OUT.png", help="draw what --show shows: the work by rank and hop")
-    command.add_argument("--ranks", type=int, metavar="N", help="search the best layout (those of the grid)")
+    command.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="search the best layout (as many as tasks in an allocation, else the grid's)",
+    )
+    add_search(command)
     command.add_argument("--top", type=int, default=5, metavar="K", help="how many of the best to print (5)")
     command.add_argument("-o", "--output", metavar="OUT.toml", help="of the best one's configuration (plan.toml)")
     command.add_argument("--learn", nargs="+", metavar="RUN", help="set the machine file right by these run folders")
@@ -59,7 +66,10 @@ def run(options: argparse.Namespace) -> None:
         prediction = plan.predict(config, machine)
         print(prediction.to_json() if options.json else text(prediction, machine.device.memory))
         return
-    found = plan.search(config, config.ranks if options.ranks is None else options.ranks, machine, options.top)
+    ranks = options.ranks
+    if ranks is None:
+        ranks = int(os.environ.get("SLURM_NTASKS") or config.ranks)
+    found = plan.search(config, ranks, machine, options.top, options.precision, options.keep)
     out = Path(options.output or "plan.toml")
     best = plan.planned(config, found[0])
     best = dataclasses.replace(best, run=dataclasses.replace(best.run, machine=options.machine))
@@ -104,17 +114,15 @@ def _show(config: Config, options: argparse.Namespace) -> None:
 
 def text(prediction: Prediction, memory: float) -> str:
     """A prediction for people; `memory` is a device's, in bytes."""
-    settings = " ".join(f"{name}={json.dumps(value)}" for name, value in prediction.settings.items())
     seconds = "  ".join(f"{name} {part:.4g}" for name, part in prediction.parts.items() if part)
     moved = "  ".join(f"{axis} {nbytes / 2**20:,.3f}" for axis, nbytes in prediction.bytes.items())
     fits = "fits" if prediction.fits else f"{(prediction.memory_bytes - memory) / 2**30:.2f} GiB too much"
     return "\n".join(
         [
-            f"{prediction.seconds:.4g} s a step ({prediction.low:.4g} to {prediction.high:.4g}), bound by "
-            f"{prediction.bound_by}",
+            prediction.describe(),
             f"  seconds  {seconds}",
             f"  MiB received by the busiest rank  {moved}",
             f"  memory   {prediction.memory_bytes / 2**30:.2f} of {memory / 2**30:.2f} GiB: {fits}",
-            f"  settings {settings}",
+            f"  settings {' '.join(prediction.overrides)}",
         ]
     )

@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpctrain.cli.arguments import add_resume
+from hpctrain.cli.arguments import add_resume, add_search
 from hpctrain.slurm import client, site, submitted
 from hpctrain.slurm.follow import follow
+
+if TYPE_CHECKING:
+    from hpctrain.config import Config
 
 SUMMARY = "submit a job script to Slurm, and follow it"
 
@@ -18,6 +23,18 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("script", metavar="JOB.sbatch", help="such as jobs/train.sbatch")
     command.add_argument("arguments", nargs="*", metavar="section.key=value", help="what the script is given")
     command.add_argument("--nodes", type=int, metavar="N")
+    command.add_argument(
+        "--plan",
+        choices=("auto",),
+        help="search the layout that takes the fewest seconds; its settings take the place of those given",
+    )
+    command.add_argument(
+        "--machine", metavar="M", help="of --plan: a name, or a file (here.toml), as of `hpctrain plan`"
+    )
+    command.add_argument(
+        "--ranks", type=int, metavar="N", help="of --plan (nodes × ranks of the machine's nodes, else the grid's)"
+    )
+    add_search(command)
     command.add_argument("--time", metavar="T", help="limit, as sbatch reads it: 30, 2:00:00, 1-0")
     command.add_argument("--array", metavar="0-3", help="several tasks; a task's number takes the place of %%a")
     add_resume(command)
@@ -38,6 +55,11 @@ def run(options: argparse.Namespace) -> int:
     from hpctrain.slurm.script import checkout, configurations
 
     configs, root = configurations(script, given, options.array), checkout(script)
+    if options.plan:
+        given += plan(configs, options)
+        configs = configurations(script, given, options.array)
+    elif options.machine or options.ranks:
+        raise ValueError("--machine and --ranks are for --plan auto; without it a job has the ranks of its grid")
     ranks = {config.ranks for config in configs if config}
     if len(ranks) > 1:
         raise ValueError(f"the tasks of an array must have grids of one size, got {sorted(ranks)} ranks")
@@ -58,6 +80,35 @@ def run(options: argparse.Namespace) -> int:
     if not options.array and (log := (client.show(job) or {}).get("StdOut")):
         print(f"log {log}", flush=True)
     return follow(job) if options.follow else 0
+
+
+def plan(configs: list[Config | None], options: argparse.Namespace) -> list[str]:
+    """Overrides that make the best plan of the job, and have it compared with what the job takes. Printed.
+
+    Raises:
+        ValueError: for an unknown machine, no plan that fits, tasks of an array that differ in what is planned.
+    """
+    from hpctrain.plan import Machine, search
+    from hpctrain.plan.job import read
+
+    name = options.machine or next((config.run.machine for config in configs if config), "") or "here.toml"
+    machine = Machine.load(name)
+    if not configs[0]:
+        raise ValueError(
+            f"--plan auto is for a script that trains: {options.script} has no line `#HPCTRAIN config=FILE`"
+        )
+    if any(read(config) != read(configs[0]) for config in configs[1:]):
+        raise ValueError(
+            "--plan auto makes one plan for all tasks of --array, which differ in more than seeds and rates"
+        )
+    ranks = options.ranks
+    if ranks is None:
+        ranks = options.nodes * machine.node if options.nodes else configs[0].ranks
+    best, *_ = search(configs[0], ranks, machine, 1, options.precision, options.keep)
+    told = f"plan for {ranks} ranks of {machine.name}: {best.describe()}\n  {' '.join(best.overrides)}"
+    print(told, file=sys.stderr, flush=True)
+    path = Path(name)
+    return [*best.overrides, f"run.machine={path.resolve() if path.is_file() else name}"]
 
 
 def check(configs: list, resume: str) -> None:

@@ -75,6 +75,9 @@ class Estimator:
         self.network = Network(machine)
         self._parts: dict[tuple, Parts] = {}
         self.stages = functools.lru_cache(1 << 12)(self._stages)
+        self._stage = functools.lru_cache(1 << 16)(self._make_stage)
+        self.stage_bytes = functools.lru_cache(1 << 16)(self._stage_bytes)
+        self.block_elements = functools.cache(self._block_elements)
 
     def parts(self, choice: Choice) -> Parts:
         """Of a microbatch."""
@@ -95,7 +98,7 @@ class Estimator:
 
     # Stages
 
-    def block_elements(self, dense: bool = False) -> int:
+    def _block_elements(self, dense: bool = False) -> int:
         """Parameters of a block beside those of experts."""
         costs = self.job.costs
         vectors = sum(e.n_out for e in costs.linears_of(dense) if e.bias)
@@ -125,20 +128,19 @@ class Estimator:
         schedule = choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages
         return pipelines.placement(*schedule, len(self.job.slices))
 
+    def in_flight(self, choice: Choice) -> list[dict[int, float]]:
+        """Of each rank, {stage: microbatches that it holds at once}."""
+        schedule = choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages
+        return pipelines.in_flight(*schedule, len(self.job.slices))
+
     def layers(self, choice: Choice) -> Sequence[int]:
         """Blocks of each stage."""
         stages = 1 + max(max(own) for own in self.placement(choice)[0])
-        return split_sizes(self.job.costs.layers, stages) if self.job.partition is None else self.job.partition
+        return choice.partition or split_sizes(self.job.costs.layers, stages)
 
-    def kinds(self, choice: Choice) -> list[tuple[int, int]]:
+    def kinds(self, choice: Choice) -> Sequence[tuple[int, int]]:
         """Blocks of each stage with a mixture, where there is one, and without."""
-        dense = self.job.costs.dense_layers
-        found = []
-        for count in self.layers(choice):
-            without = min(count, dense)
-            dense -= without
-            found.append((count - without, without))
-        return found
+        return _kinds(choice.partition or self.layers(choice), self.job.costs.dense_layers)
 
     def whole_microbatch(self, choice: Choice) -> float:
         """Seconds of a microbatch in the whole model, but for communication on the data axis."""
@@ -147,24 +149,31 @@ class Estimator:
         return blocks + parts.embedding.seconds + parts.head.seconds
 
     def _stages(self, choice: Choice) -> list[Stage]:
-        """Every stage of a pipeline; those that are alike are computed once."""
+        """Every stage of a pipeline; those that are alike are computed once, whatever the schedule."""
         counts = self.kinds(choice)
-        stage = functools.cache(functools.partial(self._stage, choice))
-        return [stage(count, s == 0, s == len(counts) - 1) for s, count in enumerate(counts)]
+        alike = choice._replace(schedule="", virtual_stages=0, partition=())
+        middle = [self._stage(alike, count, False, False) for count in counts[1:-1]]
+        if len(counts) == 1:
+            return [self._stage(alike, counts[0], True, True)]
+        return [self._stage(alike, counts[0], True, False), *middle, self._stage(alike, counts[-1], False, True)]
 
-    def _stage(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> Stage:
+    def groups(self, choice: Choice) -> tuple[Group, Group]:
+        """The ranks that hold the same weights, and the same experts, which come one after another on their axis."""
+        box = math.prod(choice.box)
+        copies = Group(choice.replicas * box // choice.expert, choice.expert if choice.expert > 1 else 1)
+        return Group(choice.replicas, choice.pipeline * box), copies
+
+    def _make_stage(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> Stage:
         job, device, learned = self.job, self.machine.device, self.machine.learned
         found = self.parts(choice)
         parts = [*zip(found.blocks, layers)] + [(found.embedding, 1)] * first + [(found.head, 1)] * last
         forward, inputs, weights = (
-            _total([getattr(part, name) * count for part, count in parts])
+            Pass.total((getattr(part, name), count) for part, count in parts)
             for name in ("forward", "input_gradient", "weight_gradient")
         )
         elements = self.elements(choice, layers, first, last)
-        experts, box, net = self.expert_elements(choice, layers), math.prod(choice.box), self.network
-        group = Group(choice.replicas, choice.pipeline * box)
-        # the ranks that hold the same experts, which come one after another on the expert axis
-        copies = Group(choice.replicas * box // choice.expert, choice.expert if choice.expert > 1 else 1)
+        experts, net = self.expert_elements(choice, layers), self.network
+        group, copies = self.groups(choice)
 
         def over_data(operation, size):
             return (operation(size * elements, group) + operation(size * experts, copies)) * learned.data
@@ -173,7 +182,8 @@ class Estimator:
         z_sums = sum(count * each for count, each in zip(layers, found.z_sums)) * learned.tensor
         method, updated, forward_data, backward_data = choice.method, elements + experts, 0.0, 0.0
         once = "weight_gradient" in job.overlap and method not in ("zero2", "zero3")
-        weights += Pass(0.0, 0.0 if once else z_sums)
+        if not once:
+            weights = weights._replace(tensor=weights.tensor + z_sums)
         if method == "zero1":
             sums = scatter + gather
         elif method == "zero2":
@@ -258,29 +268,42 @@ class Estimator:
 
     def memory(self, choice: Choice) -> float:
         """Bytes of the rank that needs the most."""
-        args = choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages
-        in_flight = pipelines.in_flight(*args, len(self.job.slices))
-        local, _ = self.placement(choice)
-        counts = self.kinds(choice)
+        in_flight, (local, _) = self.in_flight(choice), self.placement(choice)
+        counts, alike = self.kinds(choice), choice._replace(schedule="", virtual_stages=0, partition=())
         last = len(counts) - 1
-        found = [
-            sum(self.stage_bytes(choice, counts[s], s == 0, s == last, active.get(s, 0)) for s in own)
-            + self.working_bytes(choice, last in own)
-            for own, active in zip(local, in_flight)
-        ]
-        device = self.machine.device
-        return device.reserved + max(found) * (1 + device.slack) * self.machine.learned.memory
+        each = [self.stage_bytes(alike, count, s == 0, s == last) for s, count in enumerate(counts)]
+        working = self.working_bytes(choice, False), self.working_bytes(choice, True)
+        return self._used(
+            max(
+                sum(each[s][0] + active.get(s, 0) * each[s][1] for s in own) + working[last in own]
+                for own, active in zip(local, in_flight)
+            )
+        )
 
-    def stage_bytes(
-        self, choice: Choice, layers: tuple[int, int], first: bool, last: bool, microbatches: float
-    ) -> float:
-        """States of a stage's parameters, and what its microbatches keep."""
-        parts, copies = self.parts(choice), choice.replicas * math.prod(choice.box) // choice.expert
+    def least_memory(self, choice: Choice, layers: int, held: float) -> float:
+        """Bytes that the fullest rank needs at least, of which every rank has so many layers, and this one `held`
+        layers' microbatches."""
+        costs, parts = self.job.costs, self.parts(choice)
+        dense = min(layers, costs.dense_layers)
+        kept = min(block.kept for block in parts.blocks)
+        return self._used(self.states(choice, (layers - dense, dense), False, False) + held * kept)
+
+    def _used(self, allocated: float) -> float:
+        device = self.machine.device
+        return device.reserved + allocated * (1 + device.slack) * self.machine.learned.memory
+
+    def states(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> float:
+        """Bytes of a stage's parameters, with gradients and all that the optimizer keeps."""
+        copies = choice.replicas * math.prod(choice.box) // choice.expert
         states = self.elements(choice, layers, first, last) * state_bytes(self.job, choice.method, choice.replicas)
-        states += self.expert_elements(choice, layers) * state_bytes(self.job, choice.method, copies)
+        return states + self.expert_elements(choice, layers) * state_bytes(self.job, choice.method, copies)
+
+    def _stage_bytes(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> tuple[float, float]:
+        """States of a stage's parameters, and what each of its microbatches keeps."""
+        parts = self.parts(choice)
         kept = sum(count * block.kept for count, block in zip(layers, parts.blocks))
         kept += first * parts.embedding.kept + last * parts.head.kept
-        return states + microbatches * kept
+        return self.states(choice, layers, first, last), kept
 
     def working_bytes(self, choice: Choice, last: bool) -> float:
         """What a rank needs besides while it computes; with ZeRO-3 two blocks' weights are whole."""
@@ -291,5 +314,11 @@ class Estimator:
         return whole + max(*(block.working for block in parts.blocks), parts.head.working if last else 0.0)
 
 
-def _total(passes: list[Pass]) -> Pass:
-    return functools.reduce(Pass.__add__, passes)
+@functools.lru_cache(1 << 10)
+def _kinds(layers: tuple[int, ...], dense: int) -> list[tuple[int, int]]:
+    found = []
+    for count in layers:
+        without = min(count, dense)
+        dense -= without
+        found.append((count - without, without))
+    return found

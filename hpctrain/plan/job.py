@@ -17,7 +17,11 @@ MOMENTS = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad"
 
 
 class Choice(NamedTuple):
-    """One point of the search: how a job is laid out on ranks. All are settings of the configuration."""
+    """One point of the search: how a job is laid out on ranks. All are settings of the configuration.
+
+    Attributes:
+        partition: layers of each stage; () for an even cut.
+    """
 
     data: int
     pipeline: int
@@ -33,6 +37,7 @@ class Choice(NamedTuple):
     ring: int = 1
     ulysses: int = 1
     expert: int = 1
+    partition: tuple[int, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -65,6 +70,7 @@ class Choice(NamedTuple):
             "train.microbatches": self.microbatches,
             "pipeline.schedule": self.schedule,
             "pipeline.virtual_stages": self.virtual_stages,
+            "pipeline.partition": list(self.partition) or "even",
             "train.recompute": self.recompute,
             "data_parallel.method": self.method,
             "tensor.algorithm": self.algorithm,
@@ -81,8 +87,8 @@ class Job:
         itemsize: bytes of weights and activations; reduce, comm: of gradients, kept and sent; master: of the weights
             that the optimizer updates; moments: numbers that it keeps of each besides.
         overlap: as tensor.overlap.
-        partition: layers of each stage, or None for an even cut.
         slices: token slices of a sequence.
+        shares_sequences: whether ring and Ulysses ranks can share a sequence.
     """
 
     costs: TransformerCosts
@@ -97,8 +103,8 @@ class Job:
     compute: str
     matmul: str
     overlap: tuple[str, ...]
-    partition: tuple[int, ...] | None
     slices: tuple[int, ...]
+    shares_sequences: bool
     average_every: int
     servers: int
 
@@ -141,8 +147,8 @@ def read(config: Config) -> tuple[Job, Choice]:
         compute=precision.compute,
         matmul=precision.matmul,
         overlap=tuple(config.tensor.overlap),
-        partition=None if isinstance(pipeline.partition, str) else tuple(pipeline.partition),
-        slices=tuple(token_slices(config)),
+        slices=(slices := tuple(token_slices(config))),
+        shares_sequences=spec.sequence_axes and not slices and config.data_parallel.method != "parameter_server",
         average_every=config.data_parallel.average_every if config.data_parallel.method == "local_sgd" else 1,
         servers=config.data_parallel.idle,
     )
@@ -151,5 +157,6 @@ def read(config: Config) -> tuple[Job, Choice]:
         grid["replica"], grid["pipeline"], grid["x"], grid["y"], grid["z"], train.microbatches, pipeline.schedule,
         pipeline.virtual_stages, train.recompute, config.data_parallel.method, config.tensor.algorithm,
         grid["ring"], grid["ulysses"], config.grid.expert,
+        () if isinstance(pipeline.partition, str) else tuple(pipeline.partition),
     )  # fmt: skip
     return job, choice

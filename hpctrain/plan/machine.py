@@ -162,6 +162,11 @@ class Machine:
                 f"there is no machine {str(name)!r}; {hint}known are {', '.join(names())}, or give a file.toml, which "
                 "`hpctrain machine -o file.toml` writes for this machine"
             )
+        if files.regular(path) is None:
+            raise FileNotFoundError(
+                f"there is no machine file {path}: `hpctrain machine -o {path}` measures this machine, or give a name: "
+                f"{', '.join(names())}"
+            )
         try:
             tables = tomllib.loads(files.read_bounded(path, LARGEST).decode())
         except (ValueError, RecursionError) as error:

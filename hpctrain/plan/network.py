@@ -67,6 +67,10 @@ class Network:
         _, per_byte, hop, _ = self._path(Group(2, distance))
         return hop + nbytes * per_byte
 
+    def seconds_per_byte(self, group: Group) -> float:
+        """Of the slowest level that a ring passes; 0 for one rank."""
+        return self._path(group)[1] if group.size > 1 else 0.0
+
     def _collective(self, operation, nbytes, group):
         if group.size == 1 or nbytes <= 0:
             return 0.0

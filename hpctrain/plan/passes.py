@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-import operator
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpctrain.choices import PLANE_PRODUCTS
 from hpctrain.plan.job import Choice, Job
@@ -18,8 +19,7 @@ RESIDUAL, INNER, BACKWARD = 2.75, 1.2, 1.25
 OPERATIONS = 16
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """Seconds: products and element-wise operations, and communication on the tensor, sequence and expert axes that
     nothing hides."""
 
@@ -32,11 +32,14 @@ class Pass:
     def seconds(self) -> float:
         return self.compute + self.tensor + self.sequence + self.expert
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(*map(operator.add, astuple(self), astuple(other)))
-
-    def __mul__(self, count: float) -> Pass:
-        return Pass(*(each * count for each in astuple(self)))
+    @staticmethod
+    def total(counted: Iterable[tuple[Pass, float]]) -> Pass:
+        """Of passes and how often each is done."""
+        sums = [0.0] * len(Pass._fields)
+        for each, count in counted:
+            for number, value in enumerate(each):
+                sums[number] += value * count
+        return Pass(*sums)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Part:
     kept: float
     working: float
 
-    @property
+    @functools.cached_property
     def seconds(self) -> float:
         return self.forward.seconds + self.input_gradient.seconds + self.weight_gradient.seconds
 
@@ -92,6 +95,8 @@ class Box:
         self.groups["ulysses"] = Group(self.ulysses, x * y * z)
         self.groups["ring"] = Group(self.ring, x * y * z * self.ulysses * choice.pipeline)
         self.sequences = -(-job.sequences(choice) // z)
+        if self.plane:  # which x cuts at whole sequences
+            self.sequences = x * -(-self.sequences // x)
         self.rows = self.sequences * -(-job.costs.context // (self.ring * self.ulysses))
         self.rate = machine.peak_of(job.compute, job.matmul) * machine.device.product
         self.expert = choice.expert

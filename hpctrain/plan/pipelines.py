@@ -52,11 +52,16 @@ def shape(name: str, ranks: int, microbatches: int, virtual_stages: int, slices:
 def simulated(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> tuple[int, ...]:
     """The numbers of microbatches that are simulated: two, from which the time of a long pipeline follows, as after the
     first rounds of `ranks` microbatches all others take the same time; else the one."""
-    rounds = 1 if name in ("gpipe", "1f1b", "zb-h1") else max(3, virtual_stages + 1)
-    if ranks * max(1, virtual_stages) * microbatches <= LARGEST or microbatches < (rounds + 2) * ranks or slices:
+    first = first_rounds(name, ranks, microbatches, virtual_stages)
+    if ranks * max(1, virtual_stages) * microbatches <= LARGEST or microbatches < first + ranks or slices:
         return (microbatches,)
-    first = rounds * ranks + microbatches % ranks
     return first, first + ranks
+
+
+def first_rounds(name: str, ranks: int, microbatches: int, virtual_stages: int) -> int:
+    """Microbatches of the rounds after which all others are alike."""
+    rounds = 1 if name in ("gpipe", "1f1b", "zb-h1") else max(3, virtual_stages + 1)
+    return rounds * ranks + microbatches % ranks
 
 
 def makespan(name: str, ranks: int, microbatches: int, virtual_stages: int, costs: Costs, slices: int = 0) -> float:
@@ -72,12 +77,14 @@ def makespan(name: str, ranks: int, microbatches: int, virtual_stages: int, cost
     return times[0] + (times[1] - times[0]) * (microbatches - counts[0]) / (counts[1] - counts[0])
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def in_flight(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> list[dict[int, float]]:
     """`Shape.in_flight` of any number of microbatches; GPipe alone holds more than the first rounds have."""
     if name == "gpipe":
         return [{rank: microbatches} for rank in range(ranks)]
-    few = simulated(name, ranks, microbatches, virtual_stages, slices)[0]
-    return shape(name, ranks, few, virtual_stages, slices).in_flight
+    if not slices:
+        microbatches = min(microbatches, first_rounds(name, ranks, microbatches, virtual_stages))
+    return shape(name, ranks, microbatches, virtual_stages, slices).in_flight
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -87,6 +94,8 @@ def placement(name: str, ranks: int, microbatches: int, virtual_stages: int, sli
         return [[rank] for rank in range(ranks)], 1
     if name == "interleaved":
         return [list(range(rank, ranks * (virtual_stages or 2), ranks)) for rank in range(ranks)], 1
+    if name == "zb-v":
+        return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)], 1
     few = simulated(name, ranks, microbatches, virtual_stages, slices)[0]
     found = shape(name, ranks, few, virtual_stages, slices).schedule
     local: list[list[int]] = [[] for _ in range(ranks)]

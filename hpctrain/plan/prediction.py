@@ -41,6 +41,19 @@ class Prediction:
     bound_by: str
     settings: dict[str, object]
 
+    @property
+    def overrides(self) -> list[str]:
+        """`section.key=value` of the settings, none of them with a space."""
+        plain = {name: value if isinstance(value, str) else json.dumps(value) for name, value in self.settings.items()}
+        return [f"{name}={value.replace(' ', '')}" for name, value in plain.items()]
+
+    def describe(self) -> str:
+        """In a line."""
+        return (
+            f"{self.seconds:.4g} s a step ({self.low:.4g} to {self.high:.4g}), bound by {self.bound_by}, "
+            f"{self.memory_bytes / 2**30:.2f} GiB a rank"
+        )
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
@@ -71,7 +84,7 @@ def predicted(estimator: Estimator, choice: Choice, estimate: Estimate | None = 
         bytes=received(job, choice),
         parts=estimate.parts,
         bound_by=max(ranked, key=ranked.__getitem__),
-        settings=choice.settings,
+        settings=choice.settings | {"precision.compute": job.compute},
     )
 
 
@@ -84,7 +97,7 @@ def received(job: Job, choice: Choice) -> dict[str, float]:
     found = [
         step_traffic(
             job.costs, choice.grid, job.batch, shape.schedule, job.itemsize, rank, choice.algorithm, job.overlap,
-            job.partition, choice.method, choice.expert,
+            choice.partition or None, choice.method, choice.expert,
         )
         for rank in sorted(ranks)
     ]  # fmt: skip

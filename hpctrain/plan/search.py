@@ -1,40 +1,54 @@
 """The best layouts of a job on so many ranks, by branch and bound.
 
-Choices wait in a queue by a lower bound of their seconds: first layouts, by what any of their choices takes at least;
-when a layout's turn comes, its choices take its place, each by a bound of its own; when a choice's turn comes, it is
-simulated. As nothing is dropped whose bound is below the seconds of the `top` best that fit, these are the best of all.
-
-A bound counts work that some rank does one after another; how long it waits, only a simulation tells:
-
-    layout    m (blocks + embedding + head) / p, without recomputation: the mean rank's work, at most the busiest's
-    choice    of every rank, what must be done before its first task, all its work, and what must follow its last task
+Choices wait in a queue by a lower bound of their seconds (`bounds.py`): first grids, by what any of their choices takes
+at least, then their layouts, with a number of microbatches. When a layout's turn comes, its choices take its place,
+each by a bound of its own; when a choice's turn comes, it is simulated. As nothing is dropped whose bound is below the
+seconds of the `top` best that fit, these are the best of all.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import heapq
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+from hpctrain.choices import DTYPES, check_choice
 from hpctrain.config import Config
 from hpctrain.plan import job as jobs
+from hpctrain.plan.bounds import Bounds
 from hpctrain.plan.estimator import Estimate, Estimator
 from hpctrain.plan.job import Choice
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.prediction import Prediction, predicted
-from hpctrain.plan.space import Layout, choices, expert_ranks, layouts
+from hpctrain.plan.space import choices, grids, kept, layouts, ways
 
-ROUNDING = 1 - 1e-9  # bounds are sums in another order than what they bound
 GIB = 2**30
+GRIDS = ("grid.data", "grid.pipeline", "grid.tensor", "tensor.algorithm")  # settings that a grid decides
+Found = tuple[float, Choice, Estimate]  # seconds, and what takes them
 
 
-def search(config: Config, ranks: int, machine: Machine | str, top: int = 5) -> list[Prediction]:
+def search(
+    config: Config,
+    ranks: int,
+    machine: Machine | str,
+    top: int = 5,
+    precisions: Sequence[str] = (),
+    keep: Sequence[str] = (),
+) -> list[Prediction]:
     """The `top` choices that take the fewest seconds and fit into memory, the best first.
 
-    Searched are grids, tensor boxes, ranks of experts, microbatches, synchronous schedules with their virtual stages,
-    ZeRO's levels and recomputation; all else stays as the configuration has it. `settings` of a prediction make the
-    configuration it is of. The training is the same, to rounding, with all of them.
+    Searched are grids with the axes of sequences and experts, tensor boxes and their products, microbatches,
+    synchronous schedules with their virtual stages and cuts, ZeRO's levels and recomputation; all else stays as the
+    configuration has it. `settings` of a prediction make the configuration it is of. The training is the same, to
+    rounding, with all of them.
+
+    Args:
+        precisions: values that precision.compute may have; that of the configuration alone, if none is given.
+        keep: settings that stay as they are, of `space.FIELDS`.
 
     Raises:
         ValueError: for an unknown machine, a number of ranks that the job cannot use, and where nothing fits: with the
@@ -43,10 +57,38 @@ def search(config: Config, ranks: int, machine: Machine | str, top: int = 5) -> 
     machine = Machine.load(machine) if isinstance(machine, str) else machine
     if ranks < 1 or top < 1:
         raise ValueError(f"--ranks and --top must be at least 1, got {ranks} and {top}")
-    job, given = jobs.read(config)
-    estimator = Estimator(job, machine.crowded(ranks))
-    best = Search(estimator, given, ranks).best(top)
-    return [predicted(estimator, choice, estimate) for estimate, choice in best]
+    found: list[tuple[Found, Estimator]] = []
+    failed: list[NothingFits] = []
+    for precision in precisions or [config.precision.compute]:
+        check_choice("--precision", precision, DTYPES)
+        job, given = jobs.read(
+            dataclasses.replace(config, precision=dataclasses.replace(config.precision, compute=precision))
+        )
+        estimator = Estimator(job, machine.crowded(ranks))
+        try:
+            best = Search(estimator, given, ranks, keep).best(top, [known for known, _ in found])
+        except NothingFits as error:
+            failed.append(error)
+            continue
+        found = [next((old for old in found if old[0] is each), (each, estimator)) for each in best]
+    if not found:
+        raise failed[-1]
+    return [predicted(estimator, choice, estimate) for (_, choice, estimate), estimator in found]
+
+
+class NothingFits(ValueError):
+    """No choice fits into a device's memory."""
+
+
+class Level(enum.IntEnum):
+    """How much of what waits in the queue is chosen: a grid, by its own bound; its layouts, by that of their first; a
+    layout; a layout and a way to keep replicas; choices that differ in recomputation alone."""
+
+    GRID = 0
+    LAYOUTS = 1
+    LAYOUT = 2
+    WAY = 3
+    CHOICES = 4
 
 
 class Search:
@@ -56,107 +98,95 @@ class Search:
         simulated: choices that were, so far.
     """
 
-    def __init__(self, estimator: Estimator, given: Choice, ranks: int):
-        self.estimator, self.job, self.given = estimator, estimator.job, given
+    def __init__(self, estimator: Estimator, given: Choice, ranks: int, keep: Sequence[str] = ()):
+        self.estimator, self.job, self.given, self.keep = estimator, estimator.job, given, tuple(keep)
+        self.bounds = Bounds(estimator, given, ranks)
         self.memory = estimator.machine.device.memory
-        self.layouts = list(layouts(self.job, given, ranks))
+        decided = tuple(name for name in keep if name in GRIDS)
+        self.grids = [grid for grid in grids(self.job, given, ranks) if kept(grid, given, decided)]
         self.simulated = 0
-        noise = estimator.machine.errors.noise
-        self._late = 1 + noise * math.sqrt(2 * math.log(ranks))
-        if not self.layouts:
+        if not self.grids:
             raise ValueError(
-                f"no grid of {ranks} ranks leaves work for all: there are {self.job.batch} sequences a step and "
-                f"{self.job.costs.layers} layers, and tensor.algorithm = {given.algorithm}; use fewer ranks"
+                f"no grid of {ranks} ranks leaves work for all: there are {self.job.batch} sequences a step of "
+                f"{self.job.costs.context} tokens and {self.job.costs.layers} layers"
+                + (f", and {', '.join(keep)} to be kept" if keep else "")
+                + "; use fewer ranks"
             )
 
-    def best(self, top: int) -> list[tuple[Estimate, Choice]]:
-        """Those that take the fewest seconds; of equals, the first in the order of their settings."""
+    def best(self, top: int, known: Iterable[Found] = ()) -> list[Found]:
+        """Those that take the fewest seconds, of these and the `known` ones; of equals, the first in the order of
+        their settings."""
         number = itertools.count()
-        queue: list[tuple[float, int, Layout | list[Choice]]] = [
-            (self.layout_bound(layout), next(number), layout) for layout in self.layouts
+        queue: list[tuple[float, int, Level, Any]] = [
+            (self.bounds.grid(grid), next(number), Level.GRID, grid) for grid in self.grids
         ]
         heapq.heapify(queue)
-        found: list[tuple[float, Choice, Estimate]] = []
+        found = list(known)
         while queue:
-            bound, _, one = heapq.heappop(queue)
+            bound, _, level, one = heapq.heappop(queue)
             if len(found) == top and bound > found[-1][0]:
                 break
-            if isinstance(one, Layout):
-                for same in self.alike(one):
-                    further = max(bound, self.choice_bound(same[0]))
-                    heapq.heappush(queue, (further, next(number), same))
-                continue
-            if one[1:]:  # those that recompute more take longer
-                further = max(bound, self.choice_bound(one[1]))
-                heapq.heappush(queue, (further, next(number), one[1:]))
-            if self.fits(one[0]):
+            if level is Level.CHOICES:
                 estimate = self.estimator.estimate(one[0])
                 self.simulated += 1
                 found = sorted([*found, (estimate.seconds, one[0], estimate)], key=lambda each: each[:2])[:top]
+            for least, finer, part in self._parts(level, one):
+                heapq.heappush(queue, (max(bound, least), next(number), finer, part))
         if not found:
-            raise ValueError(self._shortage())
-        return [(estimate, choice) for _, choice, estimate in found]
+            raise NothingFits(self._shortage())
+        return found
 
-    def alike(self, layout: Layout) -> Iterable[list[Choice]]:
-        """The choices of a layout, those together that differ in recomputation alone, the less of it the earlier."""
+    def _parts(self, level: Level, one: Any) -> Iterator[tuple[float, Level, Any]]:
+        """What takes the place of one in the queue, by its own bound."""
+        if level is Level.GRID:
+            yield self.bounds.layouts(one), Level.LAYOUTS, self.layouts(one)
+        elif level is Level.LAYOUTS:
+            for layout in one:
+                yield self.bounds.layout(layout), Level.LAYOUT, layout
+        elif level is Level.LAYOUT:
+            for way in ways(self.job, self.given, one):
+                if (least := self.bounds.way(way)) < math.inf:
+                    yield least, Level.WAY, way
+        elif level is Level.WAY:
+            for alike in self.alike(one):
+                yield self.bounds.choice(alike[0]), Level.CHOICES, alike
+        elif len(one) > 1:  # those that recompute more take longer
+            yield self.bounds.choice(one[1]), Level.CHOICES, one[1:]
+
+    def layouts(self, grid: Choice) -> list[Choice]:
+        """Of a grid."""
+        here = tuple(name for name in self.keep if name == "train.microbatches")
+        return [layout for layout in layouts(self.job, grid) if kept(layout, self.given, here)]
+
+    def choices(self, way: Choice) -> Iterator[Choice]:
+        """Of a layout and a way to keep replicas."""
+        return (choice for choice in choices(self.job, self.given, way) if kept(choice, self.given, self.keep))
+
+    def alike(self, way: Choice) -> Iterable[list[Choice]]:
+        """The choices that fit into memory, those together that differ in recomputation alone, the less of it the
+        earlier."""
         same: dict[Choice, list[Choice]] = {}
-        for choice in choices(self.job, self.given, layout):
-            same.setdefault(choice._replace(recompute=""), []).append(choice)
+        for choice in self.choices(way):
+            if self.fits(choice):
+                same.setdefault(choice._replace(recompute=""), []).append(choice)
         return same.values()
 
     def fits(self, choice: Choice) -> bool:
         return self.estimator.memory(choice) <= self.memory
 
-    def layout_bound(self, layout: Layout) -> float:
-        """Seconds that any choice of this layout takes at least."""
-        given = self.given
-        shared = given.algorithm, given.ring, given.ulysses
-        made = [
-            Choice(*layout, "1f1b", 0, "none", "ddp", *shared, expert)
-            for expert in expert_ranks(self.job, given, layout)
-        ]
-        work = min(self.estimator.whole_microbatch(choice) for choice in made)
-        return self._least(made[0], layout.microbatches * work / layout.pipeline)
-
-    def choice_bound(self, choice: Choice) -> float:
-        """Seconds that a choice takes at least: the most over its pipeline's ranks."""
-        local, copies = self.estimator.placement(choice)
-        if copies > 1:
-            return 0.0  # they share the microbatches in a way that the schedule alone knows
-        stages = self.estimator.stages(choice)
-        edges = [*self.estimator.edges(choice), 0.0]
-        # the first microbatch reaches a stage through all before it, and the last gradient goes back through them;
-        # where backwards are split, a rank's last task may be a weight's gradient, which nothing follows
-        splits = choice.schedule.startswith("zb")
-        reached, followed = [0.0], [0.0]
-        for stage, edge in zip(stages, edges):
-            forward, *backward = stage.passes
-            reached.append(reached[-1] + forward + edge)
-            followed.append(followed[-1] + (0.0 if splits else sum(backward) + edge))
-        endings = [sum(stages[s].ending for s in own) for own in local]
-        home = next(rank for rank, own in enumerate(local) if 0 in own)
-        last = 0.0 if splits else endings[home]
-        return max(
-            self._least(
-                choice,
-                reached[min(own)]
-                + choice.microbatches * sum(stages[s].microbatch for s in own)
-                + max(ending, followed[min(own)] + last),
-            )
-            for own, ending in zip(local, endings)
-        )
-
-    def _least(self, choice: Choice, seconds: float) -> float:
-        return (seconds + self.estimator.reading(choice)) * self._late * ROUNDING
+    def everything(self) -> Iterator[Choice]:
+        """All choices, whether they fit or not."""
+        for layout in itertools.chain.from_iterable(map(self.layouts, self.grids)):
+            for way in ways(self.job, self.given, layout):
+                yield from self.choices(way)
 
     def _shortage(self) -> str:
         leanest, least = None, math.inf
-        for layout in self.layouts:
-            for choice in choices(self.job, self.given, layout):
-                need = self.estimator.memory(choice)
-                if need < least:
-                    leanest, least = choice, need
-        assert leanest is not None  # there are layouts
+        for choice in self.everything():
+            if (need := self.estimator.memory(choice)) < least:
+                leanest, least = choice, need
+        if leanest is None:
+            return f"no layout has what is to be kept: {', '.join(self.keep)}"
         settings = " ".join(f"{name}={value}" for name, value in leanest.settings.items())
         return (
             f"no plan fits: device.memory of {self.estimator.machine.name} is {self.memory / GIB:.2f} GiB, and the "

@@ -5,64 +5,121 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from hpctrain.choices import RECOMPUTE, check_product
+from hpctrain.choices import PLANE_PRODUCTS, PRODUCTS, RECOMPUTE, check_product
 from hpctrain.grid_shape import all_grids
+from hpctrain.models import TransformerCosts
 from hpctrain.plan.job import Choice, Job
+from hpctrain.shard import split_sizes
 
 ZERO = ("ddp", "zero1", "zero2", "zero3")
 SYNCHRONOUS = ("1f1b", "interleaved", "zb-h1", "zb-v")  # GPipe takes as long as 1F1B and more memory
+# What of a choice a setting decides, where it is to be kept.
+FIELDS = {
+    "grid.data": ("data", "ring", "ulysses"),
+    "grid.expert": ("expert",),
+    "grid.pipeline": ("pipeline",),
+    "grid.tensor": ("x", "y", "z"),
+    "train.microbatches": ("microbatches",),
+    "train.recompute": ("recompute",),
+    "pipeline.schedule": ("schedule", "virtual_stages"),
+    "pipeline.partition": ("partition",),
+    "data_parallel.method": ("method",),
+    "tensor.algorithm": ("algorithm",),
+}
 
 
-class Layout(NamedTuple):
-    """A grid and its microbatches, which decide what a rank computes."""
-
-    data: int
-    pipeline: int
-    x: int
-    y: int
-    z: int
-    microbatches: int
-
-
-def layouts(job: Job, given: Choice, ranks: int) -> Iterator[Layout]:
-    """Every grid of `ranks` that leaves no replica without a sequence and no stage without a layer, with every number
-    of microbatches that cuts a replica's sequences evenly."""
-    shared = given.ring * given.ulysses
-    for data, pipeline, box in all_grids(ranks // shared) if ranks % shared == 0 else ():
+def grids(job: Job, given: Choice, ranks: int) -> Iterator[Choice]:
+    """Every grid of `ranks` that leaves no replica without a sequence, no stage without a layer and no rank of a
+    sequence without tokens and heads, with every product that it allows; all of them with a single microbatch, whose
+    other settings are the simplest."""
+    for (data, ring, ulysses), pipeline, (x, y, z) in all_grids(ranks, job.shares_sequences):
         workers = data - job.servers
-        if workers < 1 or workers > job.batch or pipeline > job.costs.layers or not _allowed(given.algorithm, box):
+        if workers < 1 or workers > job.batch or pipeline > job.costs.layers:
             continue
-        if job.partition is not None and len(job.partition) != pipeline * max(1, given.virtual_stages):
+        if given.partition and len(given.partition) != pipeline * max(1, given.virtual_stages):
             continue
-        sequences = -(-job.batch // workers)
-        for microbatches in divisors(sequences):
-            yield Layout(data, pipeline, box[0], box[1], box[2], microbatches)
-
-
-def choices(job: Job, given: Choice, layout: Layout) -> Iterator[Choice]:
-    """Every schedule, recomputation (the least first) and way to keep replicas, of those that train as one rank does.
-    Whoever asks for another one, as PipeDream or local SGD, keeps it; so does who lists the layers of each stage."""
-    searched = given.schedule in ("gpipe", *SYNCHRONOUS) and job.partition is None
-    orders = schedules(job.costs.layers, layout.pipeline) if searched else [(given.schedule, given.virtual_stages)]
-    methods = ZERO if given.method in ZERO else (given.method,)
-    if layout.data * given.ring * given.ulysses == 1 and given.method in ZERO:
-        methods = ("ddp",)
-    for schedule, virtual_stages in orders:
-        for recompute in RECOMPUTE if not job.slices else (given.recompute,):
-            for method, expert in itertools.product(methods, expert_ranks(job, given, layout)):
-                yield Choice(
-                    *layout, schedule, virtual_stages, recompute, method, given.algorithm, given.ring, given.ulysses,
-                    expert,
+        if 2 * ring * ulysses > max(2, job.costs.context):
+            continue
+        for algorithm in products(given.algorithm, x, y, z):
+            columns = y if algorithm in PLANE_PRODUCTS else x * y
+            if ulysses == 1 or ulysses * columns <= job.heads:
+                yield given._replace(
+                    data=data, ring=ring, ulysses=ulysses, pipeline=pipeline, x=x, y=y, z=z, microbatches=1,
+                    schedule="1f1b", virtual_stages=0, recompute="none", method="ddp", algorithm=algorithm, expert=1,
+                    partition=(),
                 )  # fmt: skip
 
 
-def expert_ranks(job: Job, given: Choice, layout: Layout) -> list[int]:
+def products(given: str, x: int, y: int, z: int) -> list[str]:
+    """Names of those that a box allows; of two that are the same there the one that is given, or else the first.
+
+    >>> products("agarwal", 1, 1, 1), products("megatron", 2, 1, 1), products("agarwal", 2, 2, 2)
+    (['agarwal'], ['megatron', 'summa'], ['agarwal', 'two_half_d'])
+    """
+    if x == y == z == 1:
+        return [given]
+    allowed = [name for name in PRODUCTS if _allowed(name, x, y, z)]
+    same = {"agarwal", "megatron"}, {"cannon", "two_half_d"} if z == 1 else set()
+    for names in same:
+        twins = [name for name in allowed if name in names]
+        kept = given if given in twins else twins[0] if twins else ""
+        allowed = [name for name in allowed if name not in names or name == kept]
+    return allowed
+
+
+def layouts(job: Job, grid: Choice) -> Iterator[Choice]:
+    """A grid with every number of microbatches that cuts a replica's sequences evenly."""
+    for microbatches in divisors(-(-job.batch // (grid.data - job.servers))):
+        yield grid._replace(microbatches=microbatches)
+
+
+def ways(job: Job, given: Choice, layout: Choice) -> Iterator[Choice]:
+    """A layout with every way to keep replicas that trains as one rank does, and every spread of experts. Whoever asks
+    for another one, as local SGD, keeps it."""
+    methods = ZERO if given.method in ZERO else (given.method,)
+    if layout.replicas == 1 and given.method in ZERO:
+        methods = ("ddp",)
+    for method, expert in itertools.product(methods, expert_ranks(job, given, layout)):
+        yield layout._replace(method=method, expert=expert)
+
+
+def choices(job: Job, given: Choice, way: Choice) -> Iterator[Choice]:
+    """Every schedule with its cuts, and recomputation (the least first), of those that train as one rank does. Whoever
+    asks for another one, as PipeDream, keeps it; so does who lists the layers of each stage."""
+    searched = given.schedule in ("gpipe", *SYNCHRONOUS) and not given.partition
+    orders = schedules(job.costs.layers, way.pipeline) if searched else [(given.schedule, given.virtual_stages)]
+    for schedule, virtual_stages in orders:
+        stages = way.pipeline * (2 if schedule == "zb-v" else max(1, virtual_stages))
+        cuts = partitions(job.costs, stages) if searched else [given.partition]
+        for partition, recompute in itertools.product(cuts, recomputations(job, given)):
+            yield way._replace(
+                schedule=schedule, virtual_stages=virtual_stages, partition=partition, recompute=recompute
+            )
+
+
+def recomputations(job: Job, given: Choice) -> tuple[str, ...]:
+    """The least first."""
+    return RECOMPUTE if not job.slices else (given.recompute,)
+
+
+def kept(choice: Choice, given: Choice, settings: tuple[str, ...]) -> bool:
+    """Whether these settings are as they were given.
+
+    Raises:
+        ValueError: for a setting that no search changes.
+    """
+    for name in settings:
+        if name not in FIELDS:
+            raise ValueError(f"--keep takes settings that a search changes: {', '.join(FIELDS)}; got {name}")
+    return all(getattr(choice, field) == getattr(given, field) for name in settings for field in FIELDS[name])
+
+
+def expert_ranks(job: Job, given: Choice, layout: Choice) -> list[int]:
     """Numbers of ranks that experts can be spread over so that none is without one."""
-    ranks = layout.data * given.ring * given.ulysses * layout.x * layout.y * layout.z
     spread = given.method in ZERO
-    return [each for each in divisors(ranks) if each <= job.experts and (spread or each == 1)]
+    ranks = divisors(layout.replicas * math.prod(layout.box)) if job.experts > 1 else [1]
+    return [each for each in ranks if each <= job.experts and (spread or each == 1)]
 
 
 def schedules(layers: int, ranks: int) -> list[tuple[str, int]]:
@@ -78,6 +135,24 @@ def schedules(layers: int, ranks: int) -> list[tuple[str, int]]:
     return found + [("zb-v", 0)] * (2 * ranks <= layers)
 
 
+def partitions(costs: TransformerCosts, stages: int) -> list[tuple[int, ...]]:
+    """The even cut, (), and the one that counts the projection onto the vocabulary as the layers that take as many
+    floating-point operations, where that is another.
+
+    >>> from hpctrain.models import get
+    >>> costs = get("gpt2").costs(get("gpt2").shape({"layers": 8, "width": 64, "heads": 4, "vocabulary": 1500}))
+    >>> partitions(costs, 2), partitions(costs, 1), partitions(costs, 4)
+    ([(), (5, 3)], [()], [(), (3, 2, 2, 1)])
+    """
+    block = costs.block_weights(active=True) + 2 * costs.attention_width * costs.keys
+    head = costs.vocabulary * costs.width / block
+    last = max(1, round((costs.layers + head) / stages - head))
+    if stages == 1 or costs.layers - last < stages - 1:
+        return [()]
+    cut = *split_sizes(costs.layers - last, stages - 1), last
+    return [(), cut] if cut != tuple(split_sizes(costs.layers, stages)) else [()]
+
+
 def divisors(number: int) -> list[int]:
     """
     >>> divisors(12)
@@ -87,9 +162,9 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _allowed(algorithm: str, box: tuple[int, int, int]) -> bool:
+def _allowed(algorithm: str, x: int, y: int, z: int) -> bool:
     try:
-        check_product(algorithm, *box)
+        check_product(algorithm, x, y, z)
     except ValueError:
         return False
     return True

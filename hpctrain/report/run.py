@@ -155,6 +155,19 @@ def rank_rows(run: Run) -> list[list[str]]:
     return rows
 
 
+PLAN_HEADER = ("part", "predicted s", "measured s")
+
+
+def plan_rows(folder: Path) -> tuple[str, list[list[str]]]:
+    """The machine of a run's plan, and a line for each part of a step, where plan.json tells of them."""
+    path = folder / "plan.json"
+    if not path.exists():
+        return "", []
+    told = json.loads(path.read_text(encoding="utf-8"))
+    rows = [[part, *(f"{each:.4g}" for each in both)] for part, both in told["seconds"].items() if any(both)]
+    return told["machine"], rows
+
+
 def shown(ranks: Sequence[Any]) -> list[Any]:
     """
     >>> shown(range(3)), len(shown(range(1000))), shown(range(1000))[-1]

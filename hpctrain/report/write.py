@@ -10,11 +10,13 @@ from hpctrain import page
 from hpctrain.report import figures
 from hpctrain.report.run import (
     AXIS_HEADER,
+    PLAN_HEADER,
     RANK_HEADER,
     SHOWN,
     Run,
     axis_rows,
     facts,
+    plan_rows,
     rank_rows,
     read,
     sentence,
@@ -53,9 +55,11 @@ def _parts(run: Run) -> list[str]:
         if len(run.ranks) > SHOWN:
             lines += f" {len(run.ranks) - SHOWN} ranks in between are in ranks.json."
         parts.append(page.paragraph(lines, "facts"))
-    names = [
-        name for name in ("metrics.jsonl", "metrics.csv", "ranks.json", "loss.png") if (run.folder / name).exists()
-    ]
+    machine, rows = plan_rows(run.folder)
+    if rows:
+        parts += [page.heading(f"Plan for {machine}"), page.table(PLAN_HEADER, rows)]
+    known = ("metrics.jsonl", "metrics.csv", "ranks.json", "plan.json", "loss.png")
+    names = [name for name in known if (run.folder / name).exists()]
     parts.append(page.links(names))
     config = run.folder / "config.toml"
     if config.exists():

@@ -11,6 +11,7 @@ import torch
 from hpctrain.cores import processor
 from hpctrain.grid import Grid
 from hpctrain.grid_shape import describe_shape
+from hpctrain.plan import predict
 from hpctrain.train.session import Session
 
 log = logging.getLogger("hpctrain")
@@ -34,6 +35,8 @@ def introduce(session: Session) -> None:
             "WARNING: train.batch = %d gives no sequence to %d of the %d replicas, which do nothing; use "
             "train.batch=%d or more, or a smaller grid.data", config.train.batch, without, working, working,
         )  # fmt: skip
+    if config.run.machine:
+        print(f"plan for {config.run.machine}: {predict(config, config.run.machine).describe()}")
     tokens = sum(each.tokens for each in session.data.samples.sources)
     print(
         f"{session.spec.describe(session.model.shape)}; {tokens:,} tokens of data; "

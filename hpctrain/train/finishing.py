@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
+from hpctrain import files
 from hpctrain.models.export import export
 from hpctrain.plan import Machine
-from hpctrain.plan.learn import compare, table
+from hpctrain.plan.outcome import outcome
 from hpctrain.train.generate import generate
-from hpctrain.train.run_folder import last_losses
+from hpctrain.train.run_folder import PLAN, last_losses
 from hpctrain.train.session import Session
 
 
@@ -30,7 +31,22 @@ def finish(session: Session) -> None:
     if session.folder:
         print(last_losses(session.folder.history))
         if config.run.machine:
-            print(table(compare(config, Machine.load(config.run.machine), session.folder.history)))
+            _tell_outcome(session)
         if sample:
             print(f"sample:\n{sample}")
         print(f"results: {session.folder.path}/", flush=True)
+
+
+def _tell_outcome(session: Session) -> None:
+    """What the plan had said beside what was measured: printed, and plan.json in the run folder. For rank 0 alone."""
+    folder, machine = session.folder, Machine.load(session.config.run.machine)
+    assert folder is not None  # rank 0 has it
+    try:
+        told = outcome(session.config, machine, folder.history, folder.ranks)
+    except ValueError as error:  # too few steps, after a training that went well
+        print(f"plan for {machine.name}: {error}")
+        return
+    print(told.text())
+    folder.write(PLAN, told.to_json())
+    if told.wrong and files.regular(session.config.run.machine):
+        print(f"to set its figures right: hpctrain plan --learn {folder.path} --machine {session.config.run.machine}")

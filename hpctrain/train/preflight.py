@@ -13,6 +13,7 @@ from hpctrain.config.checks import pipeline_schedule
 from hpctrain.data import ShardedTokens
 from hpctrain.data_parallel import is_mixed
 from hpctrain.models.pretrained import check_config
+from hpctrain.plan import predict
 from hpctrain.randomness import RngKey
 from hpctrain.train.dtypes import dtypes
 from hpctrain.train.metric_loggers import check_installed
@@ -39,6 +40,8 @@ def preflight(config: Config, resume: str = "") -> None:
         spec = models.get(config.model.kind)
         check_config(spec.huggingface, spec.shape(vars(config.model)), Path(config.model.init))
     check_installed(config)
+    if config.run.machine:
+        predict(config, config.run.machine)
     if resume == "must":
         check_resumable(config.folder)
     path, tokenizer = find_packed(config)

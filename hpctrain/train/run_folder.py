@@ -17,7 +17,7 @@ from hpctrain.train.lease import Lease, batch_job
 from hpctrain.train.loss_plot import plot_losses
 from hpctrain.train.metric_loggers import MetricLoggers, check_installed
 
-METRICS, RANKS = "metrics.jsonl", "ranks.json"
+METRICS, RANKS, PLAN = "metrics.jsonl", "ranks.json", "plan.json"
 JOBS = "jobs"  # a line for each job of the batch system that has written here
 
 log = logging.getLogger("hpctrain")
@@ -38,6 +38,7 @@ class RunFolder:
         moved: where an older run went, or None.
         resumes: whether the job goes on with what was there.
         history: the metrics of all steps.
+        ranks: what `write_ranks` was told.
 
     Raises:
         ValueError: when another job has the folder, there is nothing to go on with, or a package that metrics are to be
@@ -66,6 +67,7 @@ class RunFolder:
             self._replace(JOBS, "".join(f"{job}\n" for job in [*jobs, batch_job()]))
         self._config = to_toml(config)
         self.history: list[dict] = []
+        self.ranks: list[dict] = []
         self._metrics = None  # until `begin`
         self._lacking = False
         self._loggers = MetricLoggers(config, self.path)
@@ -150,11 +152,16 @@ class RunFolder:
         return plot_losses(self.history, self.path / "loss.png", self.path.name)
 
     def write_ranks(self, about: dict, ranks: list[dict]) -> None:
-        """What `RankTotals` say of every rank, and `about` the job. A full disk must not end the training."""
+        """What `RankTotals` say of every rank, and `about` the job."""
+        self.ranks = ranks
+        self.write(RANKS, json.dumps({**about, "ranks": ranks}))
+
+    def write(self, name: str, text: str) -> None:
+        """A file of one line about the job. A full disk must not end the training."""
         try:
-            self._replace(RANKS, json.dumps({**about, "ranks": ranks}) + "\n")
+            self._replace(name, text + "\n")
         except OSError as error:
-            log.warning("WARNING: %s is not written: %s", self.path / RANKS, error)
+            log.warning("WARNING: %s is not written: %s", self.path / name, error)
 
 
 def has_checkpoints(run: Path) -> bool:

@@ -21,6 +21,7 @@ from hpctrain.models import ModelSpec
 from hpctrain.models.partition import layers_per_stage
 from hpctrain.models.pretrained import load
 from hpctrain.pipeline import Schedule
+from hpctrain.plan import predict
 from hpctrain.randomness import RngKey
 from hpctrain.train.agreement import Agreement
 from hpctrain.train.alike import Speeds
@@ -100,6 +101,9 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
             made, or checkpoints of which none can be used.
     """
     check_grid(config, world.size)
+    with comm.together(world):
+        if world.rank == 0 and config.run.machine:
+            predict(config, config.run.machine)  # that it can be compared at the end
     grid = Grid(*grid_arguments(config.grid_shape), config.grid.expert, comm=world)
     watched = grid.comm
     if config.comm.watchdog:
