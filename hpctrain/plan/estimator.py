@@ -280,13 +280,13 @@ class Estimator:
             )
         )
 
-    def least_memory(self, choice: Choice, layers: int, held: float) -> float:
-        """Bytes that the fullest rank needs at least, of which every rank has so many layers, and this one `held`
-        layers' microbatches."""
+    def least_memory(self, choice: Choice, layers: int, in_flight: float) -> float:
+        """Bytes that the fullest rank needs at least, of which every rank has so many layers, and this one
+        `in_flight` of layers times microbatches."""
         costs, parts = self.job.costs, self.parts(choice)
         dense = min(layers, costs.dense_layers)
         kept = min(block.kept for block in parts.blocks)
-        return self._used(self.states(choice, (layers - dense, dense), False, False) + held * kept)
+        return self._used(self.states(choice, (layers - dense, dense), False, False) + in_flight * kept)
 
     def _used(self, allocated: float) -> float:
         device = self.machine.device
