@@ -91,20 +91,21 @@ def plan(configs: list[Config | None], options: argparse.Namespace) -> list[str]
     from hpctrain.plan import Machine, search
     from hpctrain.plan.job import read
 
-    name = options.machine or next((config.run.machine for config in configs if config), "") or "here.toml"
-    machine = Machine.load(name)
-    if not configs[0]:
+    training = [config for config in configs if config]
+    if not training:
         raise ValueError(
             f"--plan auto is for a script that trains: {options.script} has no line `#HPCTRAIN config=FILE`"
         )
-    if any(read(config) != read(configs[0]) for config in configs[1:]):
+    config = training[0]
+    if any(read(other) != read(config) for other in training):
         raise ValueError(
             "--plan auto makes one plan for all tasks of --array, which differ in more than seeds and rates"
         )
-    ranks = options.ranks
+    name = options.machine or config.run.machine or "here.toml"
+    machine, ranks = Machine.load(name), options.ranks
     if ranks is None:
-        ranks = options.nodes * machine.node if options.nodes else configs[0].ranks
-    best, *_ = search(configs[0], ranks, machine, 1, options.precision, options.keep)
+        ranks = options.nodes * machine.node if options.nodes else config.ranks
+    best, *_ = search(config, ranks, machine, 1, options.precision, options.keep)
     told = f"plan for {ranks} ranks of {machine.name}: {best.describe()}\n  {' '.join(best.overrides)}"
     print(told, file=sys.stderr, flush=True)
     path = Path(name)

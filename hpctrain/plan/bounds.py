@@ -58,7 +58,7 @@ class Bounds:
         return 6.0 * (blocks + dense * costs.block_weights(dense=True) + costs.vocabulary * costs.width)
 
     @functools.cached_property
-    def _widths(self) -> dict[bool, tuple[float, float]]:
+    def _widths(self) -> dict[bool, tuple[int, int]]:
         """{into the inner layout: (input, output) features of all linear layers together}, and the elements."""
         costs = self.job.costs
         dense = costs.dense_layers
