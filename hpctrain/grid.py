@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
@@ -18,6 +18,7 @@ from hpctrain.grid_shape import (
     AXES,
     JOINED,
     TENSOR,
+    check_boxes,
     check_expert,
     check_ranks,
     describe_shape,
@@ -69,6 +70,7 @@ class Transport:
             shared memory and communicators.
         reducers: the `comm.algorithms.Reducer` of each axis for which `comm.choose_all_reduce` chose one.
         workspaces: scratch memory that `comm.workspace` made for an axis.
+        repartitions: those that `comm.functional.reshard` made for pairs of layouts.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
@@ -80,6 +82,7 @@ class Transport:
     resources: list[Resource] = field(default_factory=list)
     reducers: dict = field(default_factory=dict)
     workspaces: dict = field(default_factory=dict)
+    repartitions: dict = field(default_factory=dict)
 
 
 class Axis:
@@ -149,9 +152,12 @@ class Grid:
     memory for each bucket of gradients and up to four for the workspaces of an axis that are in use. `free()` gives
     them back; so does the end of `with Grid(...) as grid:`.
 
+    Stages may arrange their ranks in different boxes: `boxes` has one (x, y, z) for each rank of the pipeline axis, of
+    as many ranks as `tensor`. `grid.shape` and `grid.coords` are then those of this rank's stage, `grid.boxes` all.
+
     Raises:
         ValueError: on every rank, when a size is not a positive integer, the product of data, pipeline and tensor is
-            not the number of ranks, or `expert` does not divide data × tensor.
+            not the number of ranks, `expert` does not divide data × tensor, or boxes are of other numbers of ranks.
     """
 
     def __init__(
@@ -161,8 +167,10 @@ class Grid:
         tensor: int | tuple[int, int, int] = (1, 1, 1),
         expert: int = 1,
         comm: MPI.Intracomm | None = None,
+        boxes: Sequence[tuple[int, int, int]] | None = None,
     ):
         self.shape = grid_shape(data, pipeline, tensor)
+        self.boxes = check_boxes(self.shape, boxes)
         from mpi4py import MPI  # starts MPI, so not at import
 
         comm = MPI.COMM_WORLD if comm is None else comm
@@ -172,15 +180,21 @@ class Grid:
         self.transport = Transport()
         self.comm = comm.Create_cart(tuple(self.shape.values()), periods=[True] * len(AXES), reorder=False)
         self.rank, self.size = self.comm.rank, self.comm.size
+        self._expert = expert
+        self.coords = self.place_of(self.rank)
+        self.shape |= dict(zip(TENSOR, self.boxes[self.coords["pipeline"]]))
         shared = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         node = shared.bcast(self.rank)  # a node is named by its first rank
         shared.Free()
         # Sub is collective, so that every plane is made here, in one order, rather than when first asked for.
         axes = {"world": Axis("world", self.comm, node, self.transport)}
         for name in ("data", "replica", "sequence", "ring", "ulysses", "pipeline", *map("+".join, _subsets(TENSOR))):
-            sub = self.comm.Sub([axis in parts_of(name) for axis in AXES])
+            if boxes is None:
+                sub: MPI.Intracomm = self.comm.Sub([axis in parts_of(name) for axis in AXES])
+            else:
+                members = self.members(name)
+                sub = cast("MPI.Intracomm", self.comm.Split(members[0], members.index(self.rank)))
             axes[name] = Axis(name, sub, node, self.transport)
-        self.coords = place_of(self.rank, self.shape, expert)
         stage = self.coords["pipeline"] * self.size
         for name, others in (("expert", "copies"), ("copies", "expert")):
             alike = cast("MPI.Intracomm", comm.Split(stage + self.coords[others], self.coords[name]))
@@ -202,6 +216,16 @@ class Grid:
     def __reduce_ex__(self, protocol):
         raise ValueError("a grid of ranks cannot be pickled; of a model, save ht.gather_state_dict(model)")
 
+    def place_of(self, rank: int) -> dict[str, int]:
+        """Coordinates of a rank by axis, in the box of its stage."""
+        stage = place_of(rank, self.shape, self._expert)["pipeline"]
+        return place_of(rank, self.shape | dict(zip(TENSOR, self.boxes[stage])), self._expert)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Those of `shape`, and of expert and copies."""
+        return self.shape | {"expert": self.expert.size, "copies": self.copies.size}
+
     def plane(self, *names: str) -> Axis:
         """The ranks that differ from this one only along these tensor axes, in row-major order."""
         return self._axes["+".join(name for name in TENSOR if name in names)]
@@ -209,6 +233,11 @@ class Grid:
     def alike(self, shard: Shard) -> Axis:
         """The ranks that hold the same slice as this one, beside those of tensor axes."""
         return self._axes[shard.alike]
+
+    def spanning(self, names: Collection[str]) -> Axis:
+        """The fewest ranks that have a communicator and differ along all of these of AXES, "expert" and "copies"."""
+        found = (axis for axis in self.axes() if {*names} <= {*parts_of(axis.name)})
+        return min(found, key=lambda axis: axis.size, default=self.world)
 
     def axes(self) -> list[Axis]:
         """All there are, in one order on all ranks."""
@@ -247,6 +276,7 @@ class Grid:
         self.transport.watchdog = self.transport.checker = None
         self.transport.reducers.clear()
         self.transport.workspaces.clear()
+        self.transport.repartitions.clear()
         for axis in reversed(self._axes.values()):
             axis.comm.Free()
 
@@ -264,12 +294,14 @@ class Grid:
         experts = ("copies", "expert") if self.expert.size > 1 else ()
         shown = [rank for rank in range(self.size) if self.size <= 2 * ENDS or self._is_shown(rank)]
         titles = {axis: "data" if axis == "replica" and len(names) < len(AXES) else axis for axis in names + experts}
+        alike = len({*self.boxes}) == 1
+        boxes = "" if alike else f"; boxes of the stages {', '.join(map(str, self.boxes))}"
         lines = [
-            f"grid of {self.size} ranks: {describe_shape(self.shape, self.expert.size)}",
+            f"grid of {self.size} ranks: {describe_shape(self.shape, self.expert.size)}" + boxes,
             "  rank  " + "  ".join(titles.values()),
         ]
         for rank, after in zip(shown, (*shown[1:], self.size)):
-            place = place_of(rank, self.shape, self.expert.size)
+            place = self.place_of(rank)
             arrow = "→" if rank == self.rank else " "
             columns = (f"{place[axis]:{len(title)}d}" for axis, title in titles.items())
             lines.append("  ".join((f"{arrow} {rank:4d}", *columns)))

@@ -118,6 +118,25 @@ def check_ranks(shape: dict[str, int], ranks: int) -> None:
     )
 
 
+def check_boxes(shape: dict[str, int], boxes: Any, option: str = "boxes") -> tuple[tuple[int, int, int], ...]:
+    """The tensor box of each rank of the pipeline axis, by default that of `shape`.
+
+    >>> check_boxes(grid_shape(1, 2, 4), [(4, 1, 1), (2, 1, 1)])
+    Traceback (most recent call last):
+    ValueError: boxes must be 2, one for each stage's ranks, of 4 ranks as grid.tensor has, got [(4, 1, 1), (2, 1, 1)]
+    """
+    box = shape["x"], shape["y"], shape["z"]
+    if boxes is None:
+        return (box,) * shape["pipeline"]
+    found = tuple((x, y, z) for x, y, z in (_three(option, tuple(each), TENSOR) for each in boxes))
+    if len(found) != shape["pipeline"] or {*map(math.prod, found)} != {math.prod(box)}:
+        raise ValueError(
+            f"{option} must be {shape['pipeline']}, one for each stage's ranks, of {math.prod(box)} ranks as "
+            f"grid.tensor has, got {boxes}"
+        )
+    return found
+
+
 def check_expert(shape: dict[str, int], expert: int) -> None:
     """Raise ValueError unless the ranks of a stage are a multiple of `expert`.
 

@@ -234,7 +234,7 @@ def test_describe_a_large_grid(world, rank, lines):
     """At most 40 lines, this rank's among them."""
     grid = Grid(data=world.size)
     grid.size, grid.rank = 10_000, rank
-    grid.shape = grid_shape(1250, 1, 8)
+    grid.shape, grid.boxes = grid_shape(1250, 1, 8), ((8, 1, 1),)
     table = grid.describe().splitlines()
     assert len(table) == lines <= 40
     shown = [line.replace("→", " ").split() for line in table[2:] if "…" not in line]

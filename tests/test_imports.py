@@ -25,7 +25,7 @@ LAYERS = [
     ("matmul",),
     ("data",),
     ("comm",),
-    ("grid", "launch", "parameter"),
+    ("grid", "launch", "parameter", "layout"),
     (
         "grid_shape", "grad_sync", "shard", "shard_entries", "trace", "traffic", "randomness", "files", "home", "page",
         "cores", "digest", "choices",

@@ -23,6 +23,7 @@ from hpctrain.comm.mailbox import Letter, Mailbox
 from hpctrain.comm.path import Path, path_of
 from hpctrain.comm.point_to_point import probe, recv, recv_start, send, send_start
 from hpctrain.comm.reductions import all_reduce, all_reduce_start
+from hpctrain.comm.repartition import Repartition
 from hpctrain.comm.replicated_buffer import ReplicatedBuffer
 from hpctrain.comm.rooted import broadcast, broadcast_start, gather, reduce, scatter
 from hpctrain.comm.script_watchdog import start_watchdog
@@ -41,6 +42,7 @@ __all__ = [
     "Letter",
     "Mailbox",
     "Path",
+    "Repartition",
     "AllReduceBuffer",
     "Work",
     "accumulation_dtype",

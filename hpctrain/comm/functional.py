@@ -16,7 +16,9 @@ import torch
 from hpctrain.comm import collectives, point_to_point, rooted
 from hpctrain.comm.halo import Halo
 from hpctrain.comm.reductions import all_reduce as _all_reduce
-from hpctrain.grid import Axis
+from hpctrain.comm.repartition import repartitions
+from hpctrain.grid import Axis, Grid
+from hpctrain.layout import Layout
 
 
 def with_adjoint(x: torch.Tensor, forward: Callable, adjoint: Callable, *arguments: Any) -> torch.Tensor:
@@ -87,6 +89,26 @@ def all_to_all(
 def halo(x: torch.Tensor, plan: Halo) -> torch.Tensor:
     """The rows that this rank needs, from the ranks that hold them. Adjoint: they go back and are summed."""
     return with_adjoint(x, plan.exchange, plan.adjoint)
+
+
+def reshard(x: torch.Tensor, source: Layout, target: Layout, grid: Grid) -> torch.Tensor:
+    """This rank's part of a tensor in the layout `target`, from the parts that the ranks have in the layout `source`.
+
+        rows, columns = Layout.of((m, n), {0: ("z", "x")}), Layout.of((m, n), {0: "z", 1: "x"})
+        y = reshard(x, rows, columns, grid)
+
+    Ranks receive what they lack, once, and nothing else: `layout.elements_received`. Summands (`source.partial`) are
+    added; where several ranks are to have a sum, each first makes its part. Adjoint: what was sent goes back and is
+    summed, so that the gradient of a part that several ranks have is a partial sum on each. Collective over the
+    smallest axis of the grid along which something moves. Any sizes.
+
+    Raises:
+        ValueError: as `Layout.of`; for layouts of different shapes, a target of summands, and, on the rank alone, a
+            block that is not of its layout.
+    """
+    for move in repartitions(grid, source, target):
+        x = with_adjoint(x, move.exchange, move.adjoint)
+    return x
 
 
 def send(x: torch.Tensor, axis: Axis, dest: int, tag: int = 0) -> torch.Tensor:

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Sequence
 
 from hpctrain.choices import DEFAULT_OVERLAP, check_overlap, check_product
 from hpctrain.grid import Axis, Grid
+from hpctrain.layers.rules import BOX, PLANE, shard
+from hpctrain.layout import Rules
 from hpctrain.matmul import Agarwal, Cannon, Summa
 from hpctrain.matmul.plane import Plane
 from hpctrain.matmul.two_half_d_rows import TwoHalfDRows
-from hpctrain.shard import split, split_sizes, subsplit
+from hpctrain.shard import Shard, split, split_sizes, subsplit
 
 
 def algorithm_of(grid: Grid, name: str | Algorithm, overlap: Sequence[str] = DEFAULT_OVERLAP) -> Algorithm:
@@ -45,13 +47,19 @@ class Algorithm:
         name: as in the configuration.
         columns: the axis over which the inner layout spreads features.
         rows: the axis over which it spreads rows.
+        rules: over which axes the dims of weights and activations are cut.
     """
 
     columns: Axis
     rows: Axis
+    rules: Rules
 
     def __init__(self, grid: Grid, name: str):
-        self.name, self.x, self.y, self.z = name, grid.tensor.x, grid.tensor.y, grid.tensor.z
+        self.grid, self.name, self.x, self.y, self.z = grid, name, grid.tensor.x, grid.tensor.y, grid.tensor.z
+
+    def shard(self, dims: dict[str, int | tuple[int, int]]) -> Shard:
+        """Of this rank's part of a parameter, by `rules`."""
+        return shard(self.rules, self.grid, dims)
 
     def inner(self, length: int, unit: int = 1, rank: int | None = None) -> slice:
         """The features that a rank of `columns`, this one by default, holds in the inner layout."""
@@ -68,6 +76,8 @@ class Algorithm:
 
 class BoxAlgorithm(Algorithm):
     """Agarwal's family: a layer gathers its operands and scatters its result."""
+
+    rules = BOX
 
     def __init__(self, grid: Grid, name: str, overlap: Iterable[str]):
         super().__init__(grid, name)
@@ -88,6 +98,8 @@ class BoxAlgorithm(Algorithm):
 
 class PlaneAlgorithm(Algorithm):
     """The family of Cannon's product: blocks stay where they are, and panels of them travel."""
+
+    rules = PLANE
 
     def __init__(self, grid: Grid, name: str):
         super().__init__(grid, name)

@@ -12,8 +12,8 @@ from hpctrain import comm
 from hpctrain.comm import functional
 from hpctrain.grid import Axis, Grid
 from hpctrain.layers.parameter import drawn_key, parameter
+from hpctrain.layers.rules import IMAGES, shard
 from hpctrain.randomness import RngKey
-from hpctrain.shard import Shard, split
 
 
 class BatchNorm2d(torch.nn.Module):
@@ -49,8 +49,7 @@ class BatchNorm2d(torch.nn.Module):
         grid.check_whole_sequences("BatchNorm2d")
         self.features, self.eps, self.momentum = features, eps, momentum
         self.axes = [axis for axis in (grid.plane("y", "z"), grid.data) if axis.size > 1]
-        x = grid.tensor.x
-        self.shard = Shard((features,), (split(features, x.size, x.rank),), ("y", "z"))
+        self.shard = shard(IMAGES, grid, {"channels": features})
         key = drawn_key(grid, key)
         self.weight = parameter(self.shard, key / "weight", None, 1.0, dtype=dtype, device=device)
         self.bias = parameter(self.shard, key / "bias", None, 0.0, dtype=dtype, device=device)

@@ -12,7 +12,7 @@ from hpctrain.layers.parameter import ProductQueue, accumulate
 from hpctrain.matmul.agarwal import Sharding
 from hpctrain.matmul.operands import Gathered
 from hpctrain.matmul.sharded_dim import Columns, Rows
-from hpctrain.shard import Shard, split, split_sizes, subsplit
+from hpctrain.shard import split, split_sizes
 
 if TYPE_CHECKING:
     from hpctrain.layers.algorithm import BoxAlgorithm
@@ -37,14 +37,16 @@ class BoxProduct:
         columns = split(in_features, over_in.size, over_in.rank, in_unit)
         block = rows.stop - rows.start
         self.over_z = Rows(z, split_sizes(block, z.size))
-        self.weight = Shard((out_features, in_features), (subsplit(rows, z.size, z.rank), columns))
+        out, into = (out_features, out_unit), (in_features, in_unit)
         # The side in the inner layout is sharded over y inside its block over x.
         if to_inner:
             self.inner = Columns(y, split_sizes(block, y.size, out_unit))
-            self.bias = Shard((out_features,), (subsplit(rows, y.size, y.rank, out_unit),), ("z",))
+            self.weight = algorithm.shard({"inner out": out, "residual in": into})
+            self.bias = algorithm.shard({"inner features": out})
         else:
             self.inner = Columns(y, split_sizes(columns.stop - columns.start, y.size, in_unit))
-            self.bias = Shard((out_features,), (rows,), ("x", "z"))
+            self.weight = algorithm.shard({"residual out": out, "inner in": into})
+            self.bias = algorithm.shard({"features": out})
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from hpctrain import comm
 from hpctrain.grid import Axis, Grid
 from hpctrain.layers.parameter import drawn_key, parameter
+from hpctrain.layers.rules import IMAGES, shard
 from hpctrain.layers.spatial import Stencil
 from hpctrain.matmul.sharded_dim import Rows
 from hpctrain.randomness import RngKey
-from hpctrain.shard import Shard, split, split_sizes, subsplit
+from hpctrain.shard import split, split_sizes
 
 
 class Conv2d(torch.nn.Module):
@@ -64,7 +65,7 @@ class Conv2d(torch.nn.Module):
         self.in_channels, self.out_channels = in_channels, out_channels
         self.groups = groups  # of this rank
         mine = split(out_channels, x.size, x.rank)
-        rows, columns = mine, slice(0, in_channels // groups)
+        over, rows = ("own out", "every in"), mine
         self.source = self.target = None
         if groups > 1:
             self.groups = (mine.stop - mine.start) * groups // out_channels
@@ -72,20 +73,18 @@ class Conv2d(torch.nn.Module):
             self.source = Channels(x, split_sizes(in_channels, x.size))
         else:
             self.target = Channels(x, split_sizes(out_channels, x.size))
-            rows, columns = slice(0, out_channels), split(in_channels, x.size, x.rank)
+            over, rows = ("every out", "own in"), slice(0, out_channels)
         self.over_plane = Rows(plane, split_sizes(rows.stop - rows.start, plane.size))
 
         kernel = self.stencil.kernel
         fan_in = in_channels // groups * math.prod(kernel)
         std = (3 * fan_in) ** -0.5 if std is None else std
         key = drawn_key(grid, key)
-        shard = Shard(
-            (out_channels, in_channels // groups, *kernel),
-            (subsplit(rows, plane.size, plane.rank), columns, *(slice(0, length) for length in kernel)),
-        )
-        self.weight = parameter(shard, key / "weight", std, dtype=dtype, device=device)
-        shard = Shard((out_channels,), (mine,), ("y", "z"))
-        self.bias = parameter(shard, key / "bias", None, dtype=dtype, device=device) if bias else None
+        sizes = out_channels, in_channels // groups, *kernel
+        of_weight = shard(IMAGES, grid, dict(zip((*over, "kernel height", "kernel width"), sizes)))
+        self.weight = parameter(of_weight, key / "weight", std, dtype=dtype, device=device)
+        of_bias = shard(IMAGES, grid, {"channels": out_channels})
+        self.bias = parameter(of_bias, key / "bias", None, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Convolution.apply(x, self.weight, self.bias, self, self.stencil.halo(x))

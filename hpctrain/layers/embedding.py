@@ -9,9 +9,10 @@ import torch
 from hpctrain import comm
 from hpctrain.comm import functional
 from hpctrain.layers.parameter import drawn_key, parameter
+from hpctrain.layers.rules import BOX, shard
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
-from hpctrain.shard import Shard, split, split_sizes, subsplit
+from hpctrain.shard import split, split_sizes
 
 if TYPE_CHECKING:
     from hpctrain.grid import Grid
@@ -32,11 +33,11 @@ class Embedding(torch.nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.tensor = grid.tensor
-        x, y, z = grid.tensor.x, grid.tensor.y, grid.tensor.z
+        x, z = grid.tensor.x, grid.tensor.z
         self.range = split(vocabulary, x.size, x.rank)
         self.rows_over_z = split_sizes(self.range.stop - self.range.start, z.size)
-        shard = Shard((vocabulary, width), (subsplit(self.range, z.size, z.rank), split(width, y.size, y.rank)))
-        self.weight = parameter(shard, drawn_key(grid, key) / "weight", std, dtype=dtype, device=device)
+        as_weight = shard(BOX, grid, {"inner out": vocabulary, "residual in": width})  # as in PLANE
+        self.weight = parameter(as_weight, drawn_key(grid, key) / "weight", std, dtype=dtype, device=device)
 
     def forward(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return scatter_rows(self.lookup(ids), tokens)

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from hpctrain import comm
 from hpctrain.grid import Grid
 from hpctrain.layers.parameter import drawn_key, parameter
+from hpctrain.layers.rules import BOX, WHOLE, shard
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
-from hpctrain.shard import Shard, split, split_sizes
+from hpctrain.shard import Shard, split_sizes
 
 
 class LayerNorm(torch.nn.Module):
@@ -20,9 +21,9 @@ class LayerNorm(torch.nn.Module):
                  dtype: torch.dtype | None = None, device: torch.device | str | None = None):  # fmt: skip
         super().__init__()
         self.y, self.width, self.eps = grid.tensor.y, width, eps
-        shard, key = _features(grid, width), drawn_key(grid, key)
-        self.weight = parameter(shard, key / "weight", None, 1.0, dtype=dtype, device=device)
-        self.bias = parameter(shard, key / "bias", None, 0.0, dtype=dtype, device=device) if bias else None
+        over_y, key = _features(grid, width), drawn_key(grid, key)
+        self.weight = parameter(over_y, key / "weight", None, 1.0, dtype=dtype, device=device)
+        self.bias = parameter(over_y, key / "bias", None, 0.0, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         if self.y.size == 1:
@@ -73,7 +74,7 @@ class HeadNorm(_RMSWeight):
     """
 
     def _shard(self, grid, width):
-        return Shard((width,), (slice(0, width),), ("x", "y", "z"))
+        return shard(WHOLE, grid, {"head": width})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_cuda:
@@ -88,7 +89,7 @@ def _rms_norm(x, weight, y, width, eps):
 
 
 def _features(grid, width: int) -> Shard:
-    return Shard((width,), (split(width, grid.tensor.y.size, grid.tensor.y.rank),), ("x", "z"))
+    return shard(BOX, grid, {"features": width})  # as in PLANE
 
 
 class _LayerNormOverY(torch.autograd.Function):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpctrain.layers.parameter import ProductQueue, accumulate
-from hpctrain.shard import Shard, split, subsplit
 
 if TYPE_CHECKING:
     from hpctrain.layers.algorithm import PlaneAlgorithm
@@ -30,16 +29,14 @@ class PlaneProduct:
         in_unit: int,
         out_unit: int,
     ):
-        x, y, z = algorithm.x, algorithm.y, algorithm.z
         self.matmul = algorithm.matmul
         self.split_backward: ProductQueue | None = None  # of a model whose backwards are split
-        rows = split(out_features, x.size, x.rank, out_unit)
         self.sizes = self.matmul.cut(out_features, out_unit)
-        self.weight = Shard(
-            (out_features, in_features),
-            (subsplit(rows, z.size, z.rank), split(in_features, y.size, y.rank, in_unit)),
+        over_out, over_in, of_y = (
+            ("inner out", "residual in", "inner features") if to_inner else ("residual out", "inner in", "features")
         )
-        self.bias = Shard((out_features,), (split(out_features, y.size, y.rank, out_unit),), ("x", "z"))
+        self.weight = algorithm.shard({over_out: (out_features, out_unit), over_in: (in_features, in_unit)})
+        self.bias = algorithm.shard({of_y: (out_features, out_unit)})
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens

@@ -16,13 +16,14 @@ import torch
 from hpctrain import comm
 from hpctrain.comm import Halo
 from hpctrain.grid import Axis, Grid
+from hpctrain.layers.rules import IMAGES
 from hpctrain.shard import split, split_sizes
 
 
 def image_block(grid: Grid, batch: int, channels: int, height: int, width: int) -> tuple[slice, ...]:
     """The part of whole images that this rank holds: `block = whole[image_block(grid, *whole.shape)]`."""
-    over = zip((batch, channels, height), (grid.tensor.z, grid.tensor.x, grid.tensor.y))
-    return *(split(length, axis.size, axis.rank) for length, axis in over), slice(0, width)
+    dims = {"images": batch, "channels": channels, "height": height, "width": width}
+    return IMAGES.layout(dims).slices(grid.sizes, grid.coords)
 
 
 class Stencil:

@@ -118,6 +118,11 @@ class Tokens:
         tokens = Tokens.of(grid, sequences, self.whole, first, self.step, algorithm, part, kv_cache)
         return dataclasses.replace(tokens, share=self.share)
 
+    @property
+    def all_sequences(self) -> int:
+        """Of the microbatch, in all z blocks."""
+        return self._given[1]
+
     def decide(self, choice: Callable) -> tuple[Any, bool]:
         """`choice()`, or what it was when this was computed before; and whether it is the first time."""
         return (choice(), True) if self.decisions is None else self.decisions.decide(choice)
