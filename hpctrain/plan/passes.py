@@ -162,10 +162,14 @@ class Box:
     @functools.cached_property
     def attention(self) -> float:
         """Seconds of the scores and their mixture, forward."""
+        return self.attended(self.scores)
+
+    def attended(self, scores: float) -> float:
+        """The same of so many scores."""
         costs, software = self.job.costs, self.machine.software
         head_width = costs.attention_width / self.job.heads
-        flops = 4 * self.scores * head_width * software.attended
-        return flops / (self.rate * self.machine.device.attention) + self.elements(self.scores * software.score_bytes)
+        flops = 4 * scores * head_width * software.attended
+        return flops / (self.rate * self.machine.device.attention) + self.elements(scores * software.score_bytes)
 
     @property
     def scores(self) -> float:
