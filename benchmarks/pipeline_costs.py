@@ -22,7 +22,7 @@ def stage_costs(side):
     """The side's schedule with the bytes of its messages, and the costs of its stages, the same on all ranks."""
     world, model = MPI.COMM_WORLD, side.model
     batch = side.microbatches[0]
-    (rows, width), dtype, _ = model.message_spec(batch.tokens)
+    (rows, width), dtype, _ = model.message_spec(batch.tokens, 0)
     mine = {}
     for stage in model.stages:
         split_backward = SplitBackward(model)

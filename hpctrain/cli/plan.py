@@ -27,8 +27,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--predict", action="store_true", help="only predict the configuration as it stands")
     command.add_argument(
         "--show",
-        choices=("attention",),
-        help="what ring and Ulysses ranks do in attention, at which hop, with whose keys",
+        choices=("attention", "stage", "boxes"),
+        help="attention: what ring and Ulysses ranks do, at which hop, with whose keys; stage: the rules by which a "
+        "block's operators would be divided in the least time; boxes: the best layers and tensor box of each stage",
     )
     command.add_argument("--plot", metavar="OUT.png", help="draw what --show shows: the work by rank and hop")
     command.add_argument(
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("a plan needs CONFIG.toml")
     config = load_config(options.config, options.overrides)
     if options.show:
-        _show(config, options)
+        {"attention": _show, "stage": _show_stage, "boxes": _show_boxes}[options.show](config, options)
         return
     machine = plan.Machine.load(options.machine)
     if options.predict:
@@ -97,6 +98,35 @@ def _learn(options: argparse.Namespace) -> None:
         print(f"{folder}\n{table(each)}\n")
     path.write_text(with_learned(path.read_text(encoding="utf-8"), machine.learned) + "\n", encoding="utf-8")
     print(f"{path}: learned from {machine.learned.runs} runs")
+
+
+def _show_stage(config: Config, options: argparse.Namespace) -> None:
+    from hpctrain.plan.inside_stage import inside_stage, text
+
+    _refuse_plot(options)
+    found = inside_stage(config, options.machine)
+    if options.json:
+        operators = [each._asdict() for each in found.operators]
+        print(json.dumps(dataclasses.asdict(found) | {"operators": operators}))
+    else:
+        print(text(found))
+
+
+def _show_boxes(config: Config, options: argparse.Namespace) -> None:
+    from hpctrain.plan import between_stages
+
+    _refuse_plot(options)
+    cut = between_stages(config, options.machine)
+    if options.json:
+        print(json.dumps({"seconds": cut.seconds, "settings": cut.settings}))
+        return
+    settings = " ".join(f"{name}={json.dumps(value, separators=(',', ':'))}" for name, value in cut.settings.items())
+    print(f"{cut.seconds:.4g} s in the pipeline of a step\n  settings {settings}")
+
+
+def _refuse_plot(options: argparse.Namespace) -> None:
+    if options.plot:
+        raise ValueError(f"--plot draws --show attention, got --show {options.show}")
 
 
 def _show(config: Config, options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from hpctrain import models
 from hpctrain.choices import check_product
 from hpctrain.config.option import options
 from hpctrain.config.sections import Config
-from hpctrain.grid_shape import check_expert, check_ranks, size_of
+from hpctrain.grid_shape import TENSOR, check_expert, check_ranks, size_of
 from hpctrain.pipeline import Schedule, balanced_slices, schedule
 from hpctrain.pipeline.partitioners import check_counts
 
@@ -25,7 +25,8 @@ def check(config: Config) -> None:
     shape = config.grid_shape
     check_experts(config)
     check_sequence_axes(config)
-    check_product(config.tensor.algorithm, shape["x"], shape["y"], shape["z"])
+    for box in config.boxes or [tuple(shape[axis] for axis in TENSOR)]:
+        check_product(config.tensor.algorithm, *box)
     models.get(config.model.kind).shape(vars(config.model))
     pipeline_schedule(config)
     check_routing(config)

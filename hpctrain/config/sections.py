@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain import choices, models
 from hpctrain.config.option import option
 from hpctrain.config.sequence import SequenceChoice
-from hpctrain.grid_shape import grid_shape
+from hpctrain.grid_shape import check_boxes, grid_shape
 from hpctrain.models.registry import SPECS as KINDS
 from hpctrain.pipeline.partitioners import METHODS as PARTITIONERS
 from hpctrain.pipeline.registry import NAMES as SCHEDULES
@@ -192,6 +192,9 @@ class PipelineConfig:
         "even",
         "how layers are cut into stages: evenly, by their cost, or a list of each stage's",
         choices=PARTITIONERS,
+    )
+    boxes: list[str] = option(
+        [], "tensor boxes of the pipeline's ranks, one for each, as 2x2x1, of as many ranks as grid.tensor; []: that"
     )
     max_active_keys: int = option(
         0, "microbatches under way at most, for ampnet; 1: serial SGD; 0: as many as ranks of the pipeline", low=0
@@ -382,6 +385,21 @@ class Config:
         if choice := self.sequence_choice(shape):
             shape |= {"ring": choice.size // choice.ulysses, "ulysses": choice.ulysses}
         return shape
+
+    @property
+    def boxes(self) -> tuple[tuple[int, int, int], ...] | None:
+        """The tensor boxes of the pipeline's ranks where they are not that of the grid.
+
+        Raises:
+            ValueError: for what is no box, and boxes of other numbers of ranks.
+        """
+        names = self.pipeline.boxes
+        if not names:
+            return None
+        sizes = [name.split("x") for name in names]
+        if not all(len(each) == 3 and all(size.isdecimal() for size in each) for each in sizes):
+            raise ValueError(f'pipeline.boxes must be as ["2x2x1", "4x1x1"], got {names}')
+        return check_boxes(self.grid_shape, [tuple(map(int, each)) for each in sizes], "pipeline.boxes")
 
     def sequence_choice(self, shape: dict[str, int]) -> SequenceChoice | None:
         """Of ring × Ulysses for grid.sequence ranks beside the tensor axes of `shape`; None where that is 1."""

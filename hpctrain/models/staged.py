@@ -16,6 +16,7 @@ from hpctrain.grid import Grid
 from hpctrain.layers import CrossEntropy, Embedding, Linear, Tokens, algorithm_of
 from hpctrain.layers.embedding import scatter_rows
 from hpctrain.layers.recompute import recomputed
+from hpctrain.models.between_boxes import BetweenBoxes
 from hpctrain.parameter import annotate
 from hpctrain.randomness import RngKey
 from hpctrain.shard import split, split_sizes
@@ -70,6 +71,8 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
         self.grid, self.shape, self.key, self.device, self.recompute = grid, shape, key, device, recompute
         self.algorithm = algorithm = algorithm_of(grid, algorithm)
         self.factory = factory = {"dtype": dtype, "device": device}
+        self.between = BetweenBoxes(grid, algorithm, shape.width)
+        self._check_boxes(holders)
         columns = split(shape.width, grid.tensor.y.size, grid.tensor.y.rank)
         self.local_width = columns.stop - columns.start
 
@@ -98,6 +101,19 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
             for module in (getattr(self, name, None) for name in ("wte", "head")):
                 if module is not None:
                     set_holders(module.weight, sorted({*holders[0], *holders[-1]}))
+
+    def _check_boxes(self, holders: list[list[int]]) -> None:
+        """Ranks that hold the same weights must cut them alike."""
+        boxes = self.grid.boxes
+        shared = [*holders, *[sorted({*holders[0], *holders[-1]})] * self.shape.tied]
+        for ranks in shared:
+            if len({boxes[rank] for rank in ranks}) > 1:
+                raise ValueError(
+                    f"pipeline ranks {', '.join(map(str, ranks))} hold the same weights, by tied embeddings or a "
+                    "schedule with replicas, and need one tensor box, got "
+                    f"{', '.join(str(boxes[rank]) for rank in ranks)}; use model.tied = false and another schedule, or "
+                    "give these ranks the same box"
+                )
 
     @abc.abstractmethod
     def make_block(self, index: int) -> torch.nn.Module:
@@ -133,6 +149,8 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
             (stage,) = self.stages
         if stage == 0:
             x = self.embed(x, tokens)
+        else:
+            x = self.between.arrive(x, tokens, self.placement[0, stage - 1])
         for i in self.stages[stage]:
             block = self.blocks[str(i)]
             x = recomputed(block, x, tokens) if self.recompute == "block" else block(x, tokens)
@@ -160,9 +178,10 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
         whole = comm.all_gather(here, algorithm.columns, counts).contiguous()
         return comm.broadcast(whole, self.grid.sequence, root=tokens.holder_of_last).cpu()
 
-    def message_spec(self, tokens: Tokens) -> tuple[tuple[int, int], torch.dtype, torch.device]:
-        """Shape, dtype and device of what a stage gives to the next one."""
-        return (tokens.local_rows, self.local_width), next(self.parameters()).dtype, self.device
+    def message_spec(self, tokens: Tokens, stage: int) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+        """Shape, dtype and device of what a stage gives to this rank's next one."""
+        shape = self.between.shape(tokens, self.placement[0, stage])
+        return shape, next(self.parameters()).dtype, self.device
 
 
 def stage_holders(placement: Mapping[tuple[int, int], int]) -> list[list[int]]:

@@ -1,8 +1,21 @@
 """Planning: what a run will cost, before it runs, and the layout that costs the least."""
 
+from hpctrain.plan.between_stages import between_stages
+from hpctrain.plan.inside_stage import inside_stage
 from hpctrain.plan.machine import Machine, names
 from hpctrain.plan.prediction import Prediction, planned, predict
 from hpctrain.plan.search import changes, search
 from hpctrain.plan.traffic import step_traffic
 
-__all__ = ["Machine", "Prediction", "changes", "names", "planned", "predict", "search", "step_traffic"]
+__all__ = [
+    "Machine",
+    "Prediction",
+    "between_stages",
+    "changes",
+    "inside_stage",
+    "names",
+    "planned",
+    "predict",
+    "search",
+    "step_traffic",
+]

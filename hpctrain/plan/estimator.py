@@ -75,7 +75,7 @@ class Estimator:
         self.network = Network(machine)
         self._parts: dict[tuple, Parts] = {}
         self.stages = functools.lru_cache(1 << 12)(self._stages)
-        self._stage = functools.lru_cache(1 << 16)(self._make_stage)
+        self.stage = functools.lru_cache(1 << 16)(self._make_stage)
         self.stage_bytes = functools.lru_cache(1 << 16)(self._stage_bytes)
         self.block_elements = functools.cache(self._block_elements)
 
@@ -152,10 +152,10 @@ class Estimator:
         """Every stage of a pipeline; those that are alike are computed once, whatever the schedule."""
         counts = self.kinds(choice)
         alike = choice._replace(schedule="", virtual_stages=0, partition=())
-        middle = [self._stage(alike, count, False, False) for count in counts[1:-1]]
+        middle = [self.stage(alike, count, False, False) for count in counts[1:-1]]
         if len(counts) == 1:
-            return [self._stage(alike, counts[0], True, True)]
-        return [self._stage(alike, counts[0], True, False), *middle, self._stage(alike, counts[-1], False, True)]
+            return [self.stage(alike, counts[0], True, True)]
+        return [self.stage(alike, counts[0], True, False), *middle, self.stage(alike, counts[-1], False, True)]
 
     def groups(self, choice: Choice) -> tuple[Group, Group]:
         """The ranks that hold the same weights, and the same experts, which come one after another on their axis."""

@@ -127,8 +127,13 @@ def read(config: Config) -> tuple[Job, Choice]:
     """The job and the choice that a configuration states.
 
     Raises:
-        ValueError: for a model whose costs no formula tells.
+        ValueError: for a model whose costs no formula tells, and for stages with boxes of their own.
     """
+    if config.boxes:
+        raise ValueError(
+            f"a plan is of the box grid.tensor on every stage, got pipeline.boxes = {config.pipeline.boxes}; leave it "
+            "out, or look at hpctrain plan CONFIG --show boxes"
+        )
     spec = models.get(config.model.kind)
     precision, pipeline, train = config.precision, config.pipeline, config.train
     itemsize = BYTES[precision.compute]

@@ -96,7 +96,7 @@ class _LastLogits:
         self.ids = window[tokens.positions()].repeat(tokens.sequences).to(model.device)
 
     def message_spec(self, action):
-        return self.model.message_spec(self.tokens)
+        return self.model.message_spec(self.tokens, action.stage)
 
     def forward(self, action, inputs):
         y = self.model(inputs[0] if inputs else self.ids, self.tokens, action.stage)

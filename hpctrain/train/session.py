@@ -104,7 +104,7 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
     with comm.together(world):
         if world.rank == 0 and config.run.machine:
             predict(config, config.run.machine)  # that it can be compared at the end
-    grid = Grid(*grid_arguments(config.grid_shape), config.grid.expert, comm=world)
+    grid = Grid(*grid_arguments(config.grid_shape), config.grid.expert, comm=world, boxes=config.boxes)
     watched = grid.comm
     if config.comm.watchdog:
         watched = comm.WatchedComm(comm.Watchdog(grid, config.comm.watchdog))

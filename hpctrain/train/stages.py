@@ -38,7 +38,7 @@ class Stages:
         return tokens.part(self.parts[action.slice], kv_cache)
 
     def message_spec(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        return self.model.message_spec(self.tokens(action))
+        return self.model.message_spec(self.tokens(action), action.stage)
 
     def forward(self, action: Action, inputs: list[torch.Tensor]) -> torch.Tensor:
         batch, tokens = self.microbatches[action.microbatch], self.tokens(action)

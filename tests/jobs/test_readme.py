@@ -97,6 +97,7 @@ def test_commands(checkout, title):
             for name in ("zbv", "slices")
         )
         assert zbv == pytest.approx(slices, rel=1e-5)
+        assert len((checkout / "runs/boxes/metrics.jsonl").read_text().splitlines()) == 2
     elif title == "Share long sequences":
         both, chosen, documents = (
             [json.loads(line)["loss"] for line in (checkout / f"runs/{name}/metrics.jsonl").read_text().splitlines()]

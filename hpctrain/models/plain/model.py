@@ -208,7 +208,9 @@ class PlainModel(torch.nn.Module):
         """Those of the last position, (vocabulary,), on every rank of the tensor axis."""
         return logits[-1, -1].cpu()
 
-    def message_spec(self, tokens: WholeSequences) -> tuple[tuple[int, int, int], torch.dtype, torch.device]:
+    def message_spec(
+        self, tokens: WholeSequences, stage: int = 0
+    ) -> tuple[tuple[int, int, int], torch.dtype, torch.device]:
         """Shape, dtype and device of what a stage gives to the next one."""
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), self._default)
         return (tokens.sequences, tokens.length, self.shape.width), dtype, self.device
