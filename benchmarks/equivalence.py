@@ -4,12 +4,15 @@
     python benchmarks/equivalence.py --model llama --ranks 4       the 15 grids of four ranks, of one
     python benchmarks/equivalence.py --algorithms all --ranks 4    with each matrix product, where it works
     python benchmarks/equivalence.py --sequence --ranks 2,4,8      sequences shared by ring and Ulysses ranks, 128 grids
+    python benchmarks/equivalence.py --experts --ranks 1,2,4       a mixture of experts, on each number of them
     python benchmarks/equivalence.py train.clip=0.1      any setting of the configuration
 
 Runs `hpctrain train` in float64, one job for all grids of so many ranks, for ten steps of a model of which nothing
 divides: 9 layers, width 15, 3 heads, vocabulary 261, batch 5 in 2 microbatches; a Llama has 6 heads of width 4 in 3
-groups, norms of heads, scaled frequencies and an inner width of 21. Prints one JSON object a grid with the largest
-relative difference of its metrics.jsonl from the serial one; exits with 1 when any exceeds 1e-12.
+groups, norms of heads, scaled frequencies and an inner width of 21; a mixture is a Llama with 6 experts of width 7 in
+three groups, two shared ones, biases that follow the load and an auxiliary loss. Prints one JSON object a grid with
+the largest relative difference of its metrics.jsonl from the serial one, the load of each expert among them; exits with
+1 when any exceeds 1e-12.
 """
 
 import argparse
@@ -40,14 +43,20 @@ MODELS = {
         "model.qk_norm=true", "model.rope_base=10", "model.rope_scaling=[8, 0.7, 4, 40]",
     ],
 }  # fmt: skip
+MIXTURE = [
+    "model.kind=mixtral", "model.heads=6", "model.kv_heads=3", "model.head_width=4", "model.ffn=21",
+    "model.qk_norm=true", "model.rope_base=10", "model.router=sigmoid", "model.experts=6", "model.top_k=3",
+    "model.router_groups=[3, 2]", "model.router_scale=2.5", "model.expert_ffn=7", "model.shared_experts=2",
+    "model.dense_layers=1", "model.aux_loss=0.5", "model.z_loss=0.01", "model.balance_bias=0.03",
+]  # fmt: skip
 
 
 def command(folder, name, place, overrides):
     """Arguments of `hpctrain` that train on a grid."""
-    data, pipeline, tensor = place
+    data, pipeline, tensor, expert = place
     data = list(data) if isinstance(data, tuple) else data
-    grid = [f"grid.data={data}", f"grid.pipeline={pipeline}", f"grid.tensor={list(tensor)}", f"run.name={name}"]
-    return ["train", str(folder / "config.toml"), *SETTINGS, *overrides, *grid]
+    grid = [f"grid.data={data}", f"grid.pipeline={pipeline}", f"grid.tensor={list(tensor)}", f"grid.expert={expert}"]
+    return ["train", str(folder / "config.toml"), *SETTINGS, *overrides, *grid, f"run.name={name}"]
 
 
 def trained(folder, ranks, commands):
@@ -63,9 +72,19 @@ def trained(folder, ranks, commands):
             if line.startswith(DONE):
                 path = folder / line.split()[1] / "metrics.jsonl"
                 records = map(json.loads, path.read_text().splitlines())
-                yield [record[key] for record in records for key in ("loss", "grad_norm", "val_loss") if key in record]
+                yield [value for record in records for value in compared(record)]
     if started.returncode:
         sys.exit(f"{' '.join(job)}\n{''.join(said[-100:])}")
+
+
+def compared(record):
+    """Of a line of metrics, what no grid may change."""
+    load = itertools.chain(*record.get("experts", {}).get("load", []))
+    return [*(record[key] for key in ("loss", "grad_norm", "val_loss", "aux_loss") if key in record), *load]
+
+
+def difference(value, serial):
+    return abs(value - serial) / (abs(serial) or 1)
 
 
 def run(listed):
@@ -90,6 +109,7 @@ def main():
     parser.add_argument("--ranks", default="1,2,4,8")
     parser.add_argument("--algorithms", default="agarwal", help="names separated by commas, or all")
     parser.add_argument("--sequence", action="store_true", help="only grids with (replica, ring, ulysses), and dropout")
+    parser.add_argument("--experts", action="store_true", help="only a mixture of experts, with every grid.expert")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args()
@@ -100,32 +120,34 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "config.toml").write_text(f'[run]\nout = "{folder}"\n[data]\ntext = ["{ROOT / "hpctrain"}"]\n')
-        for model in [options.model] if options.model else MODELS:
-            common = [*MODELS[model], *(["model.dropout=0.2"] if options.sequence else []), *options.overrides]
-            (serial,) = trained(folder, 1, [command(folder, f"{model}-serial", (1, 1, (1, 1, 1)), common)])
+        models = {"mixtral": MIXTURE} if options.experts else MODELS
+        for model in [options.model] if options.model else models:
+            common = [*models[model], *(["model.dropout=0.2"] if options.sequence else []), *options.overrides]
+            (serial,) = trained(folder, 1, [command(folder, f"{model}-serial", (1, 1, (1, 1, 1), 1), common)])
             for ranks in map(int, options.ranks.split(",")):
-                grids = list(cases(ranks, algorithms, options.sequence))
+                grids = list(cases(ranks, algorithms, options.sequence, options.experts))
                 commands = [
                     command(folder, f"{model}-{ranks}-{number}", place, [*common, f"tensor.algorithm={algorithm}"])
                     for number, (place, algorithm) in enumerate(grids)
                 ]
                 for (place, algorithm), values in zip(grids, trained(folder, ranks, commands)):
-                    difference = max(abs(a - b) / abs(b) for a, b in zip(values, serial, strict=True))
-                    worst = max(worst, difference)
-                    data, pipeline, tensor = place
+                    largest = max(difference(*each) for each in zip(values, serial, strict=True))
+                    worst = max(worst, largest)
+                    data, pipeline, tensor, expert = place
+                    experts = f", expert {expert}" if options.experts else ""
                     result = {
                         "benchmark": "equivalence",
-                        "case": f"{model}, data {data}, pipeline {pipeline}, tensor {tensor}, {algorithm}",
+                        "case": f"{model}, data {data}, pipeline {pipeline}, tensor {tensor}{experts}, {algorithm}",
                         "values": len(values),
-                        "largest_relative_difference": difference,
+                        "largest_relative_difference": largest,
                         "goal": GOAL,
                     }
                     print(json.dumps(result), flush=True)
     return int(worst > GOAL)
 
 
-def cases(ranks, algorithms, sequence):
-    """((data, pipeline, tensor), algorithm) of every grid of so many ranks on which an algorithm works."""
+def cases(ranks, algorithms, sequence, experts):
+    """((data, pipeline, tensor, expert), algorithm) of every grid of so many ranks on which an algorithm works."""
     for place, algorithm in itertools.product(all_grids(ranks, sequence), algorithms):
         if sequence and place[0][1:] == (1, 1):
             continue  # in the table without --sequence
@@ -133,7 +155,10 @@ def cases(ranks, algorithms, sequence):
             check_product(algorithm, *place[2])
         except ValueError:
             continue
-        yield place, algorithm
+        in_stage = ranks // place[1]
+        for expert in range(1, in_stage + 1 if experts else 2):
+            if in_stage % expert == 0:
+                yield (*place, expert), algorithm
 
 
 if __name__ == "__main__":

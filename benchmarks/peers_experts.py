@@ -1,11 +1,13 @@
-"""Layers of experts of Megatron-core and transformers on a CPU, over gloo, with given weights.
+"""Layers of experts of Megatron-core, DeepSpeed and transformers on a CPU, over gloo, with given weights.
 
 Each function takes the whole weights of ours, the numbers of experts and of those that a token has, and an expert's
 inner width, and gives a function of this rank's tokens. Megatron-core asks for the current CUDA device, which is
 answered with the CPU, and moves counts by streams; it computes on what it is given.
 """
 
+import contextlib
 import os
+import sys
 import warnings
 
 import torch
@@ -63,6 +65,40 @@ def megatron_layer(dispatcher, weights, experts, top_k, ffn):
             expert.linear_fc1.weight.copy_(weights["experts.up"][rank * local + number])
             expert.linear_fc2.weight.copy_(weights["experts.down"][rank * local + number])
     return lambda x: layer(x.unsqueeze(1))[0].squeeze(1)
+
+
+class Expert(torch.nn.Module):
+    """As Mixtral's, for DeepSpeed, which makes copies of it."""
+
+    def __init__(self, ffn):
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 2 * ffn, bias=False)
+        self.down = torch.nn.Linear(ffn, WIDTH, bias=False)
+
+    def forward(self, x):
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+def deepspeed_layer(drops, weights, experts, top_k, ffn):
+    """With `drops`, an expert takes the mean of all experts' tokens at most."""
+    with contextlib.redirect_stdout(sys.stderr):  # it prints
+        import peers_deepspeed
+        from deepspeed.moe.layer import MoE
+
+        peers_deepspeed.begin()
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        layer = MoE(
+            WIDTH, Expert(ffn), experts, ep_size=ranks, k=top_k, capacity_factor=1.0, min_capacity=0, drop_tokens=drops,
+            use_rts=False, top2_2nd_expert_sampling=False,
+        )  # fmt: skip
+        layer.set_deepspeed_parallelism()
+    with torch.no_grad():
+        layer.deepspeed_moe.gate.wg.weight.copy_(weights["router.weight"])
+        for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts, rank * (experts // ranks)):
+            expert.up.weight.copy_(weights["experts.up"][number])
+            expert.down.weight.copy_(weights["experts.down"][number])
+    return lambda x: layer(x.unsqueeze(0))[0].squeeze(0)
 
 
 def transformers_layer(weights, experts, top_k, ffn):

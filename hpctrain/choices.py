@@ -41,6 +41,7 @@ SEQUENCE_BALANCES = ("zigzag", "work", "none")
 
 DISPATCHES = ("auto", "all_to_all", "gather", "once")  # how tokens travel to their experts
 DROP_POLICIES = ("probability", "position")  # which tokens an expert keeps that has too many
+AUX_SCOPES = ("sequence", "step")  # the tokens that an auxiliary loss of experts is of
 ROUTERS = ("softmax", "sigmoid")  # how scores of experts follow from logits; see hpctrain/layers/experts
 
 DOCUMENTS = ("packed", "masked")  # what a token attends to: what is before it, or of that its own document

@@ -35,8 +35,10 @@ class Mixtures:
     def mlp(self, w, name, x):
         if name + ".router.weight" not in w:
             return reference.llama_mlp(w, name, x)
-        self.counts[name] = torch.zeros(self.shape.experts, dtype=torch.int64)
+        self.counts[name], self.probabilities = torch.zeros(self.shape.experts, dtype=torch.int64), []
         mixed = torch.stack([self.sequence(w, name, rows, len(x)) for rows in x])
+        if self.shape.aux_scope == "step":
+            self.balance(self.counts[name], torch.cat(self.probabilities), 1)
         if self.shape.shared_experts:
             mixed = mixed + reference.llama_mlp(w, name + ".shared", x)
         return mixed
@@ -57,14 +59,22 @@ class Mixtures:
             out.append(functools.reduce(torch.add, parts))
             counts[chosen] += 1
         self.counts[name] += counts
-        probabilities = (scores / scores.sum(-1, keepdim=True)).mean(0)
-        aux = shape.experts * (counts.double() / (shape.top_k * len(rows)) * probabilities).sum()
-        z = logits.logsumexp(-1).square().mean()
-        for term, value, coefficient in (("aux_loss", aux, shape.aux_loss), ("z_loss", z, shape.z_loss)):
-            if coefficient:
-                self.losses.append(coefficient * value / sequences)
-                self.totals[term] += self.losses[-1].item()
+        self.probabilities.append(scores / scores.sum(-1, keepdim=True))
+        if shape.aux_scope == "sequence":
+            self.balance(counts, self.probabilities[-1], sequences)
+        self.add("z_loss", shape.z_loss * logits.logsumexp(-1).square().mean() / sequences)
         return torch.stack(out)
+
+    def balance(self, counts, probabilities, groups):
+        """Switch's loss of one group of tokens among so many."""
+        parts = counts.double() / (self.shape.top_k * len(probabilities))
+        value = self.shape.experts * (parts * probabilities.mean(0)).sum()
+        self.add("aux_loss", self.shape.aux_loss * value / groups)
+
+    def add(self, term, value):
+        if getattr(self.shape, term):
+            self.losses.append(value)
+            self.totals[term] += value.item()
 
     def chosen(self, scores):
         """The numbers of the experts with the highest scores, of equals the first, in those groups whose two highest

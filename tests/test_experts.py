@@ -123,6 +123,7 @@ def test_options_are_checked(world):
         ({"scores": "tanh"}, "scores must be one of softmax, sigmoid, got 'tanh'"),
         ({"top_k": 6}, "top_k must be from 1 to 5, .* got 6"),
         ({"groups": 2}, "groups must divide the experts, .* got 5 experts in 2"),
+        ({"aux_scope": "batch"}, "aux_scope must be one of sequence, step, got 'batch'"),
         ({"jitter": 1.0}, "jitter must be at least 0 and below 1"),
         ({"activation": "relu"}, "activation must be one of swiglu, gelu, got 'relu'"),
         ({"dispatch": "mail"}, "dispatch must be one of auto, all_to_all, gather, once, got 'mail'"),

@@ -1,6 +1,7 @@
 """Auxiliary losses, biases and jitter of routers: grid-free, once a token, whatever is accumulated or recomputed."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -78,6 +79,49 @@ def test_auxiliary_losses(world, parts, recompute, scores):
         (again,) = balance.finish_step().values()
         assert again.counts == (0,) * EXPERTS
         assert again.aux_loss == again.dropped == 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_auxiliary_losses_of_a_step(world, recompute, scores):
+    """Of all tokens together, in two microbatches whose forwards come first."""
+    options = {**LOSSES, "scores": scores, "aux_scope": "step"}
+    x = whole((SEQUENCES * LENGTH, 7), "x", False)
+    serial = Serial(mixture(one_rank(), **options))
+    theirs = x.clone().requires_grad_()
+    y = serial(theirs, SEQUENCES)
+    losses = serial.auxiliary(1)
+    assert not math.isclose(losses[0], serial.auxiliary(SEQUENCES)[0], rel_tol=1e-3)
+    (y.sum() + sum(losses)).backward()
+    for grid in grids(world.size):
+        layer, words = mixture(grid, **options), f"{grid.describe().splitlines()[0]}, expert {grid.expert.size}"
+        parts = microbatches(grid, 2)
+        blocks = [block_of(grid, tokens, x).clone().requires_grad_() for tokens in parts]
+        run = functools.partial(recomputed, layer) if recompute else layer
+        for y in [run(*each) for each in zip(blocks, parts)]:
+            y.sum().backward()
+        for block, tokens in zip(blocks, parts):
+            close(block.grad, block_of(grid, tokens, theirs.grad), words)
+        compare_gradients(grid, layer, serial, words)
+        with pytest.raises(ValueError, match="wants all forwards of a step before its first backward"):
+            layer(blocks[0], parts[0])
+        (load,) = LoadBalance(layer, grid).finish_step().values()
+        assert math.isclose(load.aux_loss, losses[0].item(), rel_tol=1e-12)
+        assert math.isclose(load.z_loss, losses[1].item(), rel_tol=1e-12)
+        assert list(load.counts) == serial.counts
+        layer(blocks[0], parts[0])  # the next step
+
+
+@pytest.mark.ranks(1)
+def test_auxiliary_loss_of_transformers(world):
+    """Theirs is of all tokens too, and counts a token for each of its experts: top_k times ours."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    layer, x = mixture(one_rank(), aux_loss=0.3, aux_scope="step"), whole((SEQUENCES * LENGTH, 7), "x", False)
+    theirs = 0.3 * load_balancing_loss_func((x @ layer.router.weight.T,), EXPERTS, TOP_K) / TOP_K
+    train(one_rank(), layer, x)
+    (load,) = LoadBalance(layer, one_rank()).finish_step().values()
+    assert math.isclose(load.aux_loss, theirs.item(), rel_tol=1e-6)  # theirs counts in float32
 
 
 def test_no_auxiliary_loss_in_evaluation(world):

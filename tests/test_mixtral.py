@@ -64,6 +64,15 @@ def test_schedules(world, name):
 
 
 @pytest.mark.ranks(2, 4)
+def test_balance_of_a_step(world):
+    """Auxiliary losses of all tokens of a step, known before the first of its backwards; computed once more."""
+    for data, pipeline in sorted({(2, world.size // 2), (1, world.size), (world.size, 1)}):
+        shape = dataclasses.replace(fitting(MIXTRAL, pipeline), aux_scope="step")
+        with Grid(data, pipeline, 1, expert=data) as grid:
+            check(grid, shape, count=3, clip=1.0, pipeline="gpipe", recompute="block")
+
+
+@pytest.mark.ranks(2, 4)
 def test_token_slices(world):
     shape = dataclasses.replace(fitting(QWEN3, 2), aux_loss=0.0, z_loss=0.0)
     with Grid(1, 2, world.size // 2, expert=world.size // 2) as grid:

@@ -127,6 +127,12 @@ def check_routing(config: Config) -> None:
                 f"model.{option} = {getattr(model, option)} judges the experts of whole sequences, which token slices "
                 f"({config.pipeline.schedule}) cut; use model.{option}=0, or another schedule"
             )
+    if model.aux_loss and model.aux_scope == "step" and not pipeline_schedule(config).forwards_first:
+        raise ValueError(
+            f"model.aux_scope = step wants all forwards of a step before its first backward, which pipeline.schedule = "
+            f"{config.pipeline.schedule} with train.microbatches = {config.train.microbatches} has not; use gpipe, or "
+            "model.aux_scope=sequence"
+        )
     if model.balance_bias and pipeline_schedule(config).delayed:
         raise ValueError(
             f"model.balance_bias = {model.balance_bias} changes after each step, by all its tokens, but "

@@ -103,7 +103,11 @@ class ModelConfig:
     router_jitter: float = option(
         0.0, "half the width of the range around 1 of random factors of the router's input, in training", low=0, below=1
     )
-    aux_loss: float = option(0.0, "coefficient of the Switch loss, which balances the experts of each sequence", low=0)
+    aux_loss: float = option(0.0, "coefficient of the Switch loss, which balances the experts", low=0)
+    aux_scope: str = option(
+        "", "what it balances: the tokens of each sequence (sequence, the default), or all of a step (step), for which "
+        "no backward may come before the last forward: one microbatch, or gpipe", choices=("", *choices.AUX_SCOPES),
+    )  # fmt: skip
     z_loss: float = option(0.0, "coefficient of the squared logarithm of the router's normaliser", low=0)
     balance_bias: float = option(
         0.0,

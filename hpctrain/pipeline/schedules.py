@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.pipeline.actions import BACKWARD, FORWARD, UPDATE, WEIGHT_GRADIENT, Action, Fused, flat
+from hpctrain.pipeline.actions import BACKWARD, FORWARD, GRADIENT, UPDATE, WEIGHT_GRADIENT, Action, Fused, flat
 from hpctrain.pipeline.graph import StageGraph
 from hpctrain.pipeline.lowering import Lowered, lower
 from hpctrain.pipeline.message_driven import AMPNet
@@ -72,6 +72,18 @@ class Schedule:
             elif action.stage == 0 and action.kind == UPDATE:
                 found.append([])
         return found[:-1]
+
+    @property
+    def forwards_first(self) -> bool:
+        """Whether all forwards of a step come before its first backward in every stage, which has one replica."""
+        for order in self.order:
+            begun = set()
+            for action in flat(order):
+                if action.kind in GRADIENT:
+                    begun.add(action.stage)
+                elif action.kind == FORWARD and action.stage in begun:
+                    return False
+        return self.replicas == 1 and not self.delayed
 
     @property
     def splits(self) -> bool:

@@ -1,4 +1,4 @@
-"""Auxiliary losses of a router: load balance, and small logits."""
+"""Auxiliary losses of a router: load balance, of each sequence or of all tokens of a step, and small logits."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from hpctrain.layers.experts.record import Record
     from hpctrain.layers.experts.whole_rows import WholeRows
 
 
 def auxiliary_losses(
-    logits: torch.Tensor, scores: torch.Tensor, parts: torch.Tensor | None, rows: WholeRows, aux_loss: float,
-    z_loss: float, normalize: bool,
+    logits: torch.Tensor, probabilities: torch.Tensor, parts: torch.Tensor | None, rows: WholeRows, aux_loss: float,
+    z_loss: float,
 ) -> torch.Tensor:  # fmt: skip
     """This rank's share of the load balancing loss and of the z-loss, (2,).
 
     Args:
-        logits, scores: (tokens, experts).
-        parts: (sequences, experts), of each sequence's pairs; None without `aux_loss`.
+        logits, probabilities: (tokens, experts).
+        parts: (sequences, experts), of each sequence's pairs; None without a load balancing loss of sequences.
         aux_loss, z_loss: what they count, each a mean over the sequences of the step.
-        normalize: scores do not sum to 1 by themselves.
     """
     share, length = rows.tokens.share, rows.tokens.whole
     losses = logits.new_zeros(2)
     if parts is not None:
-        probabilities = scores / scores.sum(1, keepdim=True) if normalize else scores
         agreement = (probabilities * parts[rows.sequences(parts.device)]).sum()
-        losses[0] = agreement * (aux_loss * share * scores.shape[1] / length)
+        losses[0] = agreement * (aux_loss * share * probabilities.shape[1] / length)
     if z_loss:
         losses[1] = logits.logsumexp(1).square().sum() * (z_loss * share / length)
     return losses
@@ -49,3 +48,30 @@ class _AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, grad.new_ones(())
+
+
+def add_step_loss(x: torch.Tensor, probabilities: torch.Tensor, scale: float, record: Record) -> torch.Tensor:
+    """x, with which the gradient of this rank's share of the load balancing loss of a whole step comes:
+    scale · Σ over experts of the part of the step's pairs that it is chosen for × its probabilities, (tokens, experts).
+
+    The parts are asked for in backward, when all forwards of the step have been; see `Record.parts_of_step`.
+
+    Source: Qiu et al., "Demons in the detail: on implementing load balancing loss" (2025), whose global batch it is.
+    """
+    return _AddStepLoss.apply(x, probabilities, scale, record)
+
+
+class _AddStepLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probabilities, scale, record):
+        ctx.save_for_backward(probabilities)
+        ctx.scale, ctx.record = scale, record
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (probabilities,) = ctx.saved_tensors
+        weights = ctx.record.parts_of_step().to(probabilities) * ctx.scale
+        ctx.record.add_losses(torch.stack([probabilities.sum(0) @ weights, weights.new_zeros(())]))
+        return grad, weights.expand_as(probabilities), None, None

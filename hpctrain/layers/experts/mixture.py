@@ -33,19 +33,19 @@ class Mixture(torch.nn.Module):
     def __init__(
         self, grid: Grid, features: int, ffn: int, experts: int, top_k: int, *, shared_experts: int = 0,
         shared_ffn: int | None = None, scores: str = "softmax", normalized: bool = True, groups: int = 1,
-        groups_kept: int = 1, scale: float = 1.0, aux_loss: float = 0.0, z_loss: float = 0.0,
-        balance_bias: float = 0.0, jitter: float = 0.0, activation: str = "swiglu", capacity: float = 0.0,
-        capacity_policy: str = "probability", dispatch: str = "auto", algorithm: str | Algorithm = "agarwal",
-        std: float | None = None, std_out: float | None = None, key: RngKey | None = None,
-        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+        groups_kept: int = 1, scale: float = 1.0, aux_loss: float = 0.0, aux_scope: str = "sequence",
+        z_loss: float = 0.0, balance_bias: float = 0.0, jitter: float = 0.0, activation: str = "swiglu",
+        capacity: float = 0.0, capacity_policy: str = "probability", dispatch: str = "auto",
+        algorithm: str | Algorithm = "agarwal", std: float | None = None, std_out: float | None = None,
+        key: RngKey | None = None, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         self.grid, self.features, key = grid, features, drawn_key(grid, key)
         factory = Factory(dtype=dtype, device=device)
         self.router = Router(
             grid, features, experts, top_k, scores=scores, normalized=normalized, groups=groups,
-            groups_kept=groups_kept, scale=scale, aux_loss=aux_loss, z_loss=z_loss, balance_bias=balance_bias,
-            jitter=jitter, std=std, key=key / "router", **factory,
+            groups_kept=groups_kept, scale=scale, aux_loss=aux_loss, aux_scope=aux_scope, z_loss=z_loss,
+            balance_bias=balance_bias, jitter=jitter, std=std, key=key / "router", **factory,
         )  # fmt: skip
         self.experts = Experts(
             grid, features, ffn, experts, activation=activation, capacity=capacity, capacity_policy=capacity_policy,

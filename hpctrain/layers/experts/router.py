@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain import comm
-from hpctrain.choices import ROUTERS
+from hpctrain.choices import AUX_SCOPES, ROUTERS
 from hpctrain.grid import Grid
-from hpctrain.layers.experts.auxiliary import add_loss, auxiliary_losses
+from hpctrain.layers.experts.auxiliary import add_loss, add_step_loss, auxiliary_losses
 from hpctrain.layers.experts.record import Record
 from hpctrain.layers.experts.routing import Routing
 from hpctrain.layers.experts.whole_rows import WholeRows
@@ -32,6 +32,8 @@ class Router(torch.nn.Module):
         scale: of the weights.
         aux_loss: what the auxiliary loss of Switch Transformer counts: experts × the sum over them of the part of a
             sequence's pairs that they are chosen for times their mean probability in it; mean over the sequences.
+        aux_scope: "sequence", or "step" for the same of all tokens of the step over all ranks and microbatches, which
+            all have their forwards before the first backward.
         z_loss: what log(sum(exp(logits)))² counts, mean over the tokens; ST-MoE.
         balance_bias: how much the `bias` of an expert changes in a step, up where it had fewer tokens than the mean,
             down where it had more (`update_balance`). It is added to the scores to choose experts, not to weigh them;
@@ -42,7 +44,7 @@ class Router(torch.nn.Module):
     Attributes: `record`, of the load and the losses of this step.
 
     Shapes: x (tokens, features), whole rows; see `WholeRows`. Nothing moves but, with `aux_loss` where ranks share
-    sequences, one sum of integers.
+    sequences or of a step, one sum of integers.
 
     Raises:
         ValueError: when more experts are asked for than there are, or for options that are none of these; from forward
@@ -54,16 +56,19 @@ class Router(torch.nn.Module):
 
     def __init__(
         self, grid: Grid, features: int, experts: int, top_k: int, *, scores: str = "softmax", normalized: bool = True,
-        groups: int = 1, groups_kept: int = 1, scale: float = 1.0, aux_loss: float = 0.0, z_loss: float = 0.0,
-        balance_bias: float = 0.0, jitter: float = 0.0, std: float | None = None, key: RngKey | None = None,
+        groups: int = 1, groups_kept: int = 1, scale: float = 1.0, aux_loss: float = 0.0,
+        aux_scope: str = "sequence", z_loss: float = 0.0, balance_bias: float = 0.0, jitter: float = 0.0,
+        std: float | None = None, key: RngKey | None = None,
         dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         _check(experts, top_k, scores, groups, groups_kept, jitter)
+        if aux_scope not in AUX_SCOPES:
+            raise ValueError(f"aux_scope must be one of {', '.join(AUX_SCOPES)}, got {aux_scope!r}")
         self.grid, self.features, self.experts, self.top_k = grid, features, experts, top_k
         self.scores, self.normalized, self.groups, self.groups_kept = scores, normalized, groups, groups_kept
         self.scale, self.aux_loss, self.z_loss, self.balance_bias = scale, aux_loss, z_loss, balance_bias
-        self.jitter, self.key = jitter, drawn_key(grid, key)
+        self.aux_scope, self.jitter, self.key = aux_scope, jitter, drawn_key(grid, key)
         std = (3 * features) ** -0.5 if std is None else std
         shard = Shard((experts, features), (slice(0, experts), slice(0, features)), ("x", "y", "z"))
         self.weight = parameter(shard, self.key / "weight", std, dtype=dtype, device=device)
@@ -72,7 +77,7 @@ class Router(torch.nn.Module):
             wide = comm.accumulation_dtype(self.weight.dtype)  # of many small steps
             shard = Shard((experts,), (slice(0, experts),), ("x", "y", "z"))
             self.bias = parameter(shard, self.key / "bias", None, dtype=wide, device=device).requires_grad_(False)
-        self.record = Record(experts)
+        self.record = Record(grid, experts)
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> Routing:
         rows = WholeRows(self.grid, tokens)
@@ -90,12 +95,14 @@ class Router(torch.nn.Module):
         if self.scale != 1:
             weights = weights * self.scale
         if balanced and (self.aux_loss or self.z_loss):
-            losses = auxiliary_losses(
-                logits, scores, parts, rows, self.aux_loss, self.z_loss, normalize=self.scores == "sigmoid"
-            )
+            probabilities = scores / scores.sum(1, keepdim=True) if self.scores == "sigmoid" else scores
+            losses = auxiliary_losses(logits, probabilities, parts, rows, self.aux_loss, self.z_loss)
             weights = add_loss(weights, losses.sum())
             if first:
                 self.record.add_losses(losses)
+            if self.aux_loss and self.aux_scope == "step":
+                scale = self.aux_loss * tokens.share * self.experts / tokens.whole
+                weights = add_step_loss(weights, probabilities, scale, self.record)
         return Routing(experts, weights, chosen.detach(), rows, self.record)
 
     def _choose(self, scores, rows, balanced):
@@ -106,7 +113,7 @@ class Router(torch.nn.Module):
             scores = self._within_groups(scores)
         experts = highest(scores, self.top_k)
         parts = None
-        if balanced and self.aux_loss:
+        if balanced and self.aux_loss and self.aux_scope == "sequence":
             tokens = rows.tokens
             rows.check_whole_sequences("aux_loss")
             # Counts of the whole sequence, which no grid changes: a product of means over parts of it would be another

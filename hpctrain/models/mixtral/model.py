@@ -20,7 +20,7 @@ class Mixtral(Llama):
         return Mixture(
             self.grid, shape.width, shape.expert_ffn, shape.experts, shape.top_k, scores=shape.router,
             normalized=shape.normalized, groups=shape.groups, groups_kept=shape.groups_kept, scale=shape.scale,
-            shared_experts=shape.shared_experts, aux_loss=shape.aux_loss, z_loss=shape.z_loss,
-            balance_bias=shape.balance_bias, capacity=shape.capacity, capacity_policy=shape.capacity_policy,
-            jitter=shape.jitter, **options,
+            shared_experts=shape.shared_experts, aux_loss=shape.aux_loss, aux_scope=shape.aux_scope,
+            z_loss=shape.z_loss, balance_bias=shape.balance_bias, capacity=shape.capacity,
+            capacity_policy=shape.capacity_policy, jitter=shape.jitter, **options,
         )  # fmt: skip

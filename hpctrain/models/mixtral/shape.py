@@ -23,6 +23,7 @@ class MixtralShape(LlamaShape):
         groups, groups_kept: experts are chosen from so many groups with the highest scores.
         scale: of the weights.
         aux_loss, z_loss: coefficients of the losses that balance the experts and keep logits small.
+        aux_scope: what the former balances, each "sequence" or all tokens of a "step".
         balance_bias: by how much the bias changes after a step; 0 for never.
         capacity: pairs of token and expert that an expert takes of a sequence, over the mean; 0 for all.
         capacity_policy: which pairs it takes, those with the highest scores ("probability") or the first ("position").
@@ -40,6 +41,7 @@ class MixtralShape(LlamaShape):
     groups_kept: int = 1
     scale: float = 1.0
     aux_loss: float = 0.0
+    aux_scope: str = "sequence"
     z_loss: float = 0.0
     balance_bias: float = 0.0
     capacity: float = 0.0

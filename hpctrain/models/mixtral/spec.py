@@ -17,7 +17,7 @@ class MixtralSpec(LlamaSpec):
     experts = True
     keys = LlamaSpec.keys | {
         "experts", "top_k", "expert_ffn", "shared_experts", "dense_layers", "router", "router_groups", "router_scale",
-        "router_unnormalized", "router_jitter", "aux_loss", "z_loss", "balance_bias", "capacity",
+        "router_unnormalized", "router_jitter", "aux_loss", "aux_scope", "z_loss", "balance_bias", "capacity",
         "capacity_policy",
     }  # fmt: skip
 
@@ -30,7 +30,8 @@ class MixtralSpec(LlamaSpec):
             shared_experts=options["shared_experts"], dense_layers=options["dense_layers"],
             router=options["router"] or "softmax", normalized=not options["router_unnormalized"], groups=groups,
             groups_kept=kept, scale=options["router_scale"] or 1.0, aux_loss=options["aux_loss"],
-            z_loss=options["z_loss"], balance_bias=options["balance_bias"], capacity=options["capacity"],
+            aux_scope=options["aux_scope"] or "sequence", z_loss=options["z_loss"],
+            balance_bias=options["balance_bias"], capacity=options["capacity"],
             capacity_policy=options["capacity_policy"] or "probability",
             jitter=options["router_jitter"],
         )  # fmt: skip
@@ -53,7 +54,7 @@ class MixtralSpec(LlamaSpec):
         shared = swiglu_costs(shape.width, shape.shared_ffn) if shape.shared_experts else ()
         mixture = MixtureCosts(
             shape.experts, shape.top_k, shape.expert_ffn, shared, shape.dense_layers,
-            swiglu_costs(shape.width, shape.ffn), balanced=shape.aux_loss > 0,
+            swiglu_costs(shape.width, shape.ffn), balanced=shape.aux_loss > 0 and shape.aux_scope == "sequence",
         )  # fmt: skip
         return block_costs(shape, (), mixture)
 

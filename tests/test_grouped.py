@@ -1,0 +1,67 @@
+"""Products of rows that are sorted by expert, by every kernel, and which kernel is taken where."""
+
+import pytest
+import torch
+
+from hpctrain.layers.experts import grouped
+
+COUNTS = [41, 0, 7, 1, 0, 83]
+
+
+@pytest.mark.parametrize("kernel", ["mm", "onednn", "grouped_mm"])
+def test_products_of_each_expert(monkeypatch, kernel):
+    """Numbers of rows that are of few sizes and those that are not, and experts without rows."""
+    monkeypatch.setattr(grouped, "choose", lambda rows, weight: kernel)
+    monkeypatch.setattr(grouped, "_PAYS", 20 * 24 * 16)
+    generator = torch.Generator().manual_seed(0)
+    rows, grad = (torch.randn(sum(COUNTS), width, generator=generator) for width in (16, 24))
+    weight = torch.randn(len(COUNTS), 24, 16, generator=generator)
+    forward, backward = (torch.cat(parts) for parts in zip(*(
+        (x @ w.T, g @ w) for x, g, w in zip(rows.split(COUNTS), grad.split(COUNTS), weight)
+    )))  # fmt: skip
+    gradient = torch.stack([g.T @ x for x, g in zip(rows.split(COUNTS), grad.split(COUNTS))])
+    for found, expected in (
+        (grouped.products(rows, weight, COUNTS, transposed=True), forward),
+        (grouped.products(grad, weight, COUNTS, transposed=False), backward),
+        (grouped.weight_gradients(grad, rows, COUNTS, torch.full_like(weight, torch.nan)), gradient),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not gradient[1].any()
+
+
+class On:
+    """What `choose` asks of a tensor."""
+
+    def __init__(self, device, dtype, *shape):
+        self.is_cpu, self.is_cuda, self.device, self.dtype = device == "cpu", device == "cuda", device, dtype
+        self.itemsize, self.shape = dtype.itemsize, shape
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "ffn", "capability", "faster", "kernel"),
+    [
+        ("cuda", torch.bfloat16, 64, (9, 0), False, "grouped_mm"),
+        ("cuda", torch.bfloat16, 64, (12, 0), True, "grouped_mm"),
+        ("cuda", torch.bfloat16, 64, (8, 9), False, "mm"),  # torch has a loop there
+        ("cuda", torch.bfloat16, 60, (9, 0), False, "mm"),  # rows of 120 bytes, which are no multiple of 16
+        ("cuda", torch.float32, 64, (9, 0), True, "mm"),
+        ("cpu", torch.float32, 60, None, True, "onednn"),
+        ("cpu", torch.float32, 64, None, False, "mm"),
+        ("cpu", torch.float64, 64, None, True, "mm"),
+        ("cpu", torch.bfloat16, 64, None, True, "mm"),
+    ],
+)
+def test_the_kernel_that_is_taken(monkeypatch, device, dtype, ffn, capability, faster, kernel):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(grouped, "onednn_is_faster", lambda: faster)
+    assert grouped.choose(On(device, dtype, 10, 32), On(device, dtype, 4, ffn, 32)) == kernel
+
+
+@pytest.mark.parametrize(
+    ("vendor", "vectors", "faster"),
+    [("GenuineIntel", "AVX512", False), ("AuthenticAMD", "AVX512", True), ("AuthenticAMD", "AVX2", False)],
+)
+def test_processors_of_which_mkl_leaves_vectors_unused(monkeypatch, vendor, vectors, faster):
+    monkeypatch.setattr(grouped.Path, "read_text", lambda path: f"vendor_id : {vendor}\n")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+    assert grouped.onednn_is_faster.__wrapped__() is faster
