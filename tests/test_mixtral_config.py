@@ -90,7 +90,7 @@ def test_what_is_left_out_is_mixtral_s_own():
         ),
         (
             ["train.microbatches=2", "train.batch=4", "model.aux_loss=0.1", "model.aux_scope=step"],
-            "model.aux_scope = step wants .* schedule = 1f1b with train.microbatches = 2 has not; use gpipe, or",
+            "model.aux_scope = step wants .*schedule = 1f1b with train.microbatches = 2 has not; use gpipe, or",
         ),
         (
             ["grid.data=2", "data_parallel.method=parameter_server", "data_parallel.staleness=1"],

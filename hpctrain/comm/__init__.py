@@ -14,6 +14,7 @@ from hpctrain.comm.collectives import (
     all_gather,
     all_gather_start,
     all_to_all,
+    all_to_all_start,
     reduce_scatter,
     reduce_scatter_start,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_start",
     "all_to_all",
+    "all_to_all_start",
     "broadcast",
     "broadcast_start",
     "choose_all_reduce",

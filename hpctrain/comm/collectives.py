@@ -154,10 +154,20 @@ def all_to_all(
         came, moved = circulant.all_to_all(host.view(axis.size, row * send_counts[0]), axis)
         _count(axis, "all_to_all", came, moved, moved)
         return came.view(tensor.shape).to(tensor.device)
-    recv_counts = recv_counts or send_counts
+    return all_to_all_start(tensor, axis, send_counts, recv_counts or send_counts).wait()
+
+
+@timed
+def all_to_all_start(
+    tensor: torch.Tensor, axis: Axis, send_counts: Sequence[int], recv_counts: Sequence[int]
+) -> Work[torch.Tensor]:
+    """Begin `all_to_all`."""
+    if axis.size == 1:
+        return done(tensor)
+    row = math.prod(tensor.shape[1:])
     out = tensor.new_empty((sum(recv_counts), *tensor.shape[1:]))
     sends, receives = (tuple(row * count for count in counts) for counts in (send_counts, recv_counts))
-    return exchange(axis, "all_to_all", tensor.contiguous(), sends, out, receives).wait()
+    return exchange(axis, "all_to_all", tensor.contiguous(), sends, out, receives)
 
 
 def even_rows(rows: int, parts: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import torch
 from hpctrain.comm.buffers import Work
 from hpctrain.comm.collectives import (
     all_gather,
+    all_gather_start,
     all_to_all,
     reduce_scatter,
     reduce_scatter_start,
@@ -35,6 +36,10 @@ class MessageWorkspace:
     @timed_method
     def read(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> torch.Tensor:
         return all_gather(part, self.axis, counts)
+
+    @timed_method
+    def read_start(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> Work[torch.Tensor]:
+        return all_gather_start(part, self.axis, counts)
 
     def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(numel)

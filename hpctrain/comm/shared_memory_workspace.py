@@ -44,23 +44,27 @@ class SharedMemoryWorkspace:
     @timed_method
     def gather(self, part: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
         axis, whole = self.axis, self._placed(part, counts)
+        self._window.barrier()
         moved = (axis.size - 1) * part.nbytes, whole.nbytes - part.nbytes
         axis.transport.traffic.add(axis.name, "all_gather", *moved)
         return whole
 
     @timed_method
     def read(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> torch.Tensor:
+        return self.read_start(part, counts, sent, received).wait()
+
+    @timed_method
+    def read_start(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> Work[torch.Tensor]:
         whole = self._placed(part, counts)
         row = math.prod(part.shape[1:]) * part.itemsize
         self.axis.transport.traffic.add(self.axis.name, "all_to_all", sent * row, received * row)
-        return whole
+        return self._window.barrier_start(lambda: whole)
 
     def _placed(self, part, counts):
         rows, row = sum(counts), math.prod(part.shape[1:])
         first, local = sum(counts[: self.axis.rank]), counts[self.axis.rank]
         whole = self._whole(rows * row, part.dtype)
         whole[first * row : (first + local) * row].view(part.shape).copy_(part)
-        self._window.barrier()
         return whole.view(rows, *part.shape[1:])
 
     def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:

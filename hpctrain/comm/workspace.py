@@ -32,6 +32,10 @@ class LocalWorkspace:
         own, counted for each of them: in shared memory that is what moves. By messages all rows do."""
         return part
 
+    def read_start(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> Work[torch.Tensor]:
+        """Begin `read`, which must be waited for before the next call of the same workspace."""
+        return done(part)
+
     def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A flat tensor to fill with this rank's summands, for the sums below."""
         return like.new_empty(numel)

@@ -1,9 +1,9 @@
 """How the rows of tokens come to the ranks of the experts that they are for, and the experts' results back.
 
 A dispatch is a linear map D from the tokens of all ranks of the expert axis to rows of each rank's experts, one for
-each pair of a token and an expert, sorted by expert. `to_experts` is D, `to_tokens` its adjoint: the sum of a token's
-rows. A layer is Dᵀ f(D x), and its gradient Dᵀ f'(D g), so that each moves as much forward as backward. What the
-outputs count travels too (`weights_to_experts`), so that results can be added up before they come back.
+each pair of a token and an expert, sorted by expert. `to_experts` begins D, `to_tokens` its adjoint: the sum of a
+token's rows. A layer is Dᵀ f(D x), and its gradient Dᵀ f'(D g), so that each moves as much forward as backward. What
+the outputs count travels too (`weights_to_experts`), so that results can be added up before they come back.
 
 With T tokens on each of N ranks, k of E experts for each and rows of h elements, a rank receives in each of the four
     all_to_all    k T (N - 1)/N h: a row for each pair
@@ -70,13 +70,13 @@ class Dispatch:
         kept[self.pairs] = True
         return Bags.at(found[kept], self.kept_by_token)
 
-    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, features) to (rows, features)."""
-        return x.index_select(0, self._token)
+    def to_experts(self, x: torch.Tensor) -> comm.Work[torch.Tensor]:
+        """From (tokens, features) to (rows, features). To be waited for before anything else is dispatched."""
+        return comm.done(x.index_select(0, self._token))
 
-    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """(rows, features) to (tokens, features)."""
-        return self._bags(rows)
+    def to_tokens(self, rows: torch.Tensor) -> comm.Work[torch.Tensor]:
+        """From (rows, features) to (tokens, features); likewise."""
+        return comm.done(self._bags(rows))
 
     def weights_to_experts(self, weights: torch.Tensor) -> torch.Tensor:
         """(tokens, top_k) to (rows,)."""
@@ -113,12 +113,14 @@ class AllToAll(Dispatch):
         self._leaving = torch.empty_like(self._arrived)
         self._leaving[self._arrived] = torch.arange(self.rows, device=self._arrived.device)
 
-    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
-        came = comm.all_to_all(x.index_select(0, self._token), self.axis, self.sends, self.receives)
-        return came.index_select(0, self._arrived)
+    def to_experts(self, x: torch.Tensor) -> comm.Work[torch.Tensor]:
+        leaving = x.index_select(0, self._token)
+        coming = comm.all_to_all_start(leaving, self.axis, self.sends, self.receives)
+        return coming.then(lambda came: came.index_select(0, self._arrived))
 
-    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._bags(comm.all_to_all(rows.index_select(0, self._leaving), self.axis, self.receives, self.sends))
+    def to_tokens(self, rows: torch.Tensor) -> comm.Work[torch.Tensor]:
+        leaving = rows.index_select(0, self._leaving)
+        return comm.all_to_all_start(leaving, self.axis, self.receives, self.sends).then(self._bags)
 
     def weights_to_experts(self, weights: torch.Tensor) -> torch.Tensor:
         leaving = weights.reshape(-1).index_select(0, self.pairs)
@@ -158,12 +160,14 @@ class Once(AllToAll):
         self._copies = Bags(self._row, sum(self.copy_receives))
         self._bags = Bags(self._token, tokens)
 
-    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+    def to_experts(self, x: torch.Tensor) -> comm.Work[torch.Tensor]:
         copies = x.index_select(0, self._token)
-        return comm.all_to_all(copies, self.axis, self.copy_sends, self.copy_receives).index_select(0, self._row)
+        coming = comm.all_to_all_start(copies, self.axis, self.copy_sends, self.copy_receives)
+        return coming.then(lambda came: came.index_select(0, self._row))
 
-    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._bags(comm.all_to_all(self._copies(rows), self.axis, self.copy_receives, self.copy_sends))
+    def to_tokens(self, rows: torch.Tensor) -> comm.Work[torch.Tensor]:
+        copies = self._copies(rows)
+        return comm.all_to_all_start(copies, self.axis, self.copy_receives, self.copy_sends).then(self._bags)
 
 
 class Gather(Dispatch):
@@ -195,11 +199,11 @@ class Gather(Dispatch):
         """Everybody's; scratch memory."""
         return comm.workspace(self.axis, rows).gather(rows.contiguous(), tuple(self.sizes))
 
-    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
-        return self._gathered(x).index_select(0, self._token)
+    def to_experts(self, x: torch.Tensor) -> comm.Work[torch.Tensor]:
+        return comm.done(self._gathered(x).index_select(0, self._token))
 
-    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._reduced(self._bags(rows))
+    def to_tokens(self, rows: torch.Tensor) -> comm.Work[torch.Tensor]:
+        return comm.done(self._reduced(self._bags(rows)))
 
     def weights_to_experts(self, weights: torch.Tensor) -> torch.Tensor:
         return self._gathered(weights).view(-1).index_select(0, self._pairs_here)
@@ -236,24 +240,24 @@ class InPlace(Gather):
 
     def _tokens_of_all(self, rows, sizes):
         away, here = len(self.pairs) - self._own, self.rows - self._own
-        return comm.workspace(self.axis, rows).read(rows.contiguous(), sizes, away, here)
+        return comm.workspace(self.axis, rows).read_start(rows.contiguous(), sizes, away, here)
 
     def _rows_of_all(self, rows):
         away, here = self.rows - self._own, len(self.pairs) - self._own
-        return comm.workspace(self.axis, rows).read(rows.contiguous(), self._over_ranks, away, here)
+        return comm.workspace(self.axis, rows).read_start(rows.contiguous(), self._over_ranks, away, here)
 
-    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
-        return self._tokens_of_all(x, tuple(self.sizes)).index_select(0, self._token)
+    def to_experts(self, x: torch.Tensor) -> comm.Work[torch.Tensor]:
+        return self._tokens_of_all(x, tuple(self.sizes)).then(lambda all_of: all_of.index_select(0, self._token))
 
-    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._bags(self._rows_of_all(rows))
+    def to_tokens(self, rows: torch.Tensor) -> comm.Work[torch.Tensor]:
+        return self._rows_of_all(rows).then(self._bags)
 
     def weights_to_experts(self, weights: torch.Tensor) -> torch.Tensor:
         sizes = tuple(size * self.top_k for size in self.sizes)
-        return self._tokens_of_all(weights.reshape(-1), sizes).index_select(0, self._pairs_here)
+        return self._tokens_of_all(weights.reshape(-1), sizes).wait().index_select(0, self._pairs_here)
 
     def weights_to_tokens(self, of_rows: torch.Tensor) -> torch.Tensor:
-        everybody = self._rows_of_all(of_rows)
+        everybody = self._rows_of_all(of_rows).wait()
         own = everybody.index_select(0, self._places)
         return own.new_zeros(self.tokens * self.top_k).index_copy_(0, self.pairs, own).view(-1, self.top_k)
 

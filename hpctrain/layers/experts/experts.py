@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from hpctrain.choices import DISPATCHES, DROP_POLICIES
+from hpctrain.comm import Work
 from hpctrain.grid import Grid
 from hpctrain.layers.experts.activations import ACTIVATIONS
 from hpctrain.layers.experts.capacity import kept_pairs
@@ -25,6 +27,8 @@ class Experts(torch.nn.Module):
     The experts are spread over `grid.expert`, the first ranks holding one more where they do not divide, the last ones
     none where there are fewer than ranks. A rank of `grid.copies` holds the same ones. Tokens travel to their experts
     and back; see `dispatch`.
+
+    Gradients of tokens travel back while those of the weights are computed.
 
     Args:
         activation: "swiglu", silu(gate) · up with `up` (experts, {gate, up} × ffn, features), or "gelu", with `up`
@@ -70,11 +74,17 @@ class Experts(torch.nn.Module):
         self.up = made("up", ACTIVATIONS[activation].unit * ffn, features, std)
         self.down = made("down", features, ffn, std_out)
 
-    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+        """`meanwhile` is called while results travel back to their tokens; its backward comes while gradients travel to
+        the experts."""
         dispatch, first = routing.rows.tokens.decide(lambda: self._dispatch(x, routing))
         if first and self.training and self.capacity:
             routing.record.add_dropped(routing.experts.numel() - dispatch.sent.sum())
-        return _Experts.apply(x, routing.weights, self.up, self.down, dispatch, self)
+        flight = _Flight(dispatch)
+        out = _Experts.apply(x, routing.weights, self.up, self.down, flight, self)
+        if meanwhile is not None:
+            meanwhile()
+        return _Returned.apply(out, flight)
 
     def _dispatch(self, x, routing) -> Dispatch:
         chosen = routing.experts
@@ -94,43 +104,71 @@ class Experts(torch.nn.Module):
         return f"{self.experts} × ({self.features}, {self.ffn}), {self.activation}, dispatch={self.dispatch}"
 
 
+class _Flight:
+    """The rows of a call that are under way between `_Experts` and `_Returned`: results, or their gradients."""
+
+    def __init__(self, dispatch: Dispatch):
+        self.dispatch = dispatch
+        self.work: Work[torch.Tensor]
+
+
 class _Experts(torch.autograd.Function):
-    """Dᵀ f(D x); see `dispatch`. Keeps the rows that came and the first products.
+    """f(D x), on its way back; see `dispatch`. Keeps the rows that came and the first products.
 
     The weight of a row multiplies between the two products, so that what comes back need but be summed, and its
     gradient is known where the row is.
     """
 
     @staticmethod
-    def forward(ctx, x, weights, up, down, dispatch, experts):
+    def forward(ctx, x, weights, up, down, flight, experts):
+        dispatch = flight.dispatch
         activation, counts = ACTIVATIONS[experts.activation], dispatch.counts
-        rows, weight = dispatch.to_experts(x), dispatch.weights_to_experts(weights)
+        rows, weight = dispatch.to_experts(x).wait(), dispatch.weights_to_experts(weights)
         hidden = products(rows, up, counts, transposed=True)
         act = activation.forward(hidden, weight)
         ctx.save_for_backward(rows, weight, hidden, up, down)
         ctx.up, ctx.down = up, down  # as in layers.box
-        ctx.dispatch, ctx.experts = dispatch, experts
-        return dispatch.to_tokens(products(act, down, counts, transposed=True))
+        ctx.flight, ctx.experts = flight, experts
+        flight.work = dispatch.to_tokens(products(act, down, counts, transposed=True))
+        return x.new_empty(()).expand(x.shape)  # nothing yet
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, _):
+        rows, weight, hidden, *_ = ctx.saved_tensors
+        up, down = ctx.up, ctx.down
+        dispatch, experts = ctx.flight.dispatch, ctx.experts
+        activation, counts = ACTIVATIONS[experts.activation], dispatch.counts
+        grad = ctx.flight.work.wait()
+        grad_act = products(grad, down, counts, transposed=False)
+        act, grad_hidden, grad_weight = activation.backward(hidden, weight, grad_act)
+        grad_weights = dispatch.weights_to_tokens(grad_weight)
+        returning = dispatch.to_tokens(products(grad_hidden, up, counts, transposed=False))
+        late, grad_up, grad_down = experts.split_backward, None, None
+        if late is not None and late.queue is not None:
+            late.queue.append(functools.partial(experts.late_weight_gradients, grad_hidden, rows, grad, act, counts))
+        else:
+            grad_up = _weight_gradient(up, grad_hidden, rows, counts)
+            grad_down = _weight_gradient(down, grad, act, counts)
+        return returning.wait(), grad_weights, grad_up, grad_down, None, None
+
+
+class _Returned(torch.autograd.Function):
+    """Dᵀ of what `_Experts` gave: made after all else that is to be computed meanwhile, so that its backward is the
+    first."""
+
+    @staticmethod
+    def forward(ctx, out, flight):
+        ctx.flight = flight
+        ctx.save_for_backward(out.new_empty(0))  # what is computed once more goes on to here, not to leave it under way
+        return flight.work.wait()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        rows, weight, hidden, _, _ = ctx.saved_tensors
-        up, down = ctx.up, ctx.down
-        dispatch, experts = ctx.dispatch, ctx.experts
-        activation, counts = ACTIVATIONS[experts.activation], dispatch.counts
-        grad = dispatch.to_experts(grad.contiguous())
-        grad_act = products(grad, down, counts, transposed=False)
-        act, grad_hidden, grad_weight = activation.backward(hidden, weight, grad_act)
-        grad_x = dispatch.to_tokens(products(grad_hidden, up, counts, transposed=False))
-        grad_weights = dispatch.weights_to_tokens(grad_weight)
-        late = experts.split_backward
-        if late is not None and late.queue is not None:
-            late.queue.append(functools.partial(experts.late_weight_gradients, grad_hidden, rows, grad, act, counts))
-            return grad_x, grad_weights, None, None, None, None
-        grad_up = _weight_gradient(up, grad_hidden, rows, counts)
-        grad_down = _weight_gradient(down, grad, act, counts)
-        return grad_x, grad_weights, grad_up, grad_down, None, None
+        _ = ctx.saved_tensors  # what is computed once more is so now, not while the gradients travel
+        ctx.flight.work = ctx.flight.dispatch.to_experts(grad.contiguous())
+        return grad, None
 
 
 def _weight_gradient(weight, grad, rows, counts):

@@ -61,5 +61,11 @@ class Mixture(torch.nn.Module):
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         rows = WholeRows(self.grid, tokens)
         whole = rows.enter(x, self.features)
-        mixed = rows.leave(self.experts(whole, self.router(whole, tokens)), self.features)
-        return mixed if self.shared is None else mixed + self.shared(x, tokens)
+        beside: list[torch.Tensor] = []
+
+        def shared() -> None:
+            if self.shared is not None:
+                beside.append(self.shared(x, tokens))
+
+        mixed = rows.leave(self.experts(whole, self.router(whole, tokens), meanwhile=shared), self.features)
+        return mixed + beside[0] if beside else mixed
