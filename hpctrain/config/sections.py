@@ -226,6 +226,10 @@ class ExpertsConfig:
         "all ranks, or a row for each rank that has some of its experts; auto: what moves the fewest bytes",
         choices=choices.DISPATCHES,
     )  # fmt: skip
+    replicate_hot: int = option(
+        0, "experts with the most tokens, at most, whose weights go along to ranks that have less to do, in each layer "
+        "and microbatch; the results are the same", low=0,
+    )  # fmt: skip
 
 
 @dataclass

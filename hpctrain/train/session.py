@@ -191,7 +191,7 @@ def _model(
         model.cross_entropy.z_loss = config.train.z_loss
     for module in model.modules():
         if isinstance(module, Experts):
-            module.dispatch = config.experts.dispatch
+            module.dispatch, module.replicate_hot = config.experts.dispatch, config.experts.replicate_hot
     if config.model.init:
         with comm.together(grid.comm):
             load(spec, model, Path(config.model.init))

@@ -18,29 +18,30 @@ Sources: Lepikhin et al., "GShard" (2020); Megatron-LM's token dispatchers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from hpctrain import comm
 from hpctrain.grid import Axis
 from hpctrain.layers.experts.bags import Bags, stable_argsort
-from hpctrain.shard import split_sizes
 
 
 class Dispatch:
     """Of one microbatch of one layer, on an axis of one rank.
 
     Args:
-        axis: of the ranks that the experts are spread over, as `split_sizes` has them.
-        experts: (tokens, top_k) int64, the number of each token's experts; `count`, the number of all experts, for a
-            pair that is dropped. Its creation is collective.
+        axis: of the ranks that the experts are spread over.
+        experts: (tokens, top_k) int64, the number of each token's experts; the number of all experts for a pair that
+            is dropped. Its creation is collective.
+        of_rank: how many experts each rank computes.
 
     Attributes: `counts`, rows of each of this rank's experts, one after another, and `rows`, of all of them.
     """
 
-    def __init__(self, axis: Axis, experts: torch.Tensor, count: int):
+    def __init__(self, axis: Axis, experts: torch.Tensor, of_rank: Sequence[int]):
         self.axis, self.tokens, self.top_k = axis, len(experts), experts.shape[1]
-        self.of_rank = split_sizes(count, axis.size)
+        self.of_rank, count = tuple(of_rank), sum(of_rank)
         flat = experts.reshape(-1)
         self.sent = torch.bincount(flat, minlength=count + 1)[:count]  # pairs of each expert
         # The pairs by expert; those that are dropped come last, and go

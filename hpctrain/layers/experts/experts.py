@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from hpctrain import comm
 from hpctrain.choices import DISPATCHES, DROP_POLICIES
 from hpctrain.comm import Work
 from hpctrain.grid import Grid
@@ -14,10 +15,11 @@ from hpctrain.layers.experts.activations import ACTIVATIONS
 from hpctrain.layers.experts.capacity import kept_pairs
 from hpctrain.layers.experts.dispatch import Dispatch, choose
 from hpctrain.layers.experts.grouped import products, weight_gradients
+from hpctrain.layers.experts.replicas import Replicas, chosen_replicas
 from hpctrain.layers.experts.routing import Routing
 from hpctrain.layers.parameter import Factory, ProductQueue, accumulate, drawn_key, parameter
 from hpctrain.randomness import RngKey
-from hpctrain.shard import expert_shard
+from hpctrain.shard import expert_shard, split_sizes
 
 
 class Experts(torch.nn.Module):
@@ -37,6 +39,8 @@ class Experts(torch.nn.Module):
             the other pairs count nothing; 0 for no limit. All grids drop the same, as a sequence is one group on each.
         capacity_policy: which pairs are kept; see `capacity`.
         dispatch: how tokens travel, "all_to_all", "gather" or "once"; "auto" for what moves least.
+        replicate_hot: in each microbatch so many of the experts with the most tokens, at most, have a replica on ranks
+            with fewer, which takes some of them; see `replicas`. No effect but on time, and memory for their weights.
         std, std_out: standard deviations of the initial weights of `up` and `down`; by default as of `Linear`.
 
     Shapes: x (tokens, features), whole rows; see `WholeRows`.
@@ -47,9 +51,9 @@ class Experts(torch.nn.Module):
 
     def __init__(
         self, grid: Grid, features: int, ffn: int, experts: int, *, activation: str = "swiglu", capacity: float = 0.0,
-        capacity_policy: str = "probability", dispatch: str = "auto", std: float | None = None,
-        std_out: float | None = None, key: RngKey | None = None, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        capacity_policy: str = "probability", dispatch: str = "auto", replicate_hot: int = 0,
+        std: float | None = None, std_out: float | None = None, key: RngKey | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         for name, value, known in (
@@ -62,7 +66,7 @@ class Experts(torch.nn.Module):
         if capacity < 0:
             raise ValueError(f"capacity must be positive, or 0 for no limit, got {capacity}")
         self.axis, self.experts, self.features, self.ffn = grid.expert, experts, features, ffn
-        self.activation, self.dispatch = activation, dispatch
+        self.activation, self.dispatch, self.replicate_hot = activation, dispatch, replicate_hot
         self.capacity, self.capacity_policy = capacity, capacity_policy
         self.split_backward: ProductQueue | None = None  # of a model whose backwards are split
         key, factory = drawn_key(grid, key), Factory(dtype=dtype, device=device)
@@ -77,28 +81,28 @@ class Experts(torch.nn.Module):
     def forward(self, x: torch.Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """`meanwhile` is called while results travel back to their tokens; its backward comes while gradients travel to
         the experts."""
-        dispatch, first = routing.rows.tokens.decide(lambda: self._dispatch(x, routing))
+        (dispatch, replicas), first = routing.rows.tokens.decide(lambda: self._dispatch(x, routing))
         if first and self.training and self.capacity:
             routing.record.add_dropped(routing.experts.numel() - dispatch.sent.sum())
-        flight = _Flight(dispatch)
+        flight = _Flight(dispatch, replicas)
         out = _Experts.apply(x, routing.weights, self.up, self.down, flight, self)
         if meanwhile is not None:
             meanwhile()
         return _Returned.apply(out, flight)
 
-    def _dispatch(self, x, routing) -> Dispatch:
-        chosen = routing.experts
+    def _dispatch(self, x, routing) -> tuple[Dispatch, Replicas | None]:
+        chosen, axis, replicas = routing.experts, self.axis, None
+        of_rank = split_sizes(self.experts, axis.size)
         if self.capacity and self.training:
             chosen = chosen.where(kept_pairs(routing, self.experts, self.capacity, self.capacity_policy), self.experts)
-        kind = choose(self.axis, x, self.dispatch, chosen.shape[1], self.experts)
-        return kind(self.axis, chosen, self.experts)
-
-    def late_weight_gradients(
-        self, grad_hidden: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, act: torch.Tensor, counts: list[int]
-    ) -> None:
-        """The weight gradients that backward left to be computed."""
-        accumulate(self.up, _weight_gradient(self.up, grad_hidden, rows, counts))
-        accumulate(self.down, _weight_gradient(self.down, grad, act, counts))
+        if self.replicate_hot and axis.size > 1:
+            counts = torch.bincount(chosen.flatten(), minlength=self.experts + 1)[: self.experts]
+            table = comm.all_gather(counts[None], axis)
+            if listed := chosen_replicas(table.sum(0).tolist(), of_rank, self.replicate_hot):
+                replicas = Replicas(axis, of_rank, listed)
+                chosen, of_rank = replicas.numbered(chosen, table), replicas.of_rank
+        kind = choose(axis, x, self.dispatch, chosen.shape[1], self.experts)
+        return kind(axis, chosen, of_rank), replicas
 
     def extra_repr(self):
         return f"{self.experts} × ({self.features}, {self.ffn}), {self.activation}, dispatch={self.dispatch}"
@@ -107,13 +111,14 @@ class Experts(torch.nn.Module):
 class _Flight:
     """The rows of a call that are under way between `_Experts` and `_Returned`: results, or their gradients."""
 
-    def __init__(self, dispatch: Dispatch):
-        self.dispatch = dispatch
+    def __init__(self, dispatch: Dispatch, replicas: Replicas | None):
+        self.dispatch, self.replicas = dispatch, replicas
         self.work: Work[torch.Tensor]
 
 
 class _Experts(torch.autograd.Function):
-    """f(D x), on its way back; see `dispatch`. Keeps the rows that came and the first products.
+    """f(D x), on its way back; see `dispatch`. Keeps the rows that came, the first products, and the weights of the
+    experts that this rank has a replica of, which come after its own.
 
     The weight of a row multiplies between the two products, so that what comes back need but be summed, and its
     gradient is known where the row is.
@@ -121,36 +126,48 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weights, up, down, flight, experts):
-        dispatch = flight.dispatch
+        dispatch, replicas = flight.dispatch, flight.replicas
         activation, counts = ACTIVATIONS[experts.activation], dispatch.counts
+        more = replicas.weights(up, down) if replicas else (up[:0], down[:0])
         rows, weight = dispatch.to_experts(x).wait(), dispatch.weights_to_experts(weights)
-        hidden = products(rows, up, counts, transposed=True)
+        hidden = products(rows, _both(up, more[0]), counts, transposed=True)
         act = activation.forward(hidden, weight)
-        ctx.save_for_backward(rows, weight, hidden, up, down)
+        ctx.save_for_backward(rows, weight, hidden, up, down, *more)
         ctx.up, ctx.down = up, down  # as in layers.box
         ctx.flight, ctx.experts = flight, experts
-        flight.work = dispatch.to_tokens(products(act, down, counts, transposed=True))
+        flight.work = dispatch.to_tokens(products(act, _both(down, more[1]), counts, transposed=True))
         return x.new_empty(()).expand(x.shape)  # nothing yet
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, _):
-        rows, weight, hidden, *_ = ctx.saved_tensors
+        rows, weight, hidden, _, _, *more = ctx.saved_tensors
         up, down = ctx.up, ctx.down
-        dispatch, experts = ctx.flight.dispatch, ctx.experts
-        activation, counts = ACTIVATIONS[experts.activation], dispatch.counts
+        dispatch, replicas = ctx.flight.dispatch, ctx.flight.replicas
+        activation, counts = ACTIVATIONS[ctx.experts.activation], dispatch.counts
         grad = ctx.flight.work.wait()
-        grad_act = products(grad, down, counts, transposed=False)
+        grad_act = products(grad, _both(down, more[1]), counts, transposed=False)
         act, grad_hidden, grad_weight = activation.backward(hidden, weight, grad_act)
         grad_weights = dispatch.weights_to_tokens(grad_weight)
-        returning = dispatch.to_tokens(products(grad_hidden, up, counts, transposed=False))
-        late, grad_up, grad_down = experts.split_backward, None, None
+        returning = dispatch.to_tokens(products(grad_hidden, _both(up, more[0]), counts, transposed=False))
+        own, of_others = counts[: len(up)], counts[len(up) :]
+        home: list[torch.Tensor | None] = [None] * 3
+        if replicas:
+            pairs = ((grad_hidden, rows), (grad, act))
+            home = replicas.gradients_home(
+                *(
+                    weight_gradients(a[sum(own) :], b[sum(own) :], of_others, torch.empty_like(weight))
+                    for (a, b), weight in zip(pairs, more)
+                )
+            )
+        grad_up = functools.partial(_weight_gradient, up, grad_hidden, rows, own, home[0], home[1])
+        grad_down = functools.partial(_weight_gradient, down, grad, act, own, home[0], home[2])
+        late = ctx.experts.split_backward
         if late is not None and late.queue is not None:
-            late.queue.append(functools.partial(experts.late_weight_gradients, grad_hidden, rows, grad, act, counts))
-        else:
-            grad_up = _weight_gradient(up, grad_hidden, rows, counts)
-            grad_down = _weight_gradient(down, grad, act, counts)
-        return returning.wait(), grad_weights, grad_up, grad_down, None, None
+            late.queue.append(lambda: (accumulate(up, grad_up()), accumulate(down, grad_down())))
+            return returning.wait(), grad_weights, None, None, None, None
+        gradients = grad_up(), grad_down()
+        return returning.wait(), grad_weights, *gradients, None, None
 
 
 class _Returned(torch.autograd.Function):
@@ -171,8 +188,17 @@ class _Returned(torch.autograd.Function):
         return grad, None
 
 
-def _weight_gradient(weight, grad, rows, counts):
-    """In its bucket, where that can be."""
+def _both(own: torch.Tensor, of_others: torch.Tensor) -> torch.Tensor:
+    return torch.cat([own, of_others]) if len(of_others) else own
+
+
+def _weight_gradient(
+    weight: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, counts: list[int], of: torch.Tensor | None,
+    more: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """In its bucket, where that can be. `more` came from replicas of the experts `of`."""
     sync = getattr(weight, "grad_sync", None)
     out = None if sync is None else sync.out()
-    return weight_gradients(grad, rows, counts, torch.empty_like(weight) if out is None else out)
+    total, here = torch.empty_like(weight) if out is None else out, sum(counts)
+    weight_gradients(grad[:here], rows[:here], counts, total)
+    return total if of is None else total.index_add_(0, of, more)

@@ -35,7 +35,7 @@ class Mixture(torch.nn.Module):
         shared_ffn: int | None = None, scores: str = "softmax", normalized: bool = True, groups: int = 1,
         groups_kept: int = 1, scale: float = 1.0, aux_loss: float = 0.0, aux_scope: str = "sequence",
         z_loss: float = 0.0, balance_bias: float = 0.0, jitter: float = 0.0, activation: str = "swiglu",
-        capacity: float = 0.0, capacity_policy: str = "probability", dispatch: str = "auto",
+        capacity: float = 0.0, capacity_policy: str = "probability", dispatch: str = "auto", replicate_hot: int = 0,
         algorithm: str | Algorithm = "agarwal", std: float | None = None, std_out: float | None = None,
         key: RngKey | None = None, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
@@ -49,7 +49,7 @@ class Mixture(torch.nn.Module):
         )  # fmt: skip
         self.experts = Experts(
             grid, features, ffn, experts, activation=activation, capacity=capacity, capacity_policy=capacity_policy,
-            dispatch=dispatch, std=std, std_out=std_out, key=key / "experts", **factory,
+            dispatch=dispatch, replicate_hot=replicate_hot, std=std, std_out=std_out, key=key / "experts", **factory,
         )  # fmt: skip
         self.shared = None
         if shared_experts:
