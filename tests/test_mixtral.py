@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from reference_experts import Mixtures
+from test_pipeline_training import check_delayed
 from training_checks import CORNERS, batches, check, check_strategy, fitting, made, microbatches, serial
 
 from hpctrain import Grid, RngKey
@@ -51,6 +53,41 @@ def test_equals_one_rank(world, shape, count, clip):
         for expert in experts_over(ranks) if shape is MIXTRAL else [ranks]:
             with Grid(data, pipeline, tensor, expert=expert) as grid:
                 check(grid, fitting(shape, pipeline), count, clip)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dataclasses.replace(MIXTRAL, capacity=0.8, jitter=0.2),
+        dataclasses.replace(DEEPSEEK, capacity=1.1, capacity_policy="position", jitter=0.1),
+    ],
+)
+def test_ten_steps(world, shape):
+    """With capacities and jitter, on two grids of all axes between them."""
+    for data, pipeline, tensor in CORNERS[world.size][1:3] or CORNERS[1]:
+        with Grid(data, pipeline, tensor, expert=world.size // pipeline) as grid:
+            check(grid, fitting(shape, pipeline), count=2, clip=1.0, steps=10)
+
+
+PLANES = {2: [("summa", (1, 2, 1)), ("two_half_d", (1, 1, 2))], 4: [("cannon", (2, 2, 1)), ("summa", (2, 2, 1))]}
+
+
+@pytest.mark.ranks(*PLANES)
+def test_plane_products(world):
+    """Shared experts, attention and dense layers by other matrix products."""
+    for algorithm, tensor in PLANES[world.size]:
+        with Grid(1, 1, tensor, expert=world.size) as grid:
+            check(grid, fitting(DEEPSEEK, 1), count=2, clip=1.0, algorithm=algorithm)
+
+
+@pytest.mark.ranks(2, 4)
+def test_delayed_schedules(world):
+    """PipeDream, whose backwards use the experts, and the routing, of the weights of their forwards."""
+    for name, count in (("pipedream", 2), ("pipedream-2bw", 2)):
+        shape = dataclasses.replace(fitting(MIXTRAL, 2), tied=False, aux_loss=0.0, z_loss=0.0)
+        with Grid(world.size // 2, 2, 1, expert=world.size // 2) as grid:
+            check_delayed(grid, name, shape, Mixtures(shape).logits, count)
 
 
 @pytest.mark.ranks(2, 4)

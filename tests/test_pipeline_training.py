@@ -3,9 +3,8 @@
 import dataclasses
 
 import pytest
-import reference
 import torch
-from training_checks import LENGTH, UNEVEN, batches, check, fitting, microbatches, train_on
+from training_checks import LENGTH, UNEVEN, batches, check, fitting, logits_of, made, microbatches, train_on
 
 from hpctrain import Grid, RngKey
 from hpctrain.layers.whole_parameters import whole_parameters
@@ -68,7 +67,7 @@ def test_any_layers_per_stage(world):
         train_on(Grid(pipeline=world.size), UNEVEN, 2, 1.0, layers_per_stage=[UNEVEN.layers + 1])
 
 
-def delayed_reference(name, shape, stages, weights, count, replicas):
+def delayed_reference(name, shape, logits_of, stages, weights, count, replicas):
     """SGD in which stage s uses the weights of stages - 1 - s updates ago ("pipedream"), or all stages those of one
     update ago ("pipedream-2bw"); written from the papers, on whole weights, with one history for all."""
     blocks = torch.tensor_split(torch.arange(shape.layers), stages)
@@ -90,7 +89,7 @@ def delayed_reference(name, shape, stages, weights, count, replicas):
         for update, group in enumerate(groups):
             used = {n: history[max(0, update - delay[n])][n].clone().requires_grad_() for n in now}
             rows = torch.cat([part[m] for part in parts for m in group])
-            logits = reference.gpt2_logits(used, rows[:, :-1], shape.layers, shape.heads)
+            logits = logits_of(used, rows[:, :-1])
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
             means.append(loss.item())
             for n, gradient in zip(now, torch.autograd.grad(loss, list(used.values()))):
@@ -111,25 +110,29 @@ def test_delayed_schedules_are_delayed_sgd(world, name, count):
         shape = dataclasses.replace(fitting(UNEVEN, pipeline), tied=False)
         grid = Grid(data, pipeline, tensor)
         grid.transport.synchronous = count == 2
-        made = schedule(name, pipeline, count)
-        model = GPT2(grid, shape, key=RngKey(3), dtype=torch.float64)
-        whole = GPT2(alone(), shape, key=RngKey(3), dtype=torch.float64)
-        weights = {n: p.detach().clone() for n, p in whole.named_parameters()}
-        expected, after = delayed_reference(name, shape, pipeline, weights, count, data)
-        trainer = Trainer(model, grid, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), made)
-        losses = []
-        for step, batch in enumerate(batches(shape)):
-            parts = [part.tensor_split(count) for part in batch.tensor_split(data)]
-            made_of = microbatches(grid, batch, step, count)
-            for update in made.updates:
-                rows = sum(len(part[m]) for part in parts for m in update)
-                for m in update:
-                    made_of[m] = dataclasses.replace(made_of[m], scale=1 / (rows * LENGTH))
-            losses.append(trainer.step(made_of)[0])
-        assert losses == pytest.approx(expected, rel=1e-12)
-        for n, whole in whole_parameters(model, grid):
-            if grid.rank == 0:
-                torch.testing.assert_close(whole, after[n], rtol=1e-10, atol=1e-12)
+        check_delayed(grid, name, shape, logits_of(shape), count)
+
+
+def check_delayed(grid, name, shape, logits, count):
+    data, pipeline = grid.data.size, grid.pipeline.size
+    order = schedule(name, pipeline, count)
+    model, whole = made(grid, shape), made(alone(), shape)
+    weights = {n: p.detach().clone() for n, p in whole.named_parameters()}
+    expected, after = delayed_reference(name, shape, logits, pipeline, weights, count, data)
+    trainer = Trainer(model, grid, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), order)
+    losses = []
+    for step, batch in enumerate(batches(shape)):
+        parts = [part.tensor_split(count) for part in batch.tensor_split(data)]
+        made_of = microbatches(grid, batch, step, count)
+        for update in order.updates:
+            rows = sum(len(part[m]) for part in parts for m in update)
+            for m in update:
+                made_of[m] = dataclasses.replace(made_of[m], scale=1 / (rows * LENGTH))
+        losses.append(trainer.step(made_of)[0])
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for n, whole in whole_parameters(model, grid):
+        if grid.rank == 0:
+            torch.testing.assert_close(whole, after[n], rtol=1e-10, atol=1e-12)
 
 
 class Text:
@@ -151,14 +154,14 @@ def test_samples_weigh_the_tokens_of_an_update(world, name):
     """The scales of all tokens that share an update add up to one, over replicas; ids and targets are where needed."""
     pipeline = 2 if world.size % 2 == 0 else 1
     grid = Grid(world.size // pipeline, pipeline)
-    made = schedule(name, pipeline, 3)
+    order = schedule(name, pipeline, 3)
     batch = 7 * grid.data.size
-    parts = Samples(Text(), 5, 0.1, RngKey(0)).training_step(grid, 0, batch, made, "cpu", 0)
-    for update in made.updates:
+    parts = Samples(Text(), 5, 0.1, RngKey(0)).training_step(grid, 0, batch, order, "cpu", 0)
+    for update in order.updates:
         total = sum(parts[m].scale * parts[m].targets.numel() for m in update if parts[m].targets is not None)
         assert world.allreduce(total) == pytest.approx(1, rel=1e-12)
     for m, part in enumerate(parts):
-        homes = made.placement[made.replica_of[m], 0], made.placement[made.replica_of[m], made.graph.stages - 1]
+        homes = order.placement[order.replica_of[m], 0], order.placement[order.replica_of[m], order.graph.stages - 1]
         assert [part.ids is not None, part.targets is not None] == [home == grid.pipeline.rank for home in homes]
 
 

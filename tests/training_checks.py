@@ -138,7 +138,7 @@ def computed(shape, clip, documents=False, steps=STEPS, momentum=None):
     keep = masks(model, shape)
     end, how = END if documents else None, {}
     if isinstance(shape, MixtralShape):
-        mixtures = Mixtures(shape)
+        mixtures = Mixtures(shape, lambda name: model.get_submodule(name).key)
         logits = functools.partial(mixtures.logits, end=end)
         how = {"terms": mixtures.terms, "after": mixtures.after}
     else:
@@ -166,9 +166,9 @@ def masks(model, shape):
     return at
 
 
-def check(grid, shape, count, clip, documents=False, **how):
-    weights, losses, norms = serial(shape, clip, documents)
-    model, *got = train_on(grid, shape, count, clip, documents=documents, **how)
+def check(grid, shape, count, clip, documents=False, steps=STEPS, **how):
+    weights, losses, norms = serial(shape, clip, documents, steps=steps)
+    model, *got = train_on(grid, shape, count, clip, documents=documents, steps=steps, **how)
     assert got[0] == pytest.approx(losses, rel=1e-12)
     assert got[1] == pytest.approx(norms, rel=1e-11)
     for name, whole in whole_parameters(model, grid):
