@@ -185,7 +185,13 @@ def ampnet_elastic():
 
 def equality():
     rows = []
-    for name in ("equivalence", "equivalence-algorithms", "equivalence-sequence", "equivalence_replicas"):
+    for name in (
+        "equivalence",
+        "equivalence-algorithms",
+        "equivalence-sequence",
+        "equivalence-experts",
+        "equivalence_replicas",
+    ):
         found = lines(name)
         runs = sum(line.get("runs", 1) for line in found)
         largest = max(line["largest_relative_difference"] for line in found)
@@ -220,6 +226,20 @@ def sequence():
     return pivot(lines("sequence"), row, lambda line: line["peer"], ["length", "on", "ours"])
 
 
+def experts():
+    def shape_and_ranks(line):
+        return line["case"].partition(" ranks")[0].rsplit(", ", 1)
+
+    def row(line):
+        products = "oneDNN's on both sides" if line["case"].endswith("medium") else "as they are"
+        return shape_and_ranks(line)[0], line["peer"], products
+
+    def column(line):
+        return f"{shape_and_ranks(line)[1]} ranks"
+
+    return pivot(lines("experts"), row, column, ["of", "theirs", "float32 products"], ["2 ranks", "4 ranks"])
+
+
 def sequence_memory():
     rows = [
         [*line["case"].split(", "), line["side"], f"{line['peak_mib']:.0f}", f"{line['formula_mib']:.0f}"]
@@ -250,6 +270,6 @@ TABLES = {
     for made in (
         machine, peers, summary, memory, pipeline, simulator, matmul, layer, elements, allreduce, weak_scaling,
         hidden, equality, hdf5, reading, checkpoint, ampnet, ampnet_steps, ampnet_accuracy, ampnet_elastic,
-        sequence, sequence_memory, zoo,
+        sequence, sequence_memory, experts, zoo,
     )
 }  # fmt: skip

@@ -91,7 +91,7 @@ def test_auxiliary_losses_of_a_step(world, recompute, scores):
     theirs = x.clone().requires_grad_()
     y = serial(theirs, SEQUENCES)
     losses = serial.auxiliary(1)
-    assert not math.isclose(losses[0], serial.auxiliary(SEQUENCES)[0], rel_tol=1e-3)
+    assert not math.isclose(losses[0].item(), serial.auxiliary(SEQUENCES)[0].item(), rel_tol=1e-3)
     (y.sum() + sum(losses)).backward()
     for grid in grids(world.size):
         layer, words = mixture(grid, **options), f"{grid.describe().splitlines()[0]}, expert {grid.expert.size}"
