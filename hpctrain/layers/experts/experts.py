@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -92,7 +92,7 @@ class Experts(torch.nn.Module):
 
     def _dispatch(self, x, routing) -> tuple[Dispatch, Replicas | None]:
         chosen, axis, replicas = routing.experts, self.axis, None
-        of_rank = split_sizes(self.experts, axis.size)
+        of_rank: Sequence[int] = split_sizes(self.experts, axis.size)
         if self.capacity and self.training:
             chosen = chosen.where(kept_pairs(routing, self.experts, self.capacity, self.capacity_policy), self.experts)
         if self.replicate_hot and axis.size > 1:
@@ -151,20 +151,17 @@ class _Experts(torch.autograd.Function):
         grad_weights = dispatch.weights_to_tokens(grad_weight)
         returning = dispatch.to_tokens(products(grad_hidden, _both(up, more[0]), counts, transposed=False))
         own, of_others = counts[: len(up)], counts[len(up) :]
-        home: list[torch.Tensor | None] = [None] * 3
+        here, home = sum(own), None
         if replicas:
-            pairs = ((grad_hidden, rows), (grad, act))
             home = replicas.gradients_home(
-                *(
-                    weight_gradients(a[sum(own) :], b[sum(own) :], of_others, torch.empty_like(weight))
-                    for (a, b), weight in zip(pairs, more)
-                )
+                weight_gradients(grad_hidden[here:], rows[here:], of_others, torch.empty_like(more[0])),
+                weight_gradients(grad[here:], act[here:], of_others, torch.empty_like(more[1])),
             )
-        grad_up = functools.partial(_weight_gradient, up, grad_hidden, rows, own, home[0], home[1])
-        grad_down = functools.partial(_weight_gradient, down, grad, act, own, home[0], home[2])
+        grad_up = functools.partial(_weight_gradient, up, grad_hidden[:here], rows[:here], own, home and home[:2])
+        grad_down = functools.partial(_weight_gradient, down, grad[:here], act[:here], own, home and home[::2])
         late = ctx.experts.split_backward
         if late is not None and late.queue is not None:
-            late.queue.append(lambda: (accumulate(up, grad_up()), accumulate(down, grad_down())))
+            late.queue += [lambda: accumulate(up, grad_up()), lambda: accumulate(down, grad_down())]
             return returning.wait(), grad_weights, None, None, None, None
         gradients = grad_up(), grad_down()
         return returning.wait(), grad_weights, *gradients, None, None
@@ -192,13 +189,9 @@ def _both(own: torch.Tensor, of_others: torch.Tensor) -> torch.Tensor:
     return torch.cat([own, of_others]) if len(of_others) else own
 
 
-def _weight_gradient(
-    weight: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, counts: list[int], of: torch.Tensor | None,
-    more: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """In its bucket, where that can be. `more` came from replicas of the experts `of`."""
+def _weight_gradient(weight, grad, rows, counts, from_replicas):
+    """In its bucket, where that can be; with those of the replicas that some of the experts have elsewhere."""
     sync = getattr(weight, "grad_sync", None)
     out = None if sync is None else sync.out()
-    total, here = torch.empty_like(weight) if out is None else out, sum(counts)
-    weight_gradients(grad[:here], rows[:here], counts, total)
-    return total if of is None else total.index_add_(0, of, more)
+    total = weight_gradients(grad, rows, counts, torch.empty_like(weight) if out is None else out)
+    return total if from_replicas is None else total.index_add_(0, *from_replicas)

@@ -18,7 +18,8 @@ class Record:
     """
 
     def __init__(self, grid: Grid, experts: int):
-        self._grid, self._parts = grid, None
+        self._grid = grid
+        self._parts: torch.Tensor | None = None
         self.counts = torch.zeros(experts + 1, dtype=torch.int64)
         self.losses = torch.zeros(2, dtype=torch.float64)
 
