@@ -185,13 +185,7 @@ def ampnet_elastic():
 
 def equality():
     rows = []
-    for name in (
-        "equivalence",
-        "equivalence-algorithms",
-        "equivalence-sequence",
-        "equivalence-experts",
-        "equivalence_replicas",
-    ):
+    for name in ("equivalence", "equivalence-algorithms", "equivalence-sequence", "equivalence_replicas"):
         found = lines(name)
         runs = sum(line.get("runs", 1) for line in found)
         largest = max(line["largest_relative_difference"] for line in found)

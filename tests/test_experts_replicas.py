@@ -4,8 +4,11 @@ import pytest
 import torch
 from experts_checks import block_of, check, close, mixture, spread, tokens_on
 from layer_checks import whole
+from test_mixtral import DEEPSEEK
+from training_checks import check_strategy, fitting, made, serial
 
-from hpctrain.layers import SplitBackward
+from hpctrain import Grid
+from hpctrain.layers import Experts, SplitBackward
 from hpctrain.layers.experts import experts, replicas
 from hpctrain.layers.experts.replicas import Replica, chosen_replicas
 from hpctrain.layers.recompute import recomputed
@@ -90,4 +93,18 @@ def test_put_off_and_computed_once_more(world, always):
         for other in results[1:]:
             for ours, expected in zip(other, results[0]):
                 close(ours, expected)
+    assert always
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("method", ["ddp", "zero3"])
+def test_training(world, always, method):
+    """Gradients of weights in buckets, and weights that are not always there."""
+    shape = fitting(DEEPSEEK, 1)
+    with Grid(world.size, expert=2) as grid:
+        model = made(grid, shape)
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.replicate_hot = 2
+        check_strategy(method, model, grid, shape, 2, serial(shape, 1.0))
     assert always
