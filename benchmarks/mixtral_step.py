@@ -63,6 +63,7 @@ def transformers(parallel):
     import transformers
     from transformers.distributed.configuration_utils import DistributedConfig
 
+    transformers.modeling_utils.check_and_set_device_map = lambda device_map: None  # which asks for accelerate
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     ranks, rank = dist.get_world_size(), dist.get_rank()
