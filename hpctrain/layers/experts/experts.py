@@ -148,7 +148,6 @@ class _Experts(torch.autograd.Function):
         grad = ctx.flight.work.wait()
         grad_act = products(grad, _both(down, more[1]), counts, transposed=False)
         act, grad_hidden, grad_weight = activation.backward(hidden, weight, grad_act)
-        grad_weights = dispatch.weights_to_tokens(grad_weight)
         returning = dispatch.to_tokens(products(grad_hidden, _both(up, more[0]), counts, transposed=False))
         own, of_others = counts[: len(up)], counts[len(up) :]
         here, home = sum(own), None
@@ -162,9 +161,12 @@ class _Experts(torch.autograd.Function):
         late = ctx.experts.split_backward
         if late is not None and late.queue is not None:
             late.queue += [lambda: accumulate(up, grad_up()), lambda: accumulate(down, grad_down())]
-            return returning.wait(), grad_weights, None, None, None, None
-        gradients = grad_up(), grad_down()
-        return returning.wait(), grad_weights, *gradients, None, None
+            gradients = None, None
+        else:
+            gradients = grad_up(), grad_down()
+        grad_x = returning.wait()
+        grad_weights = dispatch.weights_to_tokens(grad_weight)
+        return grad_x, grad_weights, *gradients, None, None
 
 
 class _Returned(torch.autograd.Function):
