@@ -212,7 +212,8 @@ hpctrain_packages() {
             "$python" -m pip install "$@" >&2 # with its bars
         else
             set -o pipefail # of this subshell
-            "$python" -m pip install "$@" | sed -un "$progress" >&2
+            all=${python%/bin/python}/install.log
+            "$python" -m pip install "$@" | tee "$all" | sed -un "$progress" >&2 || { tail "$all" >&2 && return 1; }
         fi
         return
     fi

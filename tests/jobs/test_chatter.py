@@ -100,6 +100,7 @@ def passed_on(pieces, said=False):
     for piece in pieces:
         os.write(source[1], piece.encode())
     os.close(source[1])
+    time.sleep(0.05 * said)  # the launcher is gone before its status is known
     passing.finish(said)
     os.close(target[1])
     with os.fdopen(target[0], "rb") as file:
