@@ -14,8 +14,9 @@ The list is in benchmarks/mutations/*.toml:
     ranks = 2                           # 0 for tests without MPI
     equivalent = "why no test can notice"  # instead of tests
 
-All tests are run without any change first. Prints one JSON object a line: `{"benchmark": "mutations", "file", "text",
-"replacement", "caught", "by", "seconds"}`; ends with 1 if a mutation was not noticed.
+All tests are run without any change first. Of a mutation's tests the one that noticed it in results/mutations.jsonl is
+tried before the others. Prints one JSON object a line: `{"benchmark": "mutations", "file", "text", "replacement",
+"caught", "by", "seconds"}`; ends with 1 if a mutation was not noticed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import ast
 import concurrent.futures
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,7 +37,9 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/mutations.jsonl"
 USAGE = {2, 4, 5}  # pytest's statuses for tests that could not be collected, or that there are none of
+FAILURE = re.compile(r"^(?:FAILED|ERROR|=== rank \d+ of \d+:) (tests/\S+?::\w+)", re.MULTILINE)
 
 
 def main() -> int:
@@ -49,15 +53,17 @@ def main() -> int:
     options = parser.parse_args()
     mutations = chosen(listed(), options)
     with tempfile.TemporaryDirectory() as folder:
-        scratch = [copy(Path(folder) / str(n)) for n in range(options.jobs)]
-        if not pass_unchanged(scratch[0], mutations):
+        first = copy(Path(folder) / "0")
+        if not pass_unchanged(first, mutations):
             return 2
-        free = list(scratch)
+        # With the bytecode that the run just made, since only what is mutated is then compiled again.
+        free = [first, *(shutil.copytree(first, Path(folder) / str(n)) for n in range(1, options.jobs))]
+        noticed = noticed_before()
 
         def attempt(mutation):
             where = free.pop()
             try:
-                return mutation, *try_one(where, mutation, options.limit)
+                return mutation, *try_one(where, mutation, options.limit, noticed.get(key(mutation)))
             finally:
                 free.append(where)
 
@@ -67,7 +73,7 @@ def main() -> int:
             for done in concurrent.futures.as_completed([pool.submit(attempt, m) for m in tried]):
                 mutation, caught, how, seconds = done.result()
                 survivors += not caught
-                shown = {name: mutation[name] for name in ("file", "text", "replacement")}
+                shown = dict(zip(("file", "text", "replacement"), key(mutation), strict=True))
                 row = {"benchmark": "mutations", **shown, "caught": caught, "by": how, "seconds": round(seconds, 1)}
                 print(json.dumps(row), flush=True)
     excused = len(mutations) - len(tried)
@@ -104,6 +110,16 @@ def chosen(mutations: list[dict], options) -> list[dict]:
     return mutations
 
 
+def key(mutation: dict) -> tuple[str, str, str]:
+    return mutation["file"], mutation["text"], mutation["replacement"]
+
+
+def noticed_before() -> dict[tuple[str, str, str], str]:
+    """The test that noticed a mutation last time."""
+    rows = map(json.loads, RESULTS.read_text().splitlines()) if RESULTS.exists() else ()
+    return {key(row): row["by"] for row in rows if row["by"].startswith("tests/")}
+
+
 def mutated(root: Path, mutation: dict) -> str:
     return (root / mutation["file"]).read_text().replace(mutation["text"], mutation["replacement"])
 
@@ -132,30 +148,34 @@ def pass_unchanged(folder: Path, mutations: list[dict]) -> bool:
     return good
 
 
-def try_one(folder: Path, mutation: dict, limit: float) -> tuple[bool, str, float]:
-    """Whether the tests notice, by what, and in how many seconds."""
-    path = folder / mutation["file"]
-    original, start = path.read_text(), time.monotonic()
+def try_one(folder: Path, mutation: dict, limit: float, noticed: str | None = None) -> tuple[bool, str, float]:
+    """Whether the tests notice, which of them (or how), and in how many seconds."""
+    path, ranks = folder / mutation["file"], mutation["ranks"]
+    original, times, start = path.read_text(), path.stat(), time.monotonic()
     try:
         path.write_text(mutated(folder, mutation))
-        status, output = run(folder, mutation["tests"], mutation["ranks"], limit)
+        status, output = run(folder, [noticed], ranks, limit, "1") if noticed else (0, "")
+        if status is not None and not FAILURE.search(output):
+            status, output = run(folder, mutation["tests"], ranks, limit, "1")
     finally:
         path.write_text(original)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    seconds = time.monotonic() - start
     if status is None:
-        return True, "no end", time.monotonic() - start
-    if status in USAGE and not mutation["ranks"]:
+        return True, "no end", seconds
+    failed = FAILURE.search(output)
+    if status in USAGE and not ranks and not failed:
         raise SystemExit(f"{mutation['tests']} cannot be run: status {status}\n{output[-2000:]}")
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "=== rank"))]
-    return status != 0, failed[0][:120] if failed else f"status {status}", time.monotonic() - start
+    return status != 0, failed[1] if failed else f"status {status}", seconds
 
 
-def run(folder: Path, tests: list[str], ranks: int, limit: float) -> tuple[int | None, str]:
-    """Status and output; no status where it did not end in time."""
+def run(folder: Path, tests: list[str], ranks: int, limit: float, no_bytecode: str = "") -> tuple[int | None, str]:
+    """Status and output; no status where it did not end in time. A mutation leaves no bytecode behind."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--color=no", "-p", "no:cacheprovider", *tests]
     if ranks:
         mpirun = str(folder / "jobs/mpirun.sh")
         command = [mpirun, "-n", str(ranks), sys.executable, "-m", "mpi4py", *command[1:], "--only-mpi"]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": no_bytecode}
     environment["MPIRUN"] = str(folder / "jobs/mpirun.sh")
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
