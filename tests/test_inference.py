@@ -4,6 +4,7 @@ import gc
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,8 +147,9 @@ def data(world, tmp_path):
     return folder / "d.h5"
 
 
-def by_hand(theirs, path, documents):
-    """(loss, tokens, bytes) of each part by transformers: every token once, from those before it in its window."""
+def by_hand(theirs, path, documents, masked):
+    """(loss, tokens, bytes) of each part by transformers: every token once, from those before it in its window, and in
+    its document where these are masked, whose first counts nowhere."""
     tokens = ShardedTokens(path)
     stored = tokens.read(0, tokens.tokens)
     ends = [0, *(i + 1 for i, token in enumerate(stored.tolist()) if token == 256)]
@@ -160,11 +162,16 @@ def by_hand(theirs, path, documents):
             before = 256 if first == 0 else int(stored[first - 1]) % 257
             ids = torch.tensor([before, *(int(t) % 257 for t in stored[first : last - 1])])
             targets = torch.tensor([int(t) if t < 257 else -100 for t in stored[first:last]])
+            if masked:
+                targets[ids == 256] = -100
+            ends = [i + 1 for i, token in enumerate(ids.tolist()) if masked and token == 256]
             with torch.no_grad():
-                logits = theirs(ids[None]).logits[0]
+                pieces = [theirs(piece[None]).logits[0] for piece in ids.tensor_split(ends) if len(piece)]
+            logits = torch.cat(pieces)
             total += F.cross_entropy(logits, targets, reduction="sum").item()
             count += int((targets >= 0).sum())
-        part = stored[start:stop]
+        uncounted = [i for i in range(start, stop) if masked and (i == 0 or stored[i - 1] == 256)]
+        part = np.delete(stored, [*range(start), *uncounted, *range(stop, len(stored))])
         found.append((total, count, int((part < 256).sum())))
     return found
 
@@ -173,17 +180,19 @@ NUMBERS = re.compile(r"loss (\S+) nats a token, perplexity (\S+), (\S+) bits per
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_evaluation_is_that_of_transformers(world, run, data, capfd, documents):
+@pytest.mark.parametrize("masked", [False, True])
+def test_evaluation_is_that_of_transformers(world, run, data, capfd, documents, masked):
     folder, theirs = run
-    expected = by_hand(theirs, data, documents) if world.rank == 0 else []
+    expected = by_hand(theirs, data, documents, masked) if world.rank == 0 else []
     rows = expected + [tuple(map(sum, zip(*expected)))] if documents else expected
-    for grid in grids(world.size):
-        found = said(world, capfd, "eval", folder, "--data", data, "--batch", 2, *["--documents"] * documents, *grid)
+    how = ["--documents"] * documents + ["data.documents=masked"] * masked
+    for grid in grids(world.size)[: 2 if masked else None]:
+        found = said(world, capfd, "eval", folder, "--data", data, "--batch", 2, *how, *grid)
         if world.rank == 0:
             lines = [tuple(map(float, match)) for match in NUMBERS.findall(found)]
             assert len(lines) == len(rows)
             for line, (total, count, size) in zip(lines, rows):
-                mean, bits = total / count, total / math.log(2) / size
+                mean, bits = total / max(1, count), total / math.log(2) / max(1, size)
                 assert line[:3] == (pytest.approx(mean, abs=1e-6), pytest.approx(math.exp(mean), rel=1e-4),
                                     pytest.approx(bits, abs=1e-6))  # fmt: skip
                 assert line[3:] == (count, size)

@@ -14,7 +14,7 @@ from hpctrain.data import MixedOrder, SampleOrder, ShardedTokens, pack
 from hpctrain.data.documents import Fields
 from hpctrain.grid_shape import all_grids
 from hpctrain.pipeline import one_f_one_b, schedule
-from hpctrain.train.batches import IGNORED, Samples
+from hpctrain.train.batches import IGNORED, Samples, document_lengths
 from hpctrain.train.training_data import samples_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
@@ -129,12 +129,9 @@ def test_training_equals_plain_torch(world, tmp_path, data):
     assert losses(folder, "epochs")[4] == {data[0]: 14 / samples[0], data[1]: 6 / samples[1]}
 
 
-def test_lengths_of_documents(world, data):
-    sources = ShardedTokens(data[1])
-    samples = Samples(sources, CONTEXT, 0.2, RngKey(0))
-    end = sources.end_of_document
-    rows = torch.tensor([[1, 2, end, 3, 4], [1, 2, 3, 4, end], [end, end, 1, 2, 3], [1, 2, 3, 4, 5]])
-    assert samples.document_lengths(rows) == [[3, 2], [5], [1, 1, 3], [5]]
+def test_lengths_of_documents():
+    rows = torch.tensor([[1, 2, 9, 3, 4], [1, 2, 3, 4, 9], [9, 9, 1, 2, 3], [1, 2, 3, 4, 5]])
+    assert document_lengths(rows, 9) == [[3, 2], [5], [1, 1, 3], [5]]
 
 
 def test_asynchronous_servers_are_refused(world, data):

@@ -8,7 +8,8 @@ from pathlib import Path
 from hpctrain.cli.trained import add_source, on_all_ranks
 
 SUMMARY = "evaluate a run or a Hugging Face folder on text: loss, perplexity, bits per byte"
-EPILOG = "On several ranks: mpirun -n 4 hpctrain eval runs/mine --data data.h5 grid.tensor=2 grid.pipeline=2"
+EPILOG = """On several ranks: mpirun -n 4 hpctrain eval runs/mine --data data.h5 grid.tensor=2 grid.pipeline=2. With
+data.documents=masked, as in the training of a run, tokens see their own document alone, whose first does not count."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -45,7 +46,8 @@ def _evaluate(options: argparse.Namespace, trained, world) -> None:
         ours = trained.tokenizer.vocabulary, trained.tokenizer.end_of_document
         if (tokens.vocabulary, tokens.end_of_document) != ours:
             raise ValueError(f"{tokens.path} was packed by another tokenizer than that of {options.source}")
-    losses = evaluate(trained.model, trained.grid, tokens, context, options.batch, options.documents)
+    masked = trained.config.data.documents == "masked"
+    losses = evaluate(trained.model, trained.grid, tokens, context, options.batch, options.documents, masked)
     if world.rank == 0:
         for number, loss in enumerate(losses if options.documents else ()):
             print(f"document {number}: {_said(loss)}")

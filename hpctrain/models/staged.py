@@ -162,9 +162,9 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
         """This rank's share of the sum of -log p(target), times `scale`; see `CrossEntropy`."""
         return self.cross_entropy(logits, targets, scale)
 
-    def tokens(self, sequences: int, length: int) -> Tokens:
-        """This rank's part of a batch of sequences, for `forward`."""
-        return Tokens.of(self.grid, sequences, length, algorithm=self.algorithm)
+    def tokens(self, sequences: int, length: int, documents: Sequence[Sequence[int]] = ()) -> Tokens:
+        """This rank's part of a batch of sequences, for `forward`; `documents` as of `Tokens.of`."""
+        return Tokens.of(self.grid, sequences, length, algorithm=self.algorithm, documents=documents)
 
     def last_logits(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """Those of the last position of one sequence, (vocabulary,), on every rank of the tensor axis and of those that

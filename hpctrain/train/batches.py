@@ -86,16 +86,6 @@ class Samples:
         taken = zip(self.sources, self.training.taken(samples), self.training.orders)
         return {str(tokens.path): count / order.samples for tokens, count, order in taken}
 
-    def document_lengths(self, ids: torch.Tensor) -> list[list[int]]:
-        """Lengths of the documents of each of (sequences, length) ids, which sum to its length; the token that ends a
-        document belongs to it."""
-        lengths = []
-        for row in ids:
-            ends = (row == self.sources[0].end_of_document).nonzero().flatten().add(1).tolist()
-            edges = [0, *ends] if ends and ends[-1] == len(row) else [0, *ends, len(row)]
-            lengths.append([stop - start for start, stop in itertools.pairwise(edges)])
-        return lengths
-
     def _place(self, number: int) -> tuple[ShardedTokens, int]:
         """Where a sample's tokens are, and the first of them there."""
         source = bisect.bisect_right(self._firsts, number) - 1
@@ -188,7 +178,7 @@ class Samples:
             known, whole = {}, None
             if self.masked_documents:  # which all ranks that share the sequences know
                 whole = self.read(order[part], (range(length),))
-                known["documents"] = self.document_lengths(whole[0])
+                known["documents"] = document_lengths(whole[0], self.sources[0].end_of_document)
             tokens = self.tokens_of(grid, part.stop - part.start, length, part.start, step, **known)
             if total is None:
                 tokens = dataclasses.replace(tokens, share=1 / sequences[m])
@@ -210,6 +200,17 @@ class Samples:
                 for m in update:
                     microbatches[m] = dataclasses.replace(microbatches[m], scale=1 / max(1, counted))
         return microbatches
+
+
+def document_lengths(ids: torch.Tensor, end_of_document: int) -> list[list[int]]:
+    """Lengths of the documents of each of (sequences, length) ids, which sum to its length; the token that ends a
+    document belongs to it."""
+    lengths = []
+    for row in ids:
+        ends = (row == end_of_document).nonzero().flatten().add(1).tolist()
+        edges = [0, *ends] if ends and ends[-1] == len(row) else [0, *ends, len(row)]
+        lengths.append([stop - start for start, stop in itertools.pairwise(edges)])
+    return lengths
 
 
 def _without_repeats(order: MixedOrder) -> int:

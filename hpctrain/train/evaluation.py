@@ -14,7 +14,7 @@ from hpctrain import comm
 from hpctrain.data import ShardedTokens
 from hpctrain.grid import Grid
 from hpctrain.pipeline import Executor, forward_only
-from hpctrain.train.batches import IGNORED, Microbatch
+from hpctrain.train.batches import IGNORED, Microbatch, document_lengths
 from hpctrain.train.stages import Stages
 
 BLOCK = 1 << 20  # tokens that are looked through at once for the ends of documents
@@ -56,14 +56,17 @@ def documents_of(tokens: ShardedTokens) -> Iterator[tuple[int, int]]:
 
 
 def evaluate(
-    model: torch.nn.Module, grid: Grid, tokens: ShardedTokens, context: int, batch: int, by_document: bool = False
-) -> list[Loss]:
+    model: torch.nn.Module, grid: Grid, tokens: ShardedTokens, context: int, batch: int, by_document: bool = False,
+    masked: bool = False,
+) -> list[Loss]:  # fmt: skip
     """The loss of all tokens, or of every document, in windows of `context` tokens: every token is predicted once, from
     those before it in its window; the first of all, and of each document, from the token that ends documents.
     Collective over the grid; the same on all ranks.
 
     Args:
         batch: windows at a time on a replica.
+        masked: tokens see their own document alone, and the first of each counts in no loss, as in a training with
+            `data.documents` = "masked".
     """
     parts = list(documents_of(tokens)) if by_document else [(0, tokens.tokens)]
     pieces = [  # part, and its windows' first tokens
@@ -71,6 +74,7 @@ def evaluate(
         for number, (start, stop) in enumerate(parts)
         for starts in _batched(range(start, stop, context), batch)
     ]
+    end = tokens.end_of_document if masked else None
     mine = pieces[grid.replica.rank :: grid.replica.size]
     sums = torch.zeros(len(parts), dtype=torch.float64)
     counts = torch.zeros(len(parts), dtype=torch.int64)
@@ -82,16 +86,19 @@ def evaluate(
             microbatches = []
             for number, starts in together:
                 ids, targets = _windows(tokens, starts, parts[number][1], context)
+                if masked:
+                    targets[ids == end] = IGNORED
                 counts[number] += int((targets != IGNORED).sum())
-                microbatches.append(_microbatch(model, ids, targets))
+                microbatches.append(_microbatch(model, ids, targets, end))
             empty = torch.empty(0, context, dtype=torch.int64)
-            microbatches += [_microbatch(model, empty, empty)] * (stages - len(microbatches))
+            microbatches += [_microbatch(model, empty, empty, end)] * (stages - len(microbatches))
             losses = executor.run(Stages(model, microbatches))
             for (number, _), loss in zip(together, losses):
                 sums[number] += loss.double().cpu()
     comm.all_reduce(sums, grid.world)
     comm.all_reduce(counts, grid.replica)
-    bytes_of = [_bytes(tokens, part) for part in parts] if by_document else [_all_bytes(tokens)]
+    bytes_of = [_bytes(tokens, part, masked) for part in documents_of(tokens)]
+    bytes_of = bytes_of if by_document else [sum(bytes_of)]
     return [Loss(*each) for each in zip(sums.tolist(), counts.tolist(), bytes_of)]
 
 
@@ -108,23 +115,20 @@ def _windows(tokens, starts, stop: int, context: int) -> tuple[torch.Tensor, tor
     return ids, targets
 
 
-def _microbatch(model, ids: torch.Tensor, targets: torch.Tensor) -> Microbatch:
-    """This rank's part."""
-    tokens = model.tokens(len(ids), ids.shape[1])
+def _microbatch(model, ids: torch.Tensor, targets: torch.Tensor, end_of_document: int | None) -> Microbatch:
+    """This rank's part; with the token that ends documents, where these see themselves alone."""
+    known = {} if end_of_document is None else {"documents": document_lengths(ids, end_of_document)}
+    tokens = model.tokens(len(ids), ids.shape[1], **known)
     here = tokens.positions()
     block = ids[tokens.first : tokens.first + tokens.sequences][:, here].reshape(-1)
     inner = targets[tokens.inner.start : tokens.inner.stop][:, here].reshape(-1)
     return Microbatch(tokens, block.to(model.device), inner.to(model.device), 1.0)
 
 
-def _bytes(tokens: ShardedTokens, part: tuple[int, int]) -> int:
-    """Of the text of the tokens that count."""
-    found = tokens.read(part[0], part[1] - part[0])
+def _bytes(tokens: ShardedTokens, document: tuple[int, int], without_first: bool) -> int:
+    """Of the text of a document's tokens that count."""
+    found = tokens.read(document[0], document[1] - document[0])[int(without_first) :]
     return len(tokens.tokenizer.decode(found[found < tokens.vocabulary].tolist()).encode())
-
-
-def _all_bytes(tokens: ShardedTokens) -> int:
-    return sum(_bytes(tokens, part) for part in documents_of(tokens))
 
 
 def _batched(items, size: int) -> Iterator[list]:
