@@ -8,8 +8,8 @@
 
 Peers on 4 ranks: ScaLAPACK's psgemm and pdgemm (Debian's libscalapack-openmpi2.2, openmpi-bin and
 libopenblas0-pthread with what they need, installed, or unpacked with dpkg -x in the folder --debian); torch's DTensor
-over gloo; Heat (pip install --no-deps --target FOLDER heat). A peer that is not there is reported as absent. On 2
-ranks: torch.mm of one process at 2 threads, beyond which nothing can be expected.
+over gloo; Heat (pip install --no-deps --target FOLDER heat; it wants torchvision). A peer that is not there is reported
+as absent. On 2 ranks: torch.mm of one process at 2 threads, beyond which nothing can be expected.
 
 Last of each size, a layer: `Linear` of n features on n rows beside `ht.matmul.Agarwal` on the same grid, forward, and
 forward and backward. It is the same code on other layouts, so that the ratio is to be 1.
