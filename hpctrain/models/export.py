@@ -32,12 +32,13 @@ def export(
     Raises:
         ValueError: on every rank, when the folder cannot be written.
     """
+    shape: Any = model.shape
     writer = None
     with comm.together(grid.comm):
         if grid.rank == 0:
-            writer = HuggingFaceWriter(folder, spec, model.shape, end_of_document)
+            writer = HuggingFaceWriter(folder, spec, shape, end_of_document)
             if tokenizer is not None and (folder / "config.json").exists():
-                write_tokenizer(folder, tokenizer, model.shape.context)
+                write_tokenizer(folder, tokenizer, shape.context)
     for name, weight in whole_parameters(model, grid):
         with comm.together(grid.comm):
             if writer:

@@ -66,7 +66,7 @@ class Format(abc.ABC):
 
     def differences(self, settings: Mapping[str, Any], shape: Any) -> list[str]:
         """What a folder's config.json says otherwise than this shape; one text each."""
-        wanted = {key: value for key, value in self.config(shape, None).items() if key not in self.free}
+        wanted = {key: value for key, value in (self.config(shape, None) or {}).items() if key not in self.free}
         wanted |= self.required
         found = {key: settings.get(key, self.defaults.get(key)) for key in wanted}
         return [f"{key} = {found[key]}, not {value}" for key, value in wanted.items() if found[key] != value]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpctrain.layers.algorithm import Algorithm
+    from hpctrain.models.staged import StagedTransformer
 
 
 def profile_blocks(
@@ -37,7 +38,8 @@ def profile_blocks(
     shorter, like = spec.shorter(shape)
     pieces = shorter.layers
     here = {(0, stage): 0 for stage in range(pieces)}
-    model = spec.build(grid, shorter, placement=here, algorithm=algorithm, key=RngKey(0), dtype=dtype, device=device)
+    built = spec.build(grid, shorter, placement=here, algorithm=algorithm, key=RngKey(0), dtype=dtype, device=device)
+    model = cast("StagedTransformer", built)  # or what gives the same
     tokens = Tokens.of(grid, sequences, shape.context, algorithm=algorithm)
     ids = torch.randint(shape.vocabulary, (sequences * shape.context,), generator=torch.Generator().manual_seed(0))
     ids = ids.to(device)

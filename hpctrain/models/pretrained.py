@@ -14,6 +14,7 @@ import torch
 from hpctrain import files
 from hpctrain.models.huggingface import Format, Source
 from hpctrain.models.spec import ModelSpec
+from hpctrain.parameter import shard_of
 
 CHUNK = 4 << 20  # elements read at a time
 LARGEST_JSON = 64 << 20  # bytes of config.json and of an index; that of a model of 100,000 tensors has 10 MB
@@ -54,9 +55,10 @@ def check_config(format: Format, shape: Any, folder: Path) -> None:
 
 def _fill(p: torch.nn.Parameter, source: Source, tensors: _Safetensors) -> None:
     """Read the slices of this rank."""
-    rows, *columns = p.shard.slices
-    whole = p.shard.global_shape
-    ours, first = p.view(p.shard.shape), 0
+    shard = shard_of(p)
+    rows, *columns = shard.slices
+    whole = shard.global_shape
+    ours, first = p.view(shard.shape), 0
     if len(whole) == 3:  # of experts, all of whose rows are here
         rows, columns = slice(rows.start * whole[1], rows.stop * whole[1]), columns[1:]
         ours, whole = ours.flatten(0, 1), (whole[0] * whole[1], whole[2])

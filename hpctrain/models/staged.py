@@ -15,9 +15,10 @@ from hpctrain.choices import RECOMPUTE
 from hpctrain.grid import Grid
 from hpctrain.layers import CrossEntropy, Embedding, Linear, Tokens, algorithm_of
 from hpctrain.layers.embedding import scatter_rows
+from hpctrain.layers.parameter import Factory
 from hpctrain.layers.recompute import recomputed
 from hpctrain.models.between_boxes import BetweenBoxes
-from hpctrain.parameter import annotate
+from hpctrain.parameter import annotate, shard_of
 from hpctrain.randomness import RngKey
 from hpctrain.shard import split, split_sizes
 
@@ -70,7 +71,7 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
         self.placement, self.last = placement, len(holders) - 1
         self.grid, self.shape, self.key, self.device, self.recompute = grid, shape, key, device, recompute
         self.algorithm = algorithm = algorithm_of(grid, algorithm)
-        self.factory = factory = {"dtype": dtype, "device": device}
+        self.factory = factory = Factory(dtype=dtype, device=device)
         self.between = BetweenBoxes(grid, algorithm, shape.width)
         self._check_boxes(holders)
         columns = split(shape.width, grid.tensor.y.size, grid.tensor.y.rank)
@@ -80,9 +81,8 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
             self.wte = Embedding(grid, shape.vocabulary, shape.width, std=STD, key=key / "wte", **factory)
             self.extend_embedding()
         self.blocks = torch.nn.ModuleDict()
-        for stage in self.stages.values():
-            for i in stage:
-                self.blocks[str(i)] = self.make_block(i)
+        for i in itertools.chain(*self.stages.values()):
+            self.blocks[str(i)] = self.make_block(i)
         if self.last in self.stages:
             self.ln_f = self.make_norm()
             self.head = Linear(
@@ -178,7 +178,7 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
         whole = comm.all_gather(here, algorithm.columns, counts).contiguous()
         return comm.broadcast(whole, self.grid.sequence, root=tokens.holder_of_last).cpu()
 
-    def message_spec(self, tokens: Tokens, stage: int) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+    def message_spec(self, tokens: Tokens, stage: int) -> tuple[tuple[int, int], torch.dtype, torch.device | None]:
         """Shape, dtype and device of what a stage gives to this rank's next one."""
         shape = self.between.shape(tokens, self.placement[0, stage])
         return shape, next(self.parameters()).dtype, self.device
@@ -212,4 +212,4 @@ def stage_blocks(layers: int, stages: int, layers_per_stage: Sequence[int] | Non
 def set_holders(parameter: torch.nn.Parameter, ranks: list[int]) -> None:
     """State which ranks of the pipeline axis hold this slice."""
     holders = tuple(ranks) if len(ranks) > 1 else ()
-    annotate(parameter, shard=dataclasses.replace(parameter.shard, holders=holders))
+    annotate(parameter, shard=dataclasses.replace(shard_of(parameter), holders=holders))

@@ -9,6 +9,7 @@ import torch
 from hpctrain.grid import Grid
 from hpctrain.layers import MLP, Attention, Dropout, Embedding, LayerNorm, Tokens
 from hpctrain.layers.embedding import scatter_rows
+from hpctrain.layers.parameter import Factory
 from hpctrain.models.gpt2.shape import GPT2Shape
 from hpctrain.models.staged import STD, StagedTransformer
 from hpctrain.randomness import RngKey
@@ -51,10 +52,10 @@ class Block(torch.nn.Module):
 
     def __init__(
         self, grid: Grid, shape: GPT2Shape, *, algorithm: str | Algorithm, recompute: str = "none", key: RngKey,
-        dtype: torch.dtype | None = None, device: torch.device | None = None,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
-        factory = {"dtype": dtype, "device": device}
+        factory = Factory(dtype=dtype, device=device)
         products = {"std": STD, "std_out": STD / (2 * shape.layers) ** 0.5, "algorithm": algorithm, **factory}
         self.ln_1 = LayerNorm(grid, shape.width, key=key / "ln_1", **factory)
         self.attention = Attention(

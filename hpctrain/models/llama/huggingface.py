@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from hpctrain.models.huggingface import Format, Source, taken
 from hpctrain.models.llama.shape import LlamaShape
+
+Shape = TypeVar("Shape", bound=LlamaShape)
 
 _LAYERS = ("qwen2", "qwen3")  # each layer of which has the window or none
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -33,7 +35,7 @@ _NAMES = [
 ]
 
 
-class LlamaFormat(Format):
+class LlamaFormat(Format, Generic[Shape]):
     """Of each `model_type`: its class in `architectures`, and in `left_out` what a config.json that leaves it out means
     by it, as far as that does not follow from the rest."""
 
@@ -65,7 +67,7 @@ class LlamaFormat(Format):
     )
     prefix = "model."
 
-    def model_type(self, shape: LlamaShape) -> str:
+    def model_type(self, shape: Shape) -> str:
         """The name in config.json of the first architecture that has this shape."""
         if shape.qkv_bias:
             return "qwen2"
@@ -74,7 +76,7 @@ class LlamaFormat(Format):
         # Hugging Face's Llama has no window, and wants a width that is a multiple
         return "mistral" if shape.window or shape.width % shape.heads else "llama"
 
-    def config(self, shape: LlamaShape, end_of_document: int | None) -> dict[str, Any]:
+    def config(self, shape: Shape, end_of_document: int | None) -> dict[str, Any]:
         scaling = None
         if shape.rope_scaling:
             *factors, original = shape.rope_scaling
@@ -121,7 +123,7 @@ class LlamaFormat(Format):
         tied, of = settings.get("tie_word_embeddings", False), {"qwen2": "qkv_bias", "qwen3": "qk_norm"}.get(kind)
         return {"kind": self.kind, **found, "rope_base": base, "tied": tied, **({of: True} if of else {})}
 
-    def source(self, name: str, shape: LlamaShape) -> Source:
+    def source(self, name: str, shape: Shape) -> Source:
         """
         >>> LlamaFormat().source("blocks.3.mlp.down.weight", None).names
         ('model.layers.3.mlp.down_proj.weight',)
@@ -137,7 +139,7 @@ class LlamaFormat(Format):
             return Source(names, (shape.ffn, shape.ffn), np.arange(2 * shape.ffn).reshape(2, -1).T.reshape(-1))
         return Source(names)
 
-    def differences(self, settings: Mapping[str, Any], shape: LlamaShape) -> list[str]:
+    def differences(self, settings: Mapping[str, Any], shape: Shape) -> list[str]:
         kind = settings.get("model_type")
         if not isinstance(kind, str) or kind not in self.architectures:
             return [f"model_type = {kind}, not one of {', '.join(self.architectures)}"]
@@ -159,14 +161,14 @@ class LlamaFormat(Format):
             return window
         types = settings.get("layer_types")
         if not isinstance(types, list):
-            sliding = isinstance(first, int) and first <= 0, isinstance(first, int) and first < layers
+            sliding = [isinstance(first, int) and first <= 0, isinstance(first, int) and first < layers]
         else:
             sliding = [each == "sliding_attention" for each in types]
         if any(sliding) and not all(sliding):
             return f"{window} in some layers alone"
         return window if any(sliding) else None
 
-    def other_kind(self, kind: str, shape: LlamaShape) -> list[str]:
+    def other_kind(self, kind: str, shape: Shape) -> list[str]:
         """How this shape is none of the architecture that a config.json is of; one text each."""
         return [
             f"model_type = {kind}, not one {'with' if has else 'without'} model.{option}"

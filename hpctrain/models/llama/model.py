@@ -10,6 +10,7 @@ import torch
 
 from hpctrain.grid import Grid
 from hpctrain.layers import MLP, Attention, Dropout, RMSNorm, Tokens
+from hpctrain.layers.parameter import Factory
 from hpctrain.layers.rotary import RopeScaling
 from hpctrain.models.llama.shape import LlamaShape
 from hpctrain.models.staged import STD, StagedTransformer
@@ -48,16 +49,17 @@ class Block(torch.nn.Module):
 
     def __init__(
         self, grid: Grid, shape: LlamaShape, make_mlp: Callable[..., torch.nn.Module], *, algorithm: str | Algorithm,
-        recompute: str = "none", key: RngKey, dtype: torch.dtype | None = None, device: torch.device | None = None,
+        recompute: str = "none", key: RngKey, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
-        factory = {"dtype": dtype, "device": device}
+        factory = Factory(dtype=dtype, device=device)
         products = {"std": STD, "std_out": STD / (2 * shape.layers) ** 0.5, "algorithm": algorithm, **factory}
         self.ln_1 = RMSNorm(grid, shape.width, shape.norm_eps, key=key / "ln_1", **factory)
         self.attention = Attention(
             grid, shape.width, shape.heads, shape.dropout, kv_heads=shape.kv_heads, head_width=shape.head_width,
             window=shape.window, rotary=shape.rope_base,
-            rope_scaling=RopeScaling(*shape.rope_scaling) if shape.rope_scaling else None,
+            rope_scaling=_rope_scaling(*shape.rope_scaling) if shape.rope_scaling else None,
             qk_norm=shape.qk_norm, norm_eps=shape.norm_eps, qkv_bias=shape.qkv_bias, proj_bias=False,
             recompute=recompute == "attention", key=key / "attention", **products,
         )  # fmt: skip
@@ -69,3 +71,7 @@ class Block(torch.nn.Module):
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         x = x + self.drop_1(self.attention(self.ln_1(x, tokens), tokens), tokens)
         return x + self.drop_2(self.mlp(self.ln_2(x, tokens), tokens), tokens)
+
+
+def _rope_scaling(factor: float, low: float, high: float, original_context: float) -> RopeScaling:
+    return RopeScaling(factor, low, high, int(original_context))

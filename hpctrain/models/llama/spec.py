@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hpctrain.grid import Grid
 from hpctrain.models.costs import LinearCosts, MixtureCosts, TransformerCosts
 from hpctrain.models.llama.shape import LlamaShape
 from hpctrain.models.spec import ModelSpec
 
+Shape = TypeVar("Shape", bound=LlamaShape)
 
-class LlamaSpec(ModelSpec):
+
+class LlamaSpec(ModelSpec, Generic[Shape]):
     kind = "llama"
     keys = frozenset({
         "dropout", "kv_heads", "ffn", "head_width", "rope_base", "rope_scaling", "window", "norm_eps", "qkv_bias",
@@ -51,7 +53,7 @@ class LlamaSpec(ModelSpec):
     def build(
         self,
         grid: Grid,
-        shape: LlamaShape,
+        shape: Shape,
         layers_per_stage: Sequence[int] | None = None,
         placement: Mapping[tuple[int, int], int] | None = None,
         **options: Any,
@@ -60,7 +62,7 @@ class LlamaSpec(ModelSpec):
 
         return Llama(grid, shape, layers_per_stage, placement, **options)
 
-    def costs(self, shape: LlamaShape) -> TransformerCosts:
+    def costs(self, shape: Shape) -> TransformerCosts:
         return block_costs(shape, swiglu_costs(shape.width, shape.ffn))
 
     @property
@@ -69,7 +71,7 @@ class LlamaSpec(ModelSpec):
 
         return LlamaFormat()
 
-    def describe(self, shape: LlamaShape) -> str:
+    def describe(self, shape: Shape) -> str:
         window = f", window {shape.window}" if shape.window else ""
         return (
             f"{self.kind}: {shape.layers} layers, width {shape.width}, {shape.heads} heads of {shape.head_width}, "

@@ -35,7 +35,7 @@ _KEYS = {
 }  # fmt: skip
 
 
-class MixtralFormat(LlamaFormat):
+class MixtralFormat(LlamaFormat[MixtralShape]):
     kind = "mixtral"
     architectures = {
         "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",

@@ -12,7 +12,7 @@ from hpctrain.models.llama.spec import LlamaSpec, block_costs, swiglu_costs
 from hpctrain.models.mixtral.shape import MixtralShape
 
 
-class MixtralSpec(LlamaSpec):
+class MixtralSpec(LlamaSpec[MixtralShape]):
     kind = "mixtral"
     experts = True
     keys = LlamaSpec.keys | {
@@ -107,7 +107,7 @@ def _check(shape: MixtralShape) -> None:
         "model.qkv_bias": shape.qkv_bias,
     }
     norm = {"model.router_unnormalized": not shape.normalized, "model.dense_layers": shape.dense_layers}
-    wrong = {
+    wrong: dict[str, dict[str, Any]] = {
         'model.router = "softmax"': {} if shape.router == "sigmoid" else sigmoid,
         "model.qk_norm = false": {} if shape.router == "sigmoid" or shape.qk_norm else norm,
         'model.router = "sigmoid"': {} if shape.router == "softmax" else {"model.window": shape.window},

@@ -80,7 +80,8 @@ class PlainModel(torch.nn.Module):
         with comm.together(grid.comm):
             with seeded(key):
                 made = make()
-            made, self.mean_loss = made if isinstance(made, tuple) and len(made) == 2 else (made, cross_entropy)
+            made, mean_loss = made if isinstance(made, tuple) and len(made) == 2 else (made, cross_entropy)
+            self.mean_loss: Callable[[Any, torch.Tensor], torch.Tensor] = mean_loss
             if not callable(self.mean_loss):
                 raise ValueError(f"{kind} must return a loss function beside the model, got {self.mean_loss!r:.100}")
             parts = self._parts(made, len(holders))
@@ -192,7 +193,8 @@ class PlainModel(torch.nn.Module):
 
     def _run(self, stage: int, x: torch.Tensor) -> torch.Tensor:
         if self.last == 0:
-            return (self.module if hasattr(self, "module") else self.layers)(x)
+            whole: torch.nn.Module = self.get_submodule("module" if hasattr(self, "module") else "layers")
+            return whole(x)
         for i in self.stages[stage]:
             x = self.layers[str(i)](x)
         return x
@@ -210,7 +212,7 @@ class PlainModel(torch.nn.Module):
 
     def message_spec(
         self, tokens: WholeSequences, stage: int = 0
-    ) -> tuple[tuple[int, int, int], torch.dtype, torch.device]:
+    ) -> tuple[tuple[int, int, int], torch.dtype, torch.device | None]:
         """Shape, dtype and device of what a stage gives to the next one."""
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), self._default)
         return (tokens.sequences, tokens.length, self.shape.width), dtype, self.device

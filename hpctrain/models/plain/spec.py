@@ -54,14 +54,14 @@ class PlainSpec(ModelSpec):
         return self.make_shape(options)
 
     def make_shape(self, options: Mapping[str, Any]):
-        sizes = (options[key] for key in ("layers", "width", "context", "vocabulary"))
-        return PlainShape(*sizes, options=dict(options))
+        sizes = {key: options[key] for key in ("layers", "width", "context", "vocabulary")}
+        return PlainShape(**sizes, options=dict(options))
 
     def build(
         self, grid: Grid, shape: PlainShape, layers_per_stage: Sequence[int] | None = None,
         placement: Mapping[tuple[int, int], int] | None = None, *, algorithm: str | Algorithm = "agarwal",
         recompute: str = "none", key: RngKey, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | None = None,
     ):  # fmt: skip
         from hpctrain.models.plain.model import PlainModel
 
