@@ -2,6 +2,11 @@
 
     python -m pip install --no-deps --target ZOO torchvision timm diffusers requests importlib_metadata zipp
     PYTHONPATH=ZOO $MPIRUN -n 2 python -m mpi4py benchmarks/zoo.py [--only WORD] [--out benchmarks/results/zoo.jsonl]
+    PYTHONPATH=ZOO $MPIRUN -n 4 python -m mpi4py benchmarks/zoo.py --data 2 --zero 0 --times 3 --out ...
+
+With replicas, each is given the whole batch, and the mean of their gradients is that of one rank. With `--times`,
+`seconds_a_step` is the median of so many forwards and backwards, and of the `plain` model's on one rank with as many
+threads; `bytes` are those of the weights that a rank holds, the largest, and of all of them.
 
 Each in float64 and train mode, outputs and gradients of a forward and a backward beside the untouched model on one
 rank. One JSON line a model: `divided`, the share of the weights that are; `whole`, elements that are not, by type of
@@ -15,6 +20,7 @@ import argparse
 import copy
 import json
 import os
+import statistics
 import time
 import warnings
 from pathlib import Path
@@ -35,10 +41,15 @@ def main():
     parser.add_argument("--only", default="", help="models whose names have this in them; several with commas")
     parser.add_argument("--after", default="", help="leave out this model and those before it")
     parser.add_argument("--tensor", type=int, nargs=3, default=None, help="the grid's tensor axis")
+    parser.add_argument("--data", type=int, default=1, help="replicas, with --zero")
+    parser.add_argument("--zero", type=int, default=None)
+    parser.add_argument("--times", type=int, default=0, help="steps to be timed")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     world = MPI.COMM_WORLD
-    grid = ht.Grid(tensor=tuple(options.tensor) if options.tensor else world.size)
+    tensor = tuple(options.tensor) if options.tensor else world.size // options.data
+    grid = ht.Grid(data=options.data, tensor=tensor)
+    shape = {} if options.data == 1 and not options.tensor else {"grid": [options.data, *(options.tensor or [tensor])]}
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     names = list(models())
@@ -47,7 +58,8 @@ def main():
         if not any(word in name for word in options.only.split(",")):
             continue
         start = time.perf_counter()
-        line = {"benchmark": "zoo", "model": name, "ranks": world.size, **tried(name, grid)}
+        found = tried(name, grid, options.zero, options.times)
+        line = {"benchmark": "zoo", "model": name, "ranks": world.size, **shape, **found}
         line["seconds"] = round(time.perf_counter() - start, 1)
         if world.rank == 0:
             text = json.dumps(line)
@@ -57,7 +69,7 @@ def main():
                     print(text, file=file)
 
 
-def tried(name, grid):
+def tried(name, grid, zero=None, times=0):
     torch.manual_seed(0)
     try:
         model, inputs = models()[name]()
@@ -68,7 +80,7 @@ def tried(name, grid):
     except Exception as error:
         return {"unbuilt": said(error)}
     try:
-        model = ht.parallelize(model, grid)
+        model = ht.parallelize(model, grid, zero=zero)
     except ValueError as error:
         return {"refused": said(error)}
     result = {"divided": round(share(model), 4), "whole": whole(model)}
@@ -76,6 +88,8 @@ def tried(name, grid):
         got = run(model, inputs)
     except Exception as error:
         return {**result, "fails": said(error)}
+    if zero is not None:
+        ht.clip_grad_norm_(model, float("inf"))  # of the means
     worst = {f"output {k}": difference(got[k], expected[k]) for k in expected}
     gradients = gathered_gradients(model)
     if grid.rank == 0:
@@ -87,7 +101,33 @@ def tried(name, grid):
         result["rounding"] = float(f"{rounding(serial, inputs, place):.2g}")
         if not largest < 100 * result["rounding"]:
             result["wrong"] = place
-    return {**result, "difference": float(f"{largest:.2g}")}
+    result["difference"] = float(f"{largest:.2g}")
+    return {**result, **(cost(model, serial, inputs, grid, times) if times else {})}
+
+
+def cost(model, serial, inputs, grid, times):
+    """Seconds and bytes of both; the other ranks sleep while one rank has all of their threads."""
+    ours, plain = [], []
+    for _ in range(times):
+        grid.comm.barrier()
+        start = time.perf_counter()
+        run(model, inputs)
+        ours.append(grid.comm.allreduce(time.perf_counter() - start, MPI.MAX))
+        if grid.rank == 0:
+            torch.set_num_threads(grid.comm.size)
+            start = time.perf_counter()
+            run(serial, inputs)
+            plain.append(time.perf_counter() - start)
+            torch.set_num_threads(1)
+        done = grid.comm.Ibarrier()
+        while not done.Test():
+            time.sleep(1e-3)
+    held = grid.comm.allreduce(sum(p.detach().nbytes for p in model.parameters()), MPI.MAX)
+    return {
+        "seconds_a_step": float(f"{statistics.median(ours):.3g}"),
+        "plain": float(f"{statistics.median(plain or [0]):.3g}"),
+        "bytes": [held, sum(p.nbytes for p in serial.parameters())],
+    }
 
 
 def rounding(serial, inputs, place):

@@ -24,6 +24,8 @@ class Annotations(TypedDict, total=False):
         same_as: name, in checkpoints of other libraries, of the weight of another stage that this one is tied to.
         whole_shape: of a parameter that `ht.parallelize` divided or left whole, its shape in the user's own module.
         sharding: of one that it divided, a `convert.sharding.Sharding`, by which the whole is cut and gathered.
+        replicas: of one whose gradient it averages over the replicas, who does: `convert.averaging.MeanGradients`, or
+            `convert.zero.ZeroGradients`.
 
     A strategy of `data_parallel` sets, anew for the next strategy over the same parameters:
         grad_sync: where the gradient is to lie, and how far its sum is in this step; see `GradSync`. Only of strategies
@@ -37,6 +39,7 @@ class Annotations(TypedDict, total=False):
     same_as: str
     whole_shape: tuple[int, ...]
     sharding: object
+    replicas: object
     grad_sync: GradSync
     arrival: torch.utils.hooks.RemovableHandle
     gathered: AbstractContextManager

@@ -251,7 +251,7 @@ def test_replicas_that_are_not_summed(world):
                     call()
                 assert str(refused.value) == (
                     "the gradients of the replicas are not summed yet; call ht.sync_gradients(model) after the last "
-                    f"backward, before {before}"
+                    f"backward, before {before}, or average them with zero=0 of ht.parallelize"
                 )
             ht.sync_gradients(model)
             call()

@@ -123,7 +123,8 @@ def test_weights_that_differ_between_ranks(world):
 @pytest.mark.ranks(2, 4)
 def test_pipeline(world):
     grid = ht.Grid(pipeline=world.size)
-    on_every_rank(world, lambda: nn.Linear(2, 2), f"got a grid with pipeline={world.size}; set pipeline=1", grid)
+    text = f"a pipeline of {world.size} stages cuts one ModuleList or Sequential of .* and the model has none; name it"
+    on_every_rank(world, lambda: nn.Linear(2, 2), text, grid)
 
 
 def test_twice(world):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ as_tensors = torch._C.DisableTorchFunctionSubclass  # `with as_tensors():` parts
 
 _NOT_SUMMED = (
     "the gradients of the replicas are not summed yet; call ht.sync_gradients(model) after the last backward, before {}"
+    ", or average them with zero=0 of ht.parallelize"
 )
 
 
@@ -29,13 +30,18 @@ _NOT_SUMMED = (
 class Part:
     """Of which gradient a tensor is a part.
 
-    Attributes: `name` of the parameter; `grid`; `divided`, whether the ranks of the tensor axis hold different parts,
-    rather than the same whole.
+    Attributes: `name` of the parameter; `grid`; `axes`, over whose ranks different parts lie, of the tensor and the
+    data axis; `complete`, which averages the gradients of the replicas, where that is done when they are needed.
     """
 
     name: str
     grid: object
-    divided: bool
+    axes: tuple = ()
+    complete: Callable[[], None] | None = None
+
+    @property
+    def divided(self) -> bool:
+        return bool(self.axes)
 
 
 class PartialGradient(torch.Tensor):
@@ -46,7 +52,7 @@ class PartialGradient(torch.Tensor):
         summed: over the replicas.
 
     Raises:
-        ValueError: when something else is made of it, or before `sync_gradients` on a grid with replicas.
+        ValueError: when something else is made of it, or, on a grid with replicas, before their gradients are summed.
     """
 
     part: Part | None = None
@@ -55,6 +61,8 @@ class PartialGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
         name, options = function.__name__, options or {}
+        if name not in _UNREAD:
+            _complete_replicas(_first(arguments, options))
         if name in _NORMS:
             return _norm(function, arguments, options)
         of_two = name in ("max", "min") and len(arguments) == 2 and isinstance(arguments[1], torch.Tensor)
@@ -95,6 +103,8 @@ _MIXING = {
     "cosine_similarity", "svd", "linalg_svd", "qr", "linalg_qr", "linalg_matrix_norm", "linalg_eigh", "numpy",
     "__array__", "tolist",
 }  # fmt: skip
+# They ask nothing of the numbers, so that the replicas' need not be there.
+_UNREAD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "__get__", "__set__", "size", "dim", "numel"}
 _PLAIN = {
     "as_subclass", "clone", "__deepcopy__", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
     "randn_like", "randint_like", "bernoulli", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
@@ -129,6 +139,11 @@ def _inherit(name, result, source):
     return result
 
 
+def _complete_replicas(gradient) -> None:
+    if gradient is not None and not gradient.summed and gradient.part and gradient.part.complete:
+        gradient.part.complete()
+
+
 def _check_whole(name, gradient) -> None:
     """Raises ValueError unless this rank has the whole gradient."""
     if gradient.part is None or gradient.part.divided:
@@ -144,6 +159,7 @@ def _check_whole(name, gradient) -> None:
 def _check_completed(name, gradient) -> Part:
     if gradient.part is None:
         _check_whole(name, gradient)
+    _complete_replicas(gradient)  # a later one of a list
     if not gradient.summed:
         raise ValueError(_NOT_SUMMED.format(f"{name} of the gradient of {gradient.part.name!r}"))
     return gradient.part
@@ -166,19 +182,23 @@ def _norm(function, arguments, options):
         filled = [g if g.numel() else g.new_zeros(1) for g in gradients]  # of no elements, some norms are refused
         result = function(filled if gradients is values else filled[0], *others, **options)
     norms = list(result) if gradients is values else [result]
-    divided = [i for i, part in enumerate(parts) if part and part.divided]
+    divided = {i: part for i, part in enumerate(parts) if part and part.divided}
     if divided:
         own = torch.stack([norms[i] for i in divided]).double().cpu()
-        axis = parts[divided[0]].grid.tensor
-        if order == 0:
-            comm.all_reduce(own, axis)
-        elif math.isinf(order):
-            comm.all_reduce(own, axis, "max" if order > 0 else "min")
-        else:
-            own = comm.all_reduce(own.pow_(order), axis).pow_(1 / order)
-        for i, norm in zip(divided, own):
+        for i, norm in zip(divided, _of_all(own, list(divided.values()), order)):
             norms[i] = norm.to(norms[i])
     return norms if gradients is values else norms[0]
+
+
+def _of_all(own, parts, order: float):
+    """Norms, of those of the ranks' parts."""
+    power = order != 0 and math.isfinite(order)
+    op = "sum" if math.isfinite(order) else "max" if order > 0 else "min"
+    totals = own.pow(order) if power else own
+    for axis in (parts[0].grid.tensor, parts[0].grid.data):
+        if (over := torch.tensor([axis in part.axes for part in parts])).any():
+            totals[over] = comm.all_reduce(totals[over], axis, op)
+    return totals.pow(1 / order) if power else totals
 
 
 def _complete(name, function, arguments, options):
@@ -194,7 +214,9 @@ def _complete(name, function, arguments, options):
     if not part.divided:
         return own
     total = own.double().cpu().reshape(1) if gradient.numel() else torch.tensor([nothing], dtype=torch.float64)
-    return comm.all_reduce(total, part.grid.tensor, op)[0].to(own)
+    for axis in part.axes:
+        total = comm.all_reduce(total, axis, op)
+    return total[0].to(own)
 
 
 def _agree_on_overflow(arguments) -> None:
@@ -208,18 +230,22 @@ def _agree_on_overflow(arguments) -> None:
 # Where they come from ------------------------------------------------------------------------------------------------
 
 
-def mark_gradients(model: torch.nn.Module, grid: Grid) -> None:
+def mark_gradients(model: torch.nn.Module, grid: Grid, complete: Callable[[], None] | None = None) -> None:
     """Make every gradient that backward leaves on the model's parameters a `PartialGradient`, where it is one.
 
     Costs two microseconds a parameter and backward; nothing on a grid of one rank. The trainers' own hooks take the
     place of these.
+
+    Args:
+        complete: averages them over the replicas, when they are needed; where None, whoever needs them has to see to it
+            before.
     """
     for name, parameter in model.named_parameters():
         divided = grid.tensor.size > 1 and not parameter.shard.replicated
         if (divided or grid.data.size > 1) and parameter.is_floating_point():
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # a hook on a frozen one is refused; it may be trained later
-            on_arrival(parameter, _Marker(Part(name, grid, divided)))
+            on_arrival(parameter, _Marker(Part(name, grid, (grid.tensor,) * divided, complete)))
             parameter.requires_grad_(trained)
 
 

@@ -17,27 +17,71 @@ if TYPE_CHECKING:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on, look at optimizers of torch's kind before their steps, and judge those whose weights are divided.
+    """From now on, look at optimizers of torch's kind before their steps, and judge those whose weights are divided;
+    complete the gradients of replicas, where that is ours to do.
 
     A model does not know its optimizers, so that this is the hook that there is.
     """
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer, arguments, options) -> None:
+def _before_step(optimizer, arguments, options):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     check_elementwise(optimizer, parameters)
-    check_summed(parameters, "optimizer.step()")
+    replicas = _replicas(parameters)
+    if not replicas:
+        check_summed(parameters, "optimizer.step()")
+        return None
+
+    def begin():
+        for each in replicas:
+            each.complete(step=True)
+        check_summed(parameters, "optimizer.step()")
+        for each in replicas:
+            each.before_step(optimizer)
+
+    def end(*_):
+        handle.remove()
+        for each in reversed(replicas):
+            each.after_step()
+
+    def wrapped(closure):
+        """Its gradients are completed too; meanwhile the optimizer is as the user knows it."""
+
+        def call():
+            for each in reversed(replicas):
+                each.pause_step()
+            loss = closure()
+            begin()
+            return loss
+
+        return call
+
+    handle = optimizer.register_step_post_hook(end)
+    if not any(map(callable, (*arguments, *options.values()))):
+        begin()
+    given = tuple(wrapped(each) if callable(each) else each for each in arguments)
+    return given, {name: wrapped(each) if callable(each) else each for name, each in options.items()}
+
+
+def _replicas(parameters) -> list:
+    """Who averages their gradients, in the order of the parameters."""
+    found = (vars(p).get("replicas") for p in parameters)
+    return [each for each in dict.fromkeys(found) if each is not None]
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
     """Raise ValueError where an optimizer mixes the elements of a weight and a rank holds a part of one."""
     kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     mixing = [kind for kind in kinds if kind in MIXING_OPTIMIZERS]
-    shards = (getattr(parameter, "shard", None) for parameter in parameters)
-    if mixing and any(shard is not None and shard.shape != shard.global_shape for shard in shards):
+    if mixing and any(_has_part(parameter) for parameter in parameters):
         raise ValueError(
             f"optimizer must treat every element of a weight by itself, got {type(optimizer).__name__}, which needs "
             f"{MIXING_OPTIMIZERS[mixing[0]]}; AdamW does, and the weights of modules in replicate=[...] of "
             "ht.parallelize are whole on every rank"
         )
+
+
+def _has_part(parameter) -> bool:
+    shard, replicas = (vars(parameter).get(name) for name in ("shard", "replicas"))
+    return shard is not None and (shard.shape != shard.global_shape or (replicas is not None and replicas.divided))

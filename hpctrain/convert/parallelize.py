@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import logging
 import math
+from collections.abc import Sequence
 
 from torch import nn
 
 from hpctrain import comm
 from hpctrain.convert import attention, chains, encoder, families, feed_forward, huggingface, norms, products, tables
+from hpctrain.convert.averaging import MeanGradients
 from hpctrain.convert.first_steps import FirstSteps
 from hpctrain.convert.gradients import mark_gradients
 from hpctrain.convert.initial import check_buffers, check_model, give_buffers
@@ -57,13 +60,14 @@ _ROOTS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def parallelize(
-    model: nn.Module, grid: Grid, replicate: list[str] | tuple[str, ...] = (), check_steps: int = 3
+    model: nn.Module, grid: Grid, replicate: list[str] | tuple[str, ...] = (), check_steps: int = 3,
+    zero: int | None = None, pipeline: str | None = None, layers_per_stage: Sequence[int] | None = None,
 ) -> nn.Module:  # fmt: skip
     """Divide a model's weights and work over the tensor axis of `grid`, in place; returns the model.
 
-    Every rank runs the same script with the same model, seed and batch (each replica: its own batch), and gets the
-    outputs, losses and gradients that one rank would. The model keeps its class, forward, names and hooks; activations
-    are whole at the borders of its modules. Make the optimizer afterwards.
+    Every rank runs the same script with the same model, seed and batch (each replica: its own batch, see `zero`), and
+    gets the outputs, losses and gradients that one rank would. The model keeps its class, forward, names and hooks;
+    activations are whole at the borders of its modules. Make the optimizer afterwards.
 
     Each element of a weight lies on one rank of the tensor axis: by columns of the first matrix and rows of the second
     of an MLP, by heads of attention, along the longer side of any other. Norms gather their weights and work on every
@@ -113,6 +117,22 @@ def parallelize(
             inputs, the order of its modules, the generators that it draws from, the gradients that reach its outputs.
             Costs a small message for each call of a module meanwhile; 0 leaves it out. Where they differ, all of them
             raise ValueError.
+        pipeline: path of the model's trunk, a ModuleList or Sequential of blocks, which a pipeline axis cuts into
+            stages; by default the only one there is. The model's own forward runs every stage, so that one tensor must
+            go from block to block; modules beside the trunk lie on the first stage where they are registered before it,
+            and on the last otherwise. The model is trained by `ht.Trainer(model, grid, optimizer, microbatches,
+            loss=...)`, with the same microbatches on all stages of a replica.
+        layers_per_stage: blocks of each of its stages; by default as their weights are balanced best.
+        zero: what to do with the gradients of replicas. None: `sync_gradients` sums them, of losses that are divided by
+            the batch of all. 0: they are averaged when they are first needed, by optimizer.step(), by clipping or by
+            whoever reads them, as torch's DDP does; the loss is the mean over the replica's own batch, and backwards
+            before are added up. (Of batches that are not equal, it is the sum over the replica's own, divided by the
+            batch of all and times the number of replicas.) 1: as 0, and the optimizer's state is spread over the
+            replicas; 2: the gradients too; 3: the weights too, which are gathered while a layer computes. From 1 on
+            optimizers are any of torch's that treat every element by itself, `.grad` is this rank's range of the mean,
+            flat, of which norms and clipping are those of the whole, and the weights stay in their memory. Weights that
+            no replica's loss depends on have no gradient, as on one rank. Every replica calls backward; one without
+            samples of `model(...).sum() * 0`, or clips by `ht.clip_grad_norm_`.
 
     From here on a watchdog ends the job where an operation of communication takes longer than HPCTRAIN_WATCHDOG seconds
     (600; 0 is never), as where only some ranks call the model, and every rank that waits says for whom.
@@ -120,23 +140,34 @@ def parallelize(
     Raises:
         ValueError: on every rank, before anything is changed: when a module can be neither divided nor left as it is,
             an option of one is not supported, a weight has a hook that would see a part, weights are shared in a way
-            that cannot be divided, the ranks' weights differ, an entry of `replicate` matches nothing, the grid has a
-            pipeline axis, or ranks share sequences that the model cannot cut.
+            that cannot be divided, the ranks' weights differ, an entry of `replicate` matches nothing, the model has no
+            trunk for a pipeline axis, or ranks share sequences that the model cannot cut.
     """
     if not isinstance(check_steps, int) or isinstance(check_steps, bool) or check_steps < 0:
         raise ValueError(f"check_steps must be an integer of at least 0, got {check_steps!r}")
-    if grid.pipeline.size > 1:
+    if zero not in (None, 0, 1, 2, 3) or isinstance(zero, bool):
+        raise ValueError(f"zero must be None, 0, 1, 2 or 3, got {zero!r}")
+    if zero is not None and grid.pipeline.size > 1:
         raise ValueError(
-            f"parallelize divides over the tensor and data axes, got a grid with pipeline={grid.pipeline.size};"
-            " set pipeline=1, or register the model as a ModelSpec (ht.models.register), which is cut into stages"
+            f"zero is for a loop of one's own, got a grid with pipeline={grid.pipeline.size}; give the ht.Trainer a "
+            "strategy, as ht.data_parallel.Zero1(model.parameters(), grid, optimizer)"
         )
     comm.start_watchdog(grid)
+    meta = any(parameter.is_meta for parameter in model.parameters())
     with comm.together(grid.comm):
         if hasattr(model, "hpctrain_grid"):
             raise ValueError("the model is already parallelized")
         check_model(model)
+    stages = None
+    if grid.pipeline.size > 1:
+        _check_equal(model, grid)
+        from hpctrain.convert.pipeline import PipelineStages  # with schedules, partitioners and more
+
+        with comm.together(grid.comm):
+            stages = PipelineStages(model, grid, pipeline, layers_per_stage)
+    with comm.together(grid.comm):
         plan = Plan(model, grid, _chosen(model, replicate))
-        _decide(model, plan, plan.replicated)
+        _decide(model, plan, plan.replicated, stages and stages.trunk)
         cuts = grid.sequence.size > 1
         if cuts:
             check_sequence(model, plan.context_attention)
@@ -147,19 +178,30 @@ def parallelize(
                 plan.swap_class(module, CutSequences, hpctrain_grid=grid, hpctrain_current=current)
             else:
                 plan.swap_class(module, DividedPretrained, hpctrain_grid=grid)
-    _check_equal(model, grid)
-    meta = any(parameter.is_meta for parameter in model.parameters())
+    if stages is None:
+        _check_equal(model, grid)
     key = drawn_key(grid, None) if meta else None
     with comm.together(grid.comm):
         plan.apply(key)
         for module in model.modules():
             give_buffers(module)
     watch_buffers(model, plan.kept, grid)
-    mark_gradients(model, grid)
+    if zero is not None:
+        model.no_sync = contextlib.nullcontext  # nothing is summed before it is needed
+    if zero and grid.data.size > 1:
+        from hpctrain.convert.zero import ZeroGradients
+
+        ZeroGradients(model, grid, zero)
+    else:
+        averaged = zero == 0 and grid.data.size > 1
+        mark_gradients(model, grid, MeanGradients(model, grid).complete if averaged else None)
     watch_optimizers()
     refuse_ddp(model)
     leave_out_of_graphs()
-    if check_steps and grid.tensor.size * grid.sequence.size > 1:
+    if stages is not None:
+        stages.annotate()
+        model.hpctrain_pipeline = stages
+    elif check_steps and grid.tensor.size * grid.sequence.size > 1:
         FirstSteps(model, grid, plan.claimed, check_steps)
     model.hpctrain_grid = grid
     if grid.rank == 0 and grid.tensor.size > 1:
@@ -167,7 +209,7 @@ def parallelize(
     return model
 
 
-def _decide(model, plan, replicated):
+def _decide(model, plan, replicated, trunk):
     refused, to_replicate, unknown = [], False, []
     for path, module in model.named_modules():
         try:
@@ -178,7 +220,7 @@ def _decide(model, plan, replicated):
             if module in replicated:
                 plan.whole(module)
                 norms.replicate_batch_norm(plan, module)
-            elif not altered(module) and replicated.isdisjoint(module.modules()):
+            elif not altered(module) and replicated.isdisjoint(module.modules()) and module is not trunk:
                 _unit(plan, module)
             if isinstance(module, nn.TransformerEncoderLayer):
                 plan.change(module, activation_relu_or_gelu=0)  # keeps torch from its fused kernel, for whole weights

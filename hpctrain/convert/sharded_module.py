@@ -78,10 +78,13 @@ class ShardedModule:
 def full_weights(module: torch.nn.Module):
     """The module's own weights are whole within the block; each rank keeps its part of what they are at its end.
 
-    The parameters stay the same objects. Collective over the tensor axis.
+    The parameters stay the same objects, and their parts in the same memory. Collective over the tensor axis.
     """
     parts = {p: p.sharding for p in module._parameters.values() if isinstance(p, ShardedParameter)}
     gradients = {p: p.grad for p in parts}
+    memory = {p: (type(p), p.data) for p in parts}  # of which strategies of the data axis may know
+    if any(hasattr(p, "gathered") for p in parts):
+        raise ValueError("ZeRO-3 spreads the weights over the replicas; change them before parallelize or the trainer")
     for parameter in parts:
         with local(), torch.no_grad():
             data = whole(parameter).as_subclass(torch.Tensor)
@@ -92,8 +95,10 @@ def full_weights(module: torch.nn.Module):
         yield
     finally:
         for parameter, sharding in parts.items():
-            parameter.data = sharding.take(parameter.data)
-            attach(parameter, sharding).grad = gradients[parameter]
+            kind, data = memory[parameter]
+            part = sharding.take(parameter.data)
+            parameter.data = data.copy_(part) if part.dtype == data.dtype else part
+            attach(parameter, sharding, kind).grad = gradients[parameter]
 
 
 def reset(name: str, base: type):

@@ -115,9 +115,9 @@ def _tagged(data, sharding):
     return data
 
 
-def attach(parameter: torch.nn.Parameter, sharding: Sharding) -> torch.nn.Parameter:
-    """The same object, whose data is the part already, as a ShardedParameter."""
-    parameter.__class__ = ShardedParameter
+def attach(parameter: torch.nn.Parameter, sharding: Sharding, kind: type = ShardedParameter) -> torch.nn.Parameter:
+    """The same object, whose data is the part already, as a ShardedParameter, or an heir."""
+    parameter.__class__ = kind
     return annotate(parameter, sharding=sharding, shard=sharding.shard, whole_shape=sharding.whole_shape)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hpctrain import comm
 from hpctrain.convert.steps import grid_of
 from hpctrain.grid import Grid
 from hpctrain.layers.whole_parameters import whole_parameters
@@ -18,17 +19,40 @@ def gather_state_dict(model: torch.nn.Module, grid: Grid | None = None) -> dict[
     Args:
         grid: of a model that `parallelize` did not make.
     """
-    grid = grid_of(model, grid)
+    stages = getattr(model, "hpctrain_pipeline", None)
+    grid = stages.grid if stages else grid_of(model, grid)
     tensors = dict(model.state_dict(keep_vars=True))
-    aliases: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        aliases.setdefault(id(tensor), []).append(name)
+    first: dict[int, str] = {}
+    names = stages.names if stages else {name: first.setdefault(id(x), name) for name, x in tensors.items()}
+    shapes = {names[name]: p.whole_shape for name, p in model.named_parameters() if hasattr(p, "whole_shape")}
+    if stages:
+        for other in grid.pipeline.comm.allgather(shapes):
+            shapes |= other
     gathered = {}
     for name, whole in whole_parameters(model, grid):
         if grid.rank == 0:
-            parameter = tensors[name]
-            whole = whole.view(getattr(parameter, "whole_shape", whole.shape))
-            gathered.update(dict.fromkeys(aliases[id(parameter)], whole))
+            gathered[names[name]] = whole.view(shapes.get(names[name], whole.shape))
+    buffers = {name: x.detach().cpu() for name, x in tensors.items() if not isinstance(x, torch.nn.Parameter)}
+    gathered |= _of_all_stages(buffers, grid) if stages else buffers
     if grid.rank:
         return {}
-    return {name: gathered[name] if name in gathered else tensor.detach().cpu() for name, tensor in tensors.items()}
+    return {name: gathered[names[name]] for name in (stages.saved if stages else tensors)}
+
+
+def _of_all_stages(buffers: dict[str, torch.Tensor], grid: Grid) -> dict[str, torch.Tensor]:
+    """On the first rank, those of all stages."""
+    if grid.data.rank or grid.tensor.rank:
+        return {}
+    described = grid.pipeline.comm.allgather({name: (x.shape, x.dtype) for name, x in buffers.items()})
+    found = dict(buffers)
+    for rank, theirs in enumerate(described):
+        for name in (name for name in theirs if name not in described[0]):  # in one order
+            owner = next(r for r, each in enumerate(described) if name in each)
+            if owner != rank:
+                continue
+            if grid.pipeline.rank == rank:
+                comm.send(buffers[name].contiguous(), grid.pipeline, 0)
+            elif grid.pipeline.rank == 0:
+                shape, dtype = theirs[name]
+                found[name] = comm.recv(torch.empty(shape, dtype=dtype), grid.pipeline, rank)
+    return found

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain import comm
-from hpctrain.convert.gradients import as_tensors, check_summed, is_summed, mark_summed
-from hpctrain.data_parallel.buckets import sum_gradients, summed_over
+from hpctrain.convert.averaging import sum_over_replicas
+from hpctrain.convert.gradients import as_tensors, check_summed
 from hpctrain.data_parallel.clipping import clip, local_squares, replica_totals
 from hpctrain.grid import Grid
 from hpctrain.shard import check_shards
@@ -23,20 +22,27 @@ def sync_gradients(model: torch.nn.Module, grid: Grid | None = None) -> None:
         grid: of a model that `parallelize` did not make.
 
     Raises:
-        ValueError: on every rank, when the gradients are summed already, and no backward has added to them since.
+        ValueError: on every rank, when the gradients are summed already, and no backward has added to them since; for a
+            model made with `zero`, whose gradients are averaged without.
     """
     grid = grid_of(model, grid)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with as_tensors():
-        used = _complete(parameters, grid)
-        sum_gradients(used, grid)
-        mark_summed(used)
+    if replicas_of(model) is not None:
+        raise ValueError(
+            "ht.sync_gradients sums the gradients of replicas, and ht.parallelize(zero=...) averages them by itself, "
+            "as torch's DistributedDataParallel does; leave the call out, and let the loss be the mean over the "
+            "replica's own batch"
+        )
+    if sum_over_replicas(model, grid) is None:
+        raise ValueError(
+            "ht.sync_gradients was called twice: the gradients are the sums over the replicas already, and a second "
+            "sum would multiply them by the number of replicas; call it once, after the last backward of a step"
+        )
 
 
 def clip_grad_norm_(model: torch.nn.Module, max_norm: float, grid: Grid | None = None) -> torch.Tensor:
     """Scale the gradients so that the norm of the dense gradient is at most `max_norm`; returns that norm, float64.
 
-    As torch.nn.utils.clip_grad_norm_ on one rank. Call `sync_gradients` first.
+    As torch.nn.utils.clip_grad_norm_ on one rank. Call `sync_gradients` first, where the model was made without `zero`.
 
     Args:
         grid: of a model that `parallelize` did not make.
@@ -46,12 +52,21 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, grid: Grid | None =
     """
     grid = grid_of(model, grid)
     parameters = list(model.parameters())
+    if (replicas := replicas_of(model)) is not None:
+        replicas.complete(step=True)
+        if replicas.divided:
+            return replicas.clip(max_norm)
     check_summed(parameters, "ht.clip_grad_norm_")
     with as_tensors():
         nothing = torch.zeros((), dtype=torch.float64)
         norm = replica_totals(nothing, local_squares(parameters, grid.coords), grid)[1].sqrt()
         clip(parameters, norm.item(), max_norm)
     return norm
+
+
+def replicas_of(model: torch.nn.Module):
+    """Who averages the gradients of its replicas: of `parallelize` with `zero`, on a grid with replicas; or None."""
+    return next((each for p in model.parameters() if (each := vars(p).get("replicas")) is not None), None)
 
 
 def grid_of(model: torch.nn.Module, grid: Grid):
@@ -63,33 +78,3 @@ def grid_of(model: torch.nn.Module, grid: Grid):
         raise ValueError(f"got pipeline={grid.pipeline.size}: models cut into stages are trained by `hpctrain train`")
     check_shards(model)
     return grid
-
-
-def _complete(parameters, grid) -> list[torch.nn.Parameter]:
-    """The parameters that have a gradient on any rank that shares them; where others have none, it is zero there.
-
-    Raises:
-        ValueError: on every rank, when all of these gradients are sums over the replicas already.
-    """
-    by_axis: dict = {grid.data: [parameter for parameter in parameters if parameter.shard.alike == "data"]}
-    for parameter in parameters:
-        if parameter.shard.alike == "copies":
-            by_axis.setdefault(grid.copies, []).append(parameter)
-        if (plane := summed_over(parameter, grid)) is not None:
-            by_axis.setdefault(plane, []).append(parameter)
-    there = {parameter: parameter.grad is not None for parameter in parameters}
-    unsummed = any(parameter.grad is not None and not is_summed(parameter.grad) for parameter in parameters)
-    for axis in sorted(by_axis, key=lambda axis: axis is grid.data):  # over the data axis last, of what all have told
-        flags = torch.tensor([*(there[parameter] for parameter in by_axis[axis]), unsummed], dtype=torch.float32)
-        *found, unsummed = comm.all_reduce(flags, axis, "max").tolist()
-        there.update(zip(by_axis[axis], map(bool, found)))
-    used = [parameter for parameter in parameters if there[parameter]]
-    if used and not unsummed and any(axis.size > 1 for axis in by_axis):
-        raise ValueError(
-            "ht.sync_gradients was called twice: the gradients are the sums over the replicas already, and a second "
-            "sum would multiply them by the number of replicas; call it once, after the last backward of a step"
-        )
-    for parameter in used:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    return used

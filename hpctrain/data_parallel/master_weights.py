@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -55,13 +56,16 @@ class MasterWeights:
 
     def square(self, gradient: torch.Tensor, coords: dict[str, int]) -> torch.Tensor:
         """Sum of the squares of the range's gradient where the rank at `coords` counts it, float64."""
-        pairs = zip(self.pieces, self._parts)
-        return square([gradient[part] for piece, part in pairs if piece.parameter.shard.owned(coords)])
+        return square([part for piece, part in self.of_pieces(gradient) if piece.parameter.shard.owned(coords)])
+
+    def of_pieces(self, gradient: torch.Tensor) -> Iterator[tuple[ParameterSlice, torch.Tensor]]:
+        """Each piece, and its part of the range's gradient."""
+        return ((piece, gradient[part]) for piece, part in zip(self.pieces, self._parts))
 
     def set_gradients(self, gradient: torch.Tensor) -> None:
         """Let the optimizer see the range's gradient."""
-        for piece, part in zip(self.pieces, self._parts):
-            piece.local.grad = gradient[part]
+        for piece, part in self.of_pieces(gradient):
+            piece.local.grad = part
 
     def entries(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
         """Of the weights, for checkpoints."""
@@ -79,9 +83,11 @@ class MasterWeights:
             self.weights.copy_(self.master)
 
 
-def shard_optimizer(optimizer: torch.optim.Optimizer, given: list[ParameterSlice]) -> None:
+def shard_optimizer(optimizer: torch.optim.Optimizer | None, given: list[ParameterSlice]) -> None:
     """Replace the parameters in the optimizer's groups, and in its state, by this rank's pieces of them. The groups'
     options stay."""
+    if optimizer is None:  # the caller updates
+        return
     pieces: dict[torch.nn.Parameter, list[ParameterSlice]] = {}
     for piece in given:
         pieces.setdefault(piece.parameter, []).append(piece)
@@ -93,11 +99,12 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, given: list[ParameterSlice
                 group["params"].append(piece.local)
                 if state:
                     optimizer.state[piece.local] = {
-                        key: _cut(value, slice(piece.start, piece.stop)) for key, value in state.items()
+                        key: cut_state(value, slice(piece.start, piece.stop)) for key, value in state.items()
                     }
 
 
-def _cut(value, piece):
+def cut_state(value: Any, piece: slice) -> Any:
+    """A piece of what an optimizer keeps for a parameter; its numbers as they are."""
     whole = isinstance(value, torch.Tensor) and value.dim()
     return value.reshape(-1)[piece.start : piece.stop].clone() if whole else value
 

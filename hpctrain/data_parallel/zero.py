@@ -101,7 +101,7 @@ class Zero1(ZeroStrategy, DataParallel):
     Args:
         parameters, grid, bucket_bytes: as of `DataParallel`.
         optimizer: any torch optimizer over the parameters that treats every element by itself. Its groups are
-            given this rank's pieces of the parameters; their options stay.
+            given this rank's pieces of the parameters; their options stay. None where the caller updates.
         precision: of the weights and gradients.
     """
 
@@ -109,7 +109,7 @@ class Zero1(ZeroStrategy, DataParallel):
         self,
         parameters: Iterable[torch.nn.Parameter],
         grid: Grid,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         bucket_bytes: int = BUCKET_BYTES,
         precision: Precision = AS_GIVEN,
     ):

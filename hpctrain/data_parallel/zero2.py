@@ -37,7 +37,7 @@ class Zero2(ZeroStrategy):
         self,
         parameters: Iterable[torch.nn.Parameter],
         grid: Grid,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         bucket_bytes: int = BUCKET_BYTES,
         precision: Precision = AS_GIVEN,
     ):

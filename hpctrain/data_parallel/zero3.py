@@ -48,7 +48,7 @@ class Zero3(Zero2):
         self,
         model: torch.nn.Module,
         grid: Grid,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         bucket_bytes: int = BUCKET_BYTES,
         precision: Precision = AS_GIVEN,
     ):

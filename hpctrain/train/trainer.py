@@ -71,11 +71,19 @@ class Trainer:
                 f"{MIXING_OPTIMIZERS[kind.lower()]}; AdamW does"
             )
         check_shards(model)
+        if any(hasattr(p, "replicas") for p in model.parameters()):
+            raise ValueError(
+                "ht.parallelize(zero=...) is for a loop of one's own: leave zero out, and give the Trainer a strategy, "
+                "as ht.data_parallel.Zero1(model.parameters(), grid, optimizer)"
+            )
         _check_kind(model, grid, schedule, loss)
         self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
         self.strategy = strategy or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)
         asynchronous = schedule if isinstance(schedule, AMPNet) else getattr(schedule, "asynchronous", None)
-        if loss is not None:
+        stages = getattr(model, "hpctrain_pipeline", None)  # of ht.parallelize
+        if stages is not None:
+            self._passes = PipelinedModel(stages.with_loss(loss), grid, schedule or 1, self.strategy, max_norm, slices)
+        elif loss is not None:
             self._passes = WholeModel(model, loss, self.strategy)
         elif asynchronous:
             self._passes = MessageDriven(model, grid, asynchronous, self.strategy, max_norm)
@@ -185,6 +193,13 @@ class Trainer:
 def _check_kind(model, grid, schedule, loss) -> None:
     """Raise ValueError unless the model is a whole one with a loss, or one that is cut into stages."""
     kind = type(model).__name__
+    if hasattr(model, "hpctrain_pipeline"):
+        if loss is None or isinstance(schedule, AMPNet) or getattr(schedule, "delayed", False):
+            raise ValueError(
+                f"{kind} is cut into pipeline stages by ht.parallelize: give the Trainer loss=, a function (model, "
+                "microbatch), and a schedule with a flush, such as 1f1b, or the number of microbatches"
+            )
+        return
     staged = hasattr(model, "placement")
     if loss is None and not staged:
         raise ValueError(f"{kind} is not cut into pipeline stages: give the Trainer loss=, a function (model, batch)")

@@ -1,0 +1,246 @@
+"""ZeRO in a loop of one's own, with torch's optimizers: what happens as the loop reads `p.grad`, clips, steps and
+begins anew.
+
+The replicas share out the gradients, the optimizer's state and, with zero=3, the weights, as the strategies of
+`data_parallel` do. Backwards are added up, and the mean over the replicas is taken when it is first needed. `p.grad` is
+then this rank's range of it, flat and possibly empty, as a `PartialGradient`: norms are those of the whole gradient.
+While the optimizer steps, its groups hold this rank's pieces of the weights; afterwards they hold the weights again.
+"""
+
+from __future__ import annotations
+
+import sys
+from weakref import WeakSet
+
+import torch
+
+from hpctrain.convert.gradients import Part, PartialGradient, as_tensors
+from hpctrain.convert.sharded_parameter import ReplicatedParameter, ShardedParameter
+from hpctrain.data_parallel import Zero1, Zero2, Zero3
+from hpctrain.data_parallel.clipping import clipping_factor
+from hpctrain.data_parallel.master_weights import cut_state
+from hpctrain.grid import Grid
+from hpctrain.parameter import annotate
+
+_GRAD = torch.Tensor.grad
+
+
+class SpreadGradient:
+    """Mixin for a parameter whose gradient is spread over the replicas. Code of ours sees the one of its backwards."""
+
+    __slots__ = ()
+
+    @property
+    def grad(self):
+        if _is_ours(sys._getframe(1)) or "replicas" not in vars(self):
+            with as_tensors():
+                return _GRAD.__get__(self)
+        return self.replicas.gradient(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None):
+        if _is_ours(sys._getframe(1)) or "replicas" not in vars(self):
+            with as_tensors():
+                _GRAD.__set__(self, value)
+        else:
+            self.replicas.set_gradient(self, value)
+
+
+class _Replicated(SpreadGradient, ReplicatedParameter):
+    pass
+
+
+class _Sharded(SpreadGradient, ShardedParameter):
+    pass
+
+
+class ZeroGradients:
+    """What `parallelize(model, grid, zero=1, 2 or 3)` does for replicas.
+
+    Raises:
+        ValueError: when weights have been given other memory, or thawed, since; for what no rank can do with its range.
+    """
+
+    divided = True
+
+    def __init__(self, model: torch.nn.Module, grid: Grid, level: int):
+        self.model, self.grid, self.level = model, grid, level
+        trained = [p for p in model.parameters() if p.requires_grad]
+        for p in trained:
+            p.register_post_accumulate_grad_hook(self._arrives)  # before the strategy's
+        self.strategy = Zero3(model, grid, None) if level == 3 else {1: Zero1, 2: Zero2}[level](trained, grid, None)
+        self._pieces, self._views = {}, {}
+        for bucket in self.strategy.buckets:
+            for piece, view in bucket.masters.of_pieces(bucket.gradient):
+                self._pieces[piece.parameter], self._views[piece.parameter] = piece, view
+        self._parts, self._memory = {}, {}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                p.__class__ = _Sharded if isinstance(p, ShardedParameter) else _Replicated
+                of_tensor = (grid.tensor,) if grid.tensor.size > 1 and not p.shard.replicated else ()
+                self._parts[p] = Part(name, grid, (*of_tensor, grid.data))
+                self._views.setdefault(p, p.detach().new_empty(0))
+                self._memory[p] = _memory(p, level)
+                annotate(p, replicas=self)
+        # As of the last mean: which parameters have a gradient. Since then: whether a backward came, and a step.
+        self._present: set[torch.nn.Parameter] = set()
+        self._came, self._stepped = False, True
+        self._earlier: dict[torch.nn.Parameter, torch.Tensor] = {}  # means that backwards are added to
+        self._groups: list[tuple[dict, list]] = []  # of the optimizer that steps: a group, and its parameters
+        self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()
+        if level == 3:
+            model.register_state_dict_pre_hook(_refuse_state_dict)
+            model.register_load_state_dict_pre_hook(_refuse_load)
+
+    # Gradients -------------------------------------------------------------------------------------------------------
+
+    def _arrives(self, parameter) -> None:
+        if not self._came:
+            self._came = True
+            self._remember()
+
+    def _remember(self) -> None:
+        self._earlier = {p: self._views[p].clone() for p in self._present}
+
+    def complete(self, step: bool = False) -> None:
+        """Average what has come since the last time, if anything; collective over the data axis.
+
+        Args:
+            step: a step is about to be made, of replicas of which some may have had no backward.
+        """
+        if not self._came and not (step and self._stepped):
+            return
+        if not self._came:
+            self._remember()
+        if any(p.requires_grad and p not in self._parts for p in self.model.parameters()):
+            raise ValueError(
+                "a weight that was frozen in ht.parallelize(zero=...) requires its gradient now, which nobody would "
+                "sum; call parallelize after freezing and unfreezing"
+            )
+        self.strategy.finish_grad_sync()
+        unused = set(self.strategy.unused())
+        self.strategy.zero_grad()
+        for bucket in self.strategy.buckets:
+            bucket.gradient.div_(self.grid.replica.size)
+        for p, mean in self._earlier.items():
+            self._views[p].add_(mean)
+        self._present = {p for p in self._parts if p not in unused or p in self._earlier}
+        self._earlier, self._came, self._stepped = {}, False, False
+
+    def gradient(self, parameter: torch.nn.Parameter) -> PartialGradient | None:
+        """This rank's range, flat; None where no replica's loss depends on the parameter."""
+        if self._came:
+            self.complete()
+        if parameter not in self._present:
+            return None
+        gradient = self._views[parameter].as_subclass(PartialGradient)
+        gradient.part = self._parts[parameter]
+        return gradient
+
+    def set_gradient(self, parameter: torch.nn.Parameter, value: torch.Tensor | None) -> None:
+        """To None, as zero_grad() does."""
+        if self._came:
+            self.complete()
+        if value is not None:
+            raise ValueError(
+                f"the gradient of {self._parts[parameter].name!r} is spread over the replicas by ht.parallelize"
+                f"(zero={self.level}): change .grad in place, or use zero=0"
+            )
+        self._present.discard(parameter)
+        self._views[parameter].zero_()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """The norm of the whole gradient, float64, which is scaled to at most `max_norm`; see `complete`."""
+        norm = self.strategy.loss_and_grad_norm(torch.zeros((), dtype=torch.float64))[1]
+        if (factor := clipping_factor(norm, max_norm)) < 1:
+            for bucket in self.strategy.buckets:
+                bucket.gradient.mul_(factor)
+        return torch.tensor(norm, dtype=torch.float64)
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer this rank's pieces of the weights in the place of these, with their gradients."""
+        self._check_memory()
+        if optimizer not in self._seen:
+            self._seen.add(optimizer)
+            optimizer.register_state_dict_pre_hook(_refuse_state)
+            optimizer.register_load_state_dict_pre_hook(_refuse_state)
+        for group in optimizer.param_groups:
+            parameters, group["params"] = group["params"], []
+            self._groups.append((group, parameters))
+            for p in parameters:
+                if p not in self._parts:
+                    group["params"].append(p)
+                elif p in self._pieces:
+                    piece = self._pieces[p]
+                    group["params"].append(piece.local)
+                    piece.local.grad = self._views[p] if p in self._present else None
+                self._cut_state(optimizer, p)
+
+    def _cut_state(self, optimizer, parameter) -> None:
+        """What was loaded before the first step."""
+        if parameter not in self._parts or parameter not in optimizer.state:
+            return
+        state, piece = optimizer.state.pop(parameter), self._pieces.get(parameter)
+        with as_tensors():
+            size = parameter.detach().numel()
+        if any(isinstance(value, torch.Tensor) and value.dim() and value.numel() != size for value in state.values()):
+            raise ValueError(
+                f"the optimizer's state of {self._parts[parameter].name!r} is not that of the part of the weight that "
+                "this rank holds"
+            )
+        if piece is not None:
+            own = slice(piece.start, piece.stop)
+            optimizer.state[piece.local] = {key: cut_state(value, own) for key, value in state.items()}
+
+    def pause_step(self) -> None:
+        """The optimizer calls its closure: its groups are the user's."""
+        while self._groups:
+            group, parameters = self._groups.pop()
+            group["params"] = parameters
+
+    def after_step(self) -> None:
+        """The optimizer has changed the pieces: bring them to the others. Collective over the data axis."""
+        self.pause_step()
+        self.strategy.weights_changed()
+        self.grid.data.comm.barrier()  # what others read may be changed from now on
+        self._stepped = True
+
+    def _check_memory(self) -> None:
+        for p, part in self._parts.items():
+            if _memory(p, self.level) != self._memory[p]:
+                raise ValueError(
+                    f"the weight {part.name!r} was replaced or, with zero=3, changed by other code than an optimizer's "
+                    f"step, since ht.parallelize(zero={self.level}) spread the weights over the replicas; call .to(), "
+                    "load_state_dict and the like before parallelize, or use zero=0"
+                )
+
+    def __deepcopy__(self, memo):
+        return None  # a copy is no replica that anybody trains
+
+
+def _memory(parameter, level) -> tuple:
+    with as_tensors():
+        where = parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.shape
+        return (*where, parameter._version) if level == 3 else where
+
+
+def _is_ours(frame) -> bool:
+    return frame.f_globals.get("__name__", "").startswith("hpctrain.")
+
+
+def _refuse_state(optimizer, *_) -> None:
+    raise ValueError(
+        "the state of the optimizer is spread over the replicas by ht.parallelize(zero=...): give it before the first "
+        "step, use zero=0, or train by ht.Trainer with a strategy of ht.data_parallel, and save by ht.checkpoint.save"
+    )
+
+
+def _refuse_state_dict(model, prefix, keep_vars) -> None:
+    if not keep_vars:  # which our own ht.gather_state_dict asks for
+        raise ValueError("zero=3 spreads the weights over the replicas: save ht.gather_state_dict(model)")
+
+
+def _refuse_load(*_) -> None:
+    raise ValueError("zero=3 spreads the weights over the replicas: call load_state_dict before ht.parallelize")
