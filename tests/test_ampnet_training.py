@@ -1,6 +1,7 @@
 """GPT-2, Llama and networks of one's own by AMPNet: equal to the flushed pipeline with one key, saved and refused."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import ampnet_checks as checks
 import pytest
@@ -11,10 +12,12 @@ from training_checks import UNEVEN, batches, fitting, made, microbatches
 
 import hpctrain as ht
 from hpctrain import Grid, RngKey
+from hpctrain.config import load_config
 from hpctrain.data_parallel import Zero1
 from hpctrain.models.llama import LlamaShape
 from hpctrain.pipeline import AMPNet, schedule
 from hpctrain.pipeline.ampnet import Loss, MessageGraph, MessageNetwork, Source, Transform
+from hpctrain.train.message_order import MESSAGES, MessageOrder
 from hpctrain.train.optimizer import adamw
 from hpctrain.train.trainer import Trainer
 
@@ -109,6 +112,42 @@ def test_a_checkpoint_between_steps(world, tmp_path, elsewhere):
     other = fresh(5 if elsewhere else 0)
     assert ht.checkpoint.load(folder, other.model, other.strategy).step == 1
     assert (other.step(instances)[0], other.evaluate([instances])) == expected
+
+
+def test_the_order_in_a_file(world, tmp_path):
+    """A line that a stop cut short is left out, the later of two of one batch is taken; settings are compared."""
+    grid, folder = chain_of(world), world.bcast(tmp_path)
+    size, rank = world.size, world.rank
+
+    def order(keys=3, **settings):
+        options = [f"pipeline.{name}={value}" for name, value in settings.items()]
+        options += ["pipeline.schedule=ampnet", f"grid.pipeline={size}", "train.clip=0", "model.tied=false"]
+        config = load_config(overrides=[*options, f"run.out={folder}", "run.name=parts"])
+        config.folder.mkdir(exist_ok=True)
+        driven = SimpleNamespace(options=AMPNet(keys), record=None, replay=None)
+        return MessageOrder(config, grid, SimpleNamespace(message_driven=driven)), driven
+
+    for first in (0, 1):  # the second job goes on after batch 0, as its checkpoint was of then
+        recorded, driven = order(record="true")
+        for batch in range(first, first + 2):
+            recorded.before(batch)
+            driven.record.runs.append([(rank, 0, (batch, first))])
+            recorded.after(batch)
+        if rank == 0:
+            with open(folder / "parts" / MESSAGES, "a") as file:
+                file.write('{"batch": 0, "ran')
+        world.Barrier()
+    again, driven = order(replay=folder / "parts")
+    for batch, first in ((0, 0), (1, 1), (2, 1)):
+        again.before(batch)
+        assert driven.replay.runs == [[(rank, 0, (batch, first))]]
+        assert driven.record is None
+    with pytest.raises(ValueError, match="pipeline.replay has batches 0 to 2, and no 3"):
+        again.before(3)
+    with pytest.raises(ValueError, match="max_active_keys = 3, .* and this one has .*max_active_keys = 2"):
+        order(2, replay=folder / "parts")
+    with pytest.raises((ValueError, OSError), match="No such file"):
+        order(replay=folder / "none")
 
 
 def test_bytes_are_those_of_the_messages(world):

@@ -242,9 +242,10 @@ def _asynchronous(config: Config) -> dict[str, int | bool | None]:
         "staleness_correction": pipeline.staleness_correction,
     }
     if pipeline.schedule != "ampnet":
-        if options != {"max_active_keys": None, "min_update_frequency": 1, "staleness_correction": False}:
+        unset = {"max_active_keys": None, "min_update_frequency": 1, "staleness_correction": False}
+        if options != unset or pipeline.record or pipeline.replay:
             raise ValueError(
-                "pipeline.max_active_keys, pipeline.min_update_frequency and pipeline.staleness_correction are for "
+                "pipeline.max_active_keys, min_update_frequency, staleness_correction, record and replay are for "
                 f"pipeline.schedule = ampnet, got {pipeline.schedule}; leave them out, or use ampnet"
             )
         return {}

@@ -209,6 +209,8 @@ class PipelineConfig:
     staleness_correction: bool = option(
         False, "for ampnet: divide a stage's learning rate by the staleness of its gradients, in updates"
     )
+    record: bool = option(False, "for ampnet: keep the order of messages in messages.jsonl of the run folder")
+    replay: str = option("", "for ampnet: folder of a run with pipeline.record, whose order of messages is repeated")
 
 
 @dataclass

@@ -100,7 +100,9 @@ def train_step(session: Session) -> dict[str, Any] | None:
     )
     reading = time.perf_counter() - began
 
+    session.order.before(position.batches)
     loss, norm, overflow = trainer.forward_backward(batch)
+    session.order.after(position.batches)
     bad = None if overflow else agreement.judge(loss, norm, began)
     if bad is None:
         if not overflow:  # of a scaled loss: the step is left out, and the scale lowered

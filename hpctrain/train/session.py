@@ -26,6 +26,7 @@ from hpctrain.randomness import RngKey
 from hpctrain.train.agreement import Agreement
 from hpctrain.train.alike import Speeds
 from hpctrain.train.dtypes import dtypes
+from hpctrain.train.message_order import MessageOrder
 from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.rank_totals import RankTotals
 from hpctrain.train.run_folder import RunFolder
@@ -63,6 +64,7 @@ class Session:
         transport: in words, how tensors move.
         folder: the run folder, on rank 0; None on the others.
         resume: how the job was to be resumed, as `RunFolder` takes it.
+        order: of messages, kept or repeated.
         totals: what this rank has spent and moved in this job.
     """
 
@@ -84,6 +86,7 @@ class Session:
     speeds: Speeds
     agreement: Agreement
     resume: str
+    order: MessageOrder
     position: Position = field(default_factory=Position)
     totals: RankTotals = field(default_factory=RankTotals)
 
@@ -134,6 +137,7 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
         config, grid, watched, device, transport, key, data, spec, model, schedule, trainer,
         TrainingState(model, trainer.strategy), folder, checkpointer, sanity, Speeds(grid, config.sanity.straggler),
         Agreement(config, grid, trainer.strategy.lag, checkpointer, sanity, interrupts), resume,
+        MessageOrder(config, grid, trainer),
     )  # fmt: skip
     if world.bcast(folder.resumes if folder else None):
         restore(session)

@@ -109,6 +109,8 @@ def test_commands(checkout, title):
     elif title == "Message driven pipelines":
         records = [json.loads(line) for line in (checkout / "runs/ampnet/metrics.jsonl").read_text().splitlines()]
         assert [sum(record["nodes"]["stage 0"]["staleness"]) for record in records] == [4, 8]
+        again = [json.loads(line) for line in (checkout / "runs/again/metrics.jsonl").read_text().splitlines()]
+        assert [record["loss"] for record in again] == [record["loss"] for record in records]
     elif title == "Models":
         assert json.loads((checkout / "llama-small/config.json").read_text())["num_key_value_heads"] == 2
         assert "resumed after step 4" in ended.stdout

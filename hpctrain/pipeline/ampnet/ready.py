@@ -80,5 +80,9 @@ class Record:
 
     @classmethod
     def load(cls, path: str | Path) -> Record:
-        runs = json.loads(Path(path).read_text())
+        return cls.of(json.loads(Path(path).read_text()))
+
+    @classmethod
+    def of(cls, runs: list) -> Record:
+        """From JSON, whose states are lists."""
         return cls([[(edge, direction, tuple(state)) for edge, direction, state in run] for run in runs])
