@@ -66,6 +66,8 @@ def test_figures_have_units_and_sources(name):
         ("node = 64", "node = 1.5", "node must be int, got 1.5"),
         ("unit = 64", "unit = 1", r"link.unit must be 1 on the first level and rise from there, got \[1, 1\]"),
         ("bandwidth = 11.5e9", "bandwidth = 0", "link.100 Gb/s.bandwidth must be above 0"),
+        ("bandwidth = 11.5e9", "direct = 1.5\nbandwidth = 11.5e9", "link.100 Gb/s.direct must be at most 1, got 1.5"),
+        ("bandwidth = 11.5e9", "direct = 0\nbandwidth = 11.5e9", "link.100 Gb/s.direct must be above 0, got 0"),
         ("fp32 = 140e9", "", "machine here has no peak.fp32 .flop/s., which precision.compute = fp32 needs"),
     ],
 )
@@ -108,6 +110,17 @@ def test_a_ring_on_levels(size, stride, latency, per_byte):
     assert net.all_gather(size * 100, group) == pytest.approx(latency + (size - 1) * 100 * per_byte)
     assert net.reduce_scatter(size * 100, group) == net.all_gather(size * 100, group)
     assert net.all_gather(100, Group(1, stride)) == net.all_gather(0, group) == 0
+
+
+def test_groups_that_are_linked_in_pairs():
+    """A fourth of a group's 20 B/s leads to one other group: rings and messages have it, all-to-alls have all."""
+    near, node, group = LEVELS
+    net = Network(machine(link=(near, node, dataclasses.replace(group, direct=0.25))))
+    assert net.all_gather(1600, Group(16)) == pytest.approx(12 + 2 * 2 + 4 + 1500 / 5)
+    assert net.all_gather(200, Group(2, 8)) == pytest.approx(4 + 100 * 8 / 5)
+    assert net.message(100, 8) == pytest.approx(4 + 100 * 8 / 5)
+    assert net.all_gather(800, Group(8)) == pytest.approx(8 + 700 / 10)  # in one group
+    assert net.all_to_all(8e6, Group(16)) == Network(machine(link=LEVELS)).all_to_all(8e6, Group(16))
 
 
 def test_other_operations():

@@ -24,12 +24,16 @@ class Link:
         unit: ranks of a unit, which share its bandwidth; 1 on the first level.
         latency: s of a message.
         bandwidth: B/s that a unit sends, and receives at the same time.
+        direct: part of it that messages to one other unit get. 1 where all links lead to switches that everybody
+            shares; less in a dragonfly, whose groups are linked in pairs: 1/2 by adaptive routing, which sends most of
+            them through a third group, and 1/(groups - 1) by the shortest way.
     """
 
     name: str
     unit: int
     latency: float
     bandwidth: float
+    direct: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -259,7 +263,11 @@ def _check(machine: Machine) -> None:
         "device.product": machine.device.product,
         "device.attention": machine.device.attention,
         **{f"peak.{kind}": rate for kind, rate in machine.peak.items()},
-        **{f"link.{link.name}.{key}": getattr(link, key) for link in machine.link for key in ("unit", "bandwidth")},
+        **{
+            f"link.{link.name}.{key}": getattr(link, key)
+            for link in machine.link
+            for key in ("unit", "bandwidth", "direct")
+        },
     }
     for name, value in positive.items():
         if not value > 0:
@@ -269,6 +277,9 @@ def _check(machine: Machine) -> None:
     units = [link.unit for link in machine.link]
     if units[0] != 1 or units != sorted(set(units)):
         raise ValueError(f"link.unit must be 1 on the first level and rise from there, got {units}")
+    for link in machine.link:
+        if link.direct > 1:
+            raise ValueError(f"link.{link.name}.direct must be at most 1, got {link.direct}")
     for table in machine.measured:
         rising = all(a < b for a, b in zip(table.bytes, table.bytes[1:]))
         if len(table.bytes) != len(table.seconds) or len(table.bytes) < 2 or not rising or min(table.seconds) <= 0:

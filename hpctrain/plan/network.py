@@ -21,7 +21,8 @@ class Network:
     """What communication costs where all groups of one kind communicate at the same time, as axes of a grid do.
 
     A level's units share their bandwidth among the rings that pass through: a ring of which k of a unit's n ranks are
-    members has k/n of it. The slowest level that a ring passes sets its pace. Latency is that of each hop.
+    members has k/n of it. The slowest level that a ring passes sets its pace. Latency is that of each hop. A ring or
+    message goes from a unit to one other and has `Link.direct` of that; an all-to-all goes everywhere.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005);
     shared cards as in Singh et al., "A 4D hybrid algorithm to scale parallel training" (SC 2024), §4.
@@ -89,7 +90,7 @@ class Network:
         latency = sum(links[n].latency * (units[n] - units[n + 1]) for n in crossed)
         share = {n: links[n].unit / links[n].bandwidth for n in crossed}  # seconds a byte of each rank of a unit
         outward = max((group.size - members[n]) / group.size * share[n] for n in crossed)
-        per_byte = max(share[n] / members[n] for n in crossed)
+        per_byte = max(share[n] / links[n].direct / members[n] for n in crossed)
         return latency, per_byte, max(links[n].latency for n in crossed), outward
 
 
