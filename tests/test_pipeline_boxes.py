@@ -4,10 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from training_checks import UNEVEN, check, fitting, made
+from test_mixtral import MIXTRAL
+from training_checks import UNEVEN, batches, check, fitting, made, microbatches
 
-from hpctrain import Grid
+from hpctrain import Grid, checkpoint
+from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.pipeline import schedule
+from hpctrain.train.optimizer import adamw
+from hpctrain.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(4, 8)]
 
@@ -44,6 +48,37 @@ def test_planes_slices_and_tables_of_both_ends(world):
     summa.transport.synchronous = True
     check(summa, fitting(UNTIED, 2), 2, 1.0, pipeline="terapipe", slices=[4, 1, 2])
     check(Grid(1, 2, 2, boxes=[(1, 2, 1)] * 2), fitting(UNEVEN, 2), 2, 1.0)
+
+
+@pytest.mark.ranks(4)
+def test_experts(world):
+    """Of which each of the two ranks of a stage has some."""
+    shape = dataclasses.replace(MIXTRAL, layers=3, tied=False, experts=3)
+    with Grid(1, 2, 2, expert=2, boxes=[(1, 2, 1), (2, 1, 1)]) as grid:
+        check(grid, shape, 2, 1.0)
+
+
+@pytest.mark.ranks(4)
+def test_checkpoints_are_of_any_boxes(world, tmp_path):
+    """Saved and loaded with other boxes: the same weights, and the same next step."""
+    root = world.bcast(tmp_path) / "checkpoints"
+    shape = dataclasses.replace(fitting(UNTIED, 2), dropout=0.0)
+    order, found = schedule("1f1b", 2, 2), []
+    for boxes in ([(2, 1, 1), (1, 2, 1)], [(1, 1, 2), (2, 1, 1)]):
+        grid = Grid(1, 2, 2, boxes=boxes)
+        model = made(grid, shape, None, order.placement)
+        trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order)
+        first, second = (microbatches(grid, batch, step, 2) for step, batch in enumerate(batches(shape, 2)))
+        if not found:
+            trainer.step(first)
+            checkpoint.save(root, 1, model, trainer.strategy)
+        else:
+            assert checkpoint.load(root, model, trainer.strategy).step == 1
+        found.append((trainer.step(second), [whole for _, whole in whole_parameters(model, grid)]))
+    (one, weights), (other, loaded) = found
+    assert one == pytest.approx(other, rel=1e-12)
+    if world.rank == 0:
+        torch.testing.assert_close(loaded, weights, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.ranks(4)

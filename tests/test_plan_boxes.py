@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from hpctrain.cli import main
-from hpctrain.config import load_config
+from hpctrain.config import load_config, to_toml
 from hpctrain.plan import Machine, between_stages, predict
 from hpctrain.plan.between_stages import Chain, parts_on, residual
+from hpctrain.scale.points import points
+from hpctrain.train.inference import configuration
 
 
 def random_chain(seed):
@@ -89,7 +91,7 @@ def test_of_a_configuration():
         )
 
 
-def test_what_is_printed_trains(capsys):
+def test_what_is_printed_trains(capsys, tmp_path):
     """The settings are of a configuration; what its boxes do not fit is refused, and so is a plan of one box."""
     command = ["plan", "jobs/train.toml", "grid.tensor=4", "model.tied=false", "--machine", "frontier"]
     main([*command, "--show", "boxes", "--json"])
@@ -111,5 +113,9 @@ def test_what_is_printed_trains(capsys):
     ]:
         with pytest.raises(ValueError, match=said):
             load_config("jobs/train.toml", [f"pipeline.boxes={json.dumps(boxes)}"])
+    with pytest.raises(ValueError, match="a study has one box"):
+        points("jobs/train.toml", ["model.tied=false", *settings], ranks=[8], mode="strong", vary="tensor")
+    (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    assert configuration(tmp_path, ["grid.data=2"], 2).boxes is None  # a model that was trained so is of any grid
     with pytest.raises(ValueError, match="megatron"):
         load_config("jobs/train.toml", ['pipeline.boxes=["2x1x1", "1x2x1"]', "tensor.algorithm=megatron"])

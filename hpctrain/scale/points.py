@@ -59,6 +59,10 @@ def points(
     _check(ranks, mode, vary, machine)
     base = load_config(path, overrides)
     fixed = list(overrides)
+    if base.boxes:
+        raise ValueError(
+            f"a study has one box, grid.tensor, in all stages, got pipeline.boxes = {base.pipeline.boxes}; leave it out"
+        )
     if base.ranks != ranks[0]:
         if ranks[0] != 1:
             raise ValueError(

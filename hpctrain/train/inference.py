@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # How a training cut its pipeline and shared its weights does not matter to what was trained.
-_PLAIN = ["pipeline.schedule=1f1b", "pipeline.virtual_stages=0", "pipeline.partition=even", "train.microbatches=1",
-          "data_parallel.method=ddp"]  # fmt: skip
+_PLAIN = ["pipeline.schedule=1f1b", "pipeline.virtual_stages=0", "pipeline.partition=even", "pipeline.boxes=[]",
+          "train.microbatches=1", "data_parallel.method=ddp"]  # fmt: skip
 
 
 @dataclass
