@@ -63,6 +63,12 @@ class StandIn:
     def Free(self):
         StandIn.made -= 1
 
+    def Get_attr(self, keyval):
+        return None
+
+    def Set_attr(self, keyval, value):
+        pass
+
     def Isend(self, message, rank, tag):
         self.messages += 1
         return Done()

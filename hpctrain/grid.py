@@ -27,6 +27,7 @@ from hpctrain.grid_shape import (
     place_of,
     size_of,
 )
+from hpctrain.reclaim import Freed, Holdings, free_comm, made_of, reclaim
 from hpctrain.trace import Trace
 from hpctrain.traffic import Traffic
 
@@ -71,6 +72,7 @@ class Transport:
         reducers: the `comm.algorithms.Reducer` of each axis for which `comm.choose_all_reduce` chose one.
         workspaces: scratch memory that `comm.workspace` made for an axis.
         repartitions: those that `comm.functional.reshard` made for pairs of layouts.
+        holdings: the handles of MPI's that are the grid's, for when nobody uses it any more.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
@@ -83,6 +85,7 @@ class Transport:
     reducers: dict = field(default_factory=dict)
     workspaces: dict = field(default_factory=dict)
     repartitions: dict = field(default_factory=dict)
+    holdings: Holdings = field(default_factory=Holdings)
 
 
 class Axis:
@@ -150,7 +153,8 @@ class Grid:
     A grid holds 16 communicators at any size (itself, data and its 4 parts, pipeline, the 7 sets of tensor axes, expert
     and copies), 16 more in checked mode, and the node of every rank along each axis. `comm/` adds a window of shared
     memory for each bucket of gradients and up to four for the workspaces of an axis that are in use. `free()` gives
-    them back; so does the end of `with Grid(...) as grid:`.
+    them back; so does the end of `with Grid(...) as grid:`. Of a grid that is dropped instead, with its axes and all
+    tensors in its shared memory, on every rank, they are given back when the next grid is made of the same `comm`.
 
     Stages may arrange their ranks in different boxes: `boxes` has one (x, y, z) for each rank of the pipeline axis, of
     as many ranks as `tensor`. `grid.shape` and `grid.coords` are then those of this rank's stage, `grid.boxes` all.
@@ -176,8 +180,10 @@ class Grid:
         comm = MPI.COMM_WORLD if comm is None else comm
         check_expert(self.shape, expert)
         check_ranks(self.shape, comm.size)
+        reclaim(comm)
 
         self.transport = Transport()
+        self._made = made_of(comm)
         self.comm = comm.Create_cart(tuple(self.shape.values()), periods=[True] * len(AXES), reorder=False)
         self.rank, self.size = self.comm.rank, self.comm.size
         self._expert = expert
@@ -200,6 +206,11 @@ class Grid:
             alike = cast("MPI.Intracomm", comm.Split(stage + self.coords[others], self.coords[name]))
             axes[name] = Axis(name, alike, node, self.transport)
         self._axes = axes
+        holdings = self.transport.holdings
+        for axis in axes.values():
+            holdings.add(free_comm(axis.comm))
+        holdings.used_by(self.transport)
+        self._made.append(holdings)
         self.expert, self.copies = axes["expert"], axes["copies"]
         self.world, self.data, self.pipeline, self.tensor = (
             axes[name] for name in ("world", "data", "pipeline", "x+y+z")
@@ -269,16 +280,24 @@ class Grid:
             raise ValueError(f"{what} has all weights on every replica, got grid.expert = {self.expert.size}; use 1")
 
     def free(self) -> None:
-        """Give back the communicators and the shared memory. Collective; nothing of the grid may be used after it, nor
-        any tensor in its memory, such as the gradients in the buckets of `DataParallel`."""
+        """Give back the communicators and the shared memory. Collective; a second time does nothing.
+
+        Nothing of the grid may be used after it: operations along its axes raise ValueError, and tensors in its memory,
+        such as the gradients in the buckets of `DataParallel`, are gone.
+        """
+        if isinstance(self.comm, Freed):
+            return
         while self.transport.resources:
             self.transport.resources.pop().free()
         self.transport.watchdog = self.transport.checker = None
         self.transport.reducers.clear()
         self.transport.workspaces.clear()
         self.transport.repartitions.clear()
-        for axis in reversed(self._axes.values()):
-            axis.comm.Free()
+        self.transport.holdings.free()
+        self._made.remove(self.transport.holdings)
+        self.comm = cast("MPI.Cartcomm", Freed())
+        for axis in self._axes.values():
+            axis.comm = self.comm
 
     def __enter__(self) -> Grid:
         return self

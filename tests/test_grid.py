@@ -1,9 +1,11 @@
 """The grid: who stands where, who talks to whom, and what is refused."""
 
+import gc
+
 import pytest
 import torch
 
-from hpctrain import Grid, comm
+from hpctrain import Grid, comm, parallelize
 from hpctrain.grid_shape import AXES, grid_shape
 
 pytestmark = pytest.mark.mpi
@@ -271,7 +273,61 @@ def test_what_a_grid_made_is_freed(world):
         del made
         assert mapped() == before
         assert grid.transport.resources == []
-        assert not any((grid.comm, grid.data.comm, grid.pipeline.comm, line.comm, grid.plane("y", "z").comm))
+        for axis in (grid, grid.data, grid.pipeline, line, grid.plane("y", "z")):
+            with pytest.raises(ValueError, match="the grid was given back by .*; make another one by ht.Grid"):
+                axis.comm.barrier()
+        grid.free()  # a second time is nothing
+    with pytest.raises(ValueError, match="the grid was given back"):
+        parallelize(torch.nn.Linear(2, 2), grid)
+
+
+@pytest.mark.ranks(2)
+def test_dropped_grids_are_freed(world):
+    """When the next one is made: those that are gone on all ranks, and of which no memory is used."""
+    watched, used = [], None
+    for number in range(300):
+        grid = Grid(tensor=2)
+        watched.append(grid.comm)
+        if number == 0:
+            comm.CollectiveChecker(grid)
+            comm.Watchdog(grid, 60)  # a thread, and a cycle
+        if number == 100:
+            used = (
+                comm.ReplicatedBuffer(grid.data, 10, torch.ones(1)),
+                comm.workspace(grid.tensor.x, torch.ones(3), "a"),
+            )
+        if number == 200 and world.rank == 0:
+            kept = grid
+        del grid
+    gc.collect()
+    Grid(tensor=2).free()
+    alive = [number for number, made in enumerate(watched) if made]
+    assert alive == [100, 200]  # a window is in use; rank 0 has it
+    assert world.allreduce(1) == 2
+    if world.rank == 0:
+        assert (kept.comm.size, kept.tensor.x.comm.size) == (2, 2)
+        del kept
+    del used
+    gc.collect()
+    Grid(tensor=2).free()
+    assert not any(watched)
+
+
+@pytest.mark.ranks(2)
+def test_memory_of_a_dropped_grid(world):
+    """It is there as long as a tensor is in it."""
+    grid = Grid(tensor=2)
+    mine = comm.workspace(grid.tensor.x, torch.ones(3), "a").gather(torch.full((3,), 1.0 + world.rank), (3, 3))
+    handle = grid.comm
+    del grid
+    gc.collect()
+    Grid(tensor=2).free()
+    assert handle
+    assert mine.tolist() == [1.0] * 3 + [2.0] * 3
+    del mine
+    gc.collect()
+    Grid(tensor=2).free()
+    assert not handle
 
 
 def test_an_error_does_not_wait_for_the_others(world):

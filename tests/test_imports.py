@@ -18,6 +18,7 @@ LAYERS = [
     ("config",),
     ("checkpoint",),
     ("models",),  # of which plain modules are trained by way of convert
+    ("integrations",),
     ("convert",),
     ("pipeline",),
     ("data_parallel",),
@@ -28,7 +29,7 @@ LAYERS = [
     ("grid", "launch", "parameter", "layout"),
     (
         "grid_shape", "grad_sync", "shard", "shard_entries", "trace", "traffic", "randomness", "files", "home", "page",
-        "cores", "digest", "choices",
+        "cores", "digest", "choices", "reclaim",
     ),
 ]  # fmt: skip
 ONE_CONCEPT = [{"cli", "__main__"}, {"shard", "shard_entries"}]  # of several files

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from hpctrain.grid import Axis, Grid
+from hpctrain.reclaim import free_comm
 
 _HERE = str(Path(__file__).parent)
 
@@ -33,12 +34,9 @@ class CollectiveChecker:
         axes = grid.axes()
         self._grid = grid
         self._comms = {axis.name: axis.comm.Dup() for axis in axes}
-        grid.transport.checker = self
-        grid.transport.resources.append(self)
-
-    def free(self) -> None:
         for comm in self._comms.values():
-            comm.Free()
+            grid.transport.holdings.add(free_comm(comm))
+        grid.transport.checker = self
 
     def __call__(self, axis: Axis, name: str, arguments: tuple, options: dict) -> None:
         """Agree on the operation, its arguments, and the line that calls it.

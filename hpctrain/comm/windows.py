@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import math
 import mmap
 import os
 import socket
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from hpctrain.comm.buffers import REDUCED_HERE, Work
 from hpctrain.grid import Axis
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 R = TypeVar("R")
 
@@ -50,7 +54,11 @@ class Window:
         self._window = MPI.Win.Allocate_shared(nbytes, 1, comm=axis.comm)
         self._window.Lock_all()  # the epoch in which loads, stores and Sync are defined
         first = self._window.Shared_query(0)[0].address  # MPI lays the ranks' parts side by side
-        self.whole = torch.frombuffer(MPI.buffer.fromaddress(first, sum(sizes)), dtype=torch.uint8)
+        memory = (ctypes.c_char * sum(sizes)).from_address(first)  # alive as long as any tensor in it
+        axis.transport.holdings.used_by(memory)
+        self._waited: list[MPI.Request] = []
+        axis.transport.holdings.add(functools.partial(_free, self._window, self._waited))
+        self.whole = torch.frombuffer(memory, dtype=torch.uint8)
         self.parts = self.whole.split(sizes)
         if not all(axis.comm.allgather(_populate(self.parts[axis.rank]))):
             self.free()
@@ -60,8 +68,7 @@ class Window:
     def free(self) -> None:
         self.wait_released()
         del self.whole, self.parts
-        self._window.Unlock_all()
-        self._window.Free()
+        _free(self._window, self._waited)
 
     def memory_barrier(self) -> None:
         """What this rank wrote, others see after a message from it; what they wrote, this one after theirs."""
@@ -81,7 +88,8 @@ class Window:
             self._window.Sync()
             return then()
 
-        return Work([self._ibarrier()], None, finish)
+        self._waited[:] = [self._ibarrier()]
+        return Work(list(self._waited), None, finish)
 
     def release(self) -> None:
         """This rank has done with what is in the window."""
@@ -94,6 +102,15 @@ class Window:
         if self._released is not None:
             self._released.wait()
             self._released = None
+
+
+def _free(window: MPI.Win, waited: list[MPI.Request]) -> None:
+    """Of a window that is not freed yet, when nothing reads its memory any more."""
+    for request in waited:
+        request.Wait()
+    if window:
+        window.Unlock_all()
+        window.Free()
 
 
 def _check_space(axis: Axis, nbytes: int) -> list[int]:

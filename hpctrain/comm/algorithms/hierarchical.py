@@ -11,6 +11,7 @@ from hpctrain.comm.buffers import wait
 from hpctrain.comm.message_workspace import MessageWorkspace
 from hpctrain.comm.workspace import new_workspace
 from hpctrain.grid import Axis
+from hpctrain.reclaim import free_comm
 from hpctrain.shard import split
 
 
@@ -36,12 +37,8 @@ class Hierarchy:
         memory = new_workspace(self.node, torch.empty(0))
         assert not isinstance(memory, MessageWorkspace)  # its ranks share memory
         self._memory = memory
-        axis.transport.resources.append(self)
-
-    def free(self) -> None:
-        self.node.comm.Free()
-        if self.lane is not None:
-            self.lane.comm.Free()
+        for made in (self.node.comm, comm):
+            axis.transport.holdings.add(free_comm(made))
 
     def all_reduce(self, x: torch.Tensor, tag: int) -> tuple[int, int]:
         """Replace the flat CPU tensor, of a type that MPI can add, by the sum; returns bytes sent and received."""

@@ -1,0 +1,99 @@
+"""What MPI made for grids that nobody uses any more is freed when the next grid is made of the same communicator.
+
+Communicators and windows are freed by all of their ranks together, in one order, and Python drops a grid on one rank
+before it does so on another. So a rank only notes that a grid of its is gone; when all make the next one, they agree on
+which grids are gone everywhere, and free those.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+LOOKED = 16  # grids after which the collector of cycles runs: a watched or parallelized grid is in some
+
+
+class Holdings:
+    """What MPI made for one grid. It knows of what uses it, but keeps none of that alive.
+
+    Attributes: `users`, how many objects there are, such as axes' `Transport` and memory of windows, whose end it
+    waits for.
+    """
+
+    def __init__(self) -> None:
+        self.users = 0
+        self._frees: list[Callable[[], None]] = []
+
+    def add(self, free: Callable[[], None]) -> None:
+        """`free`, which may be called a second time, is collective, and refers to handles of MPI's alone."""
+        self._frees.append(free)
+
+    def used_by(self, user: object) -> None:
+        self.users += 1
+        weakref.finalize(user, self._gone).atexit = False
+
+    def _gone(self) -> None:
+        self.users -= 1
+
+    def free(self) -> None:
+        """The last made first. Collective."""
+        while self._frees:
+            self._frees.pop()()
+
+
+class Freed:
+    """In the place of the communicators of a grid that was freed."""
+
+    def __getattr__(self, name: str) -> object:
+        raise ValueError(
+            "the grid was given back by free() or at the end of its `with`, and nothing of it can be used any more; "
+            "make another one by ht.Grid(...)"
+        )
+
+
+def free_comm(comm: MPI.Comm) -> Callable[[], None]:
+    """For `Holdings.add`."""
+    return functools.partial(_free_comm, comm)
+
+
+def _free_comm(comm: MPI.Comm) -> None:
+    if comm:  # neither null nor freed
+        comm.Free()
+
+
+@functools.cache
+def _keyval() -> int:
+    from mpi4py import MPI
+
+    return MPI.Comm.Create_keyval()
+
+
+def made_of(comm: MPI.Intracomm) -> list[Holdings]:
+    """Of all grids of a communicator that are not freed, in the order in which they were made; kept with it."""
+    made = comm.Get_attr(_keyval())
+    if not isinstance(made, list):  # none yet
+        made = []
+        comm.Set_attr(_keyval(), made)
+    return made
+
+
+def reclaim(comm: MPI.Intracomm) -> None:
+    """Free what was made of the communicator for grids that no rank uses any more. Collective."""
+    from mpi4py import MPI
+
+    made = made_of(comm)
+    if not made:
+        return
+    if len(made) % LOOKED == 0:
+        gc.collect()
+    gone = bytearray(not holdings.users for holdings in made)
+    comm.Allreduce(MPI.IN_PLACE, [gone, MPI.UNSIGNED_CHAR], MPI.MIN)
+    for holdings in [holdings for holdings, is_gone in zip(made, gone) if is_gone]:
+        holdings.free()
+        made.remove(holdings)
