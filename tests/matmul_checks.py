@@ -47,7 +47,7 @@ def products(world, way, algorithms=ALGORITHMS):
 
 def whole(*shape, seed=0, dtype=torch.float64):
     """A matrix that every rank knows whole."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def close(actual, expected, tolerance=1e-12):

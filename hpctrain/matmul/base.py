@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hpctrain.comm import functional
 from hpctrain.grid import Axis
 from hpctrain.matmul.panels import Scratch
+from hpctrain.matmul.shapes import Shapes, as_tensor, fold_a, fold_b
 from hpctrain.shard import subsplit
 
 Layouts = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
@@ -23,6 +25,11 @@ class Matmul:
         a, b = mm.scatter_a(A), mm.scatter_b(B)   # this rank's blocks
         c = mm(a, b)                              # this rank's block of C; differentiable
         C = mm.gather_c(c)                        # the whole C, on every rank
+
+    Operands may be vectors or have leading dims, as those of torch.matmul. Leading dims of A alone are further rows,
+    and those of B alone further columns, of one product; where both have some, which are broadcast, each pair is a
+    product of its own, and `a, b = mm.scatter(A, B)` cuts them together. Operands may be arrays of NumPy, CuPy and
+    others, by __dlpack__ or __cuda_array_interface__; numpy.from_dlpack(C) and its like take results.
 
     Any sizes: dims are cut in balanced parts, the first ones longer, the last ones empty where there are too few. Sums
     over ranks of 16-bit floats are taken in float32. Products, gradients included, are collective over the axes: every
@@ -44,8 +51,9 @@ class Matmul:
         self._place = (self.x.rank, self.y.rank, self.z.rank)
         self._check_grid(*self.shape)
         self._scratch = Scratch()
-        self._a_shape: tuple[int, int] | None = None
-        self._b_shape: tuple[int, int] | None = None
+        self._a_shape: tuple[int, ...] | None = None  # of the operands as they were given
+        self._b_shape: tuple[int, ...] | None = None
+        self._together = False  # whether they were cut together
         self._bound: tuple[tuple[torch.Size, torch.Size], Any] | None = None  # of the blocks; what `_sizes` gave
 
     # Sizes
@@ -56,7 +64,7 @@ class Matmul:
         `scatter_a` and `scatter_b` do it themselves; this is for blocks made otherwise. Blocks do not tell the sizes of
         the whole, and asking the other ranks at every product would cost more than a small product.
         """
-        self._a_shape, self._b_shape, self._bound = (m, k), (k, n), None
+        self._a_shape, self._b_shape, self._together, self._bound = (m, k), (k, n), False, None
 
     def slices(
         self, matrix: str, rows: int, columns: int, place: tuple[int, int, int] | None = None
@@ -73,30 +81,50 @@ class Matmul:
             part = subsplit(part, self.shape[index], place[index])
         return part
 
+    def scatter(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's blocks of A and of B, which every rank passes whole. Differentiable; nothing is communicated.
+
+        Where both have leading dims, so have the blocks: they are those of each matrix.
+
+        Raises:
+            ValueError: naming shapes, where torch.matmul would not multiply these.
+        """
+        a, b = as_tensor("A", a), as_tensor("B", b)
+        shapes = Shapes(tuple(a.shape), tuple(b.shape))
+        shapes.check()
+        if not shapes.batched:
+            return self.scatter_a(a), self.scatter_b(b)
+        (m, k), (_, n) = shapes.matrices()
+        self._a_shape, self._b_shape, self._together, self._bound = *shapes, True, None
+        return a[(..., *self.slices("a", m, k))].contiguous(), b[(..., *self.slices("b", k, n))].contiguous()
+
     def scatter_a(self, matrix: torch.Tensor) -> torch.Tensor:
         """This rank's block of A, which every rank passes whole. Differentiable; nothing is communicated."""
-        rows, columns = matrix.shape
-        self._a_shape, self._bound = (rows, columns), None
-        return matrix[self.slices("a", rows, columns)].contiguous()
+        matrix = as_tensor("A", matrix)
+        self._a_shape, self._together, self._bound = tuple(matrix.shape), False, None
+        matrix = fold_a(matrix)
+        return matrix[self.slices("a", *matrix.shape)].contiguous()
 
     def scatter_b(self, matrix: torch.Tensor) -> torch.Tensor:
         """This rank's block of B, which every rank passes whole. Differentiable; nothing is communicated."""
-        rows, columns = matrix.shape
-        self._b_shape, self._bound = (rows, columns), None
-        return matrix[self.slices("b", rows, columns)].contiguous()
+        matrix = as_tensor("B", matrix)
+        self._b_shape, self._together, self._bound = tuple(matrix.shape), False, None
+        matrix = fold_b(matrix)
+        return matrix[self.slices("b", *matrix.shape)].contiguous()
 
     def gather_c(self, c: torch.Tensor) -> torch.Tensor:
         """The whole C on every rank. Its gradient is the sum over the ranks of what they make of it."""
-        (m, _), (_, n) = self._shapes()
+        operands = self._shapes()
+        (m, _, n), batch = operands.sizes(), operands.batch
         x, y, z = map(range, self.shape)
         places = [self.slices("c", m, n, place) for place in itertools.product(x, y, z)]
-        shapes = [tuple(part.stop - part.start for part in place) for place in places]
-        counts = tuple(rows * columns for rows, columns in shapes)
+        shapes = [(*batch, *(part.stop - part.start for part in place)) for place in places]
+        counts = tuple(math.prod(shape) for shape in shapes)
         blocks = functional.all_gather(c.reshape(-1), self.tensor, counts).split(counts)
-        whole = c.new_empty(m, n)
+        whole = c.new_empty(*batch, m, n)
         for place, shape, block in zip(places, shapes, blocks):
-            whole[place] = block.view(shape)
-        return whole
+            whole[(..., *place)] = block.view(shape)
+        return whole if operands.batched else operands.unfold(whole)
 
     # Products
 
@@ -109,23 +137,35 @@ class Matmul:
         if (a.shape, b.shape) != shapes or a.dtype != b.dtype:
             raise ValueError(
                 f"the blocks have shapes {tuple(a.shape)} and {tuple(b.shape)} and dtypes {a.dtype} and {b.dtype}, but "
-                f"rank {self._place} of {self.shape} holds {shapes[0]} and {shapes[1]}, of one dtype, of matrices of "
-                f"{self._a_shape} and {self._b_shape}: call bind(m, k, n) when the sizes change"
+                f"rank {self._place} of {self.shape} holds {tuple(shapes[0])} and {tuple(shapes[1])}, of one dtype, of "
+                f"matrices of {self._a_shape} and {self._b_shape}: call bind(m, k, n) when the sizes change"
             )
-        return _Product.apply(a, b, self, sizes)
+        if not self._together:
+            return _Product.apply(a, b, self, sizes)
+        batch = self._shapes().batch
+        a, b = (block.expand(*batch, *block.shape[-2:]).flatten(0, -3) for block in (a, b))
+        c = _Products.apply(a, b, self, sizes)
+        return c.view(*batch, *c.shape[1:])
 
-    def _shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+    def _shapes(self) -> Shapes:
         if self._a_shape is None or self._b_shape is None:
             raise ValueError("the sizes of A and B are not known: make blocks by scatter_a and scatter_b, or call bind")
-        return self._a_shape, self._b_shape
+        return Shapes(self._a_shape, self._b_shape)
 
     def _bind(self) -> tuple[tuple[torch.Size, torch.Size], Any]:
-        (m, k), (rows, n) = self._shapes()
-        if k != rows:
-            raise ValueError(f"A of {m} × {k} cannot be multiplied by B of {rows} × {n}")
+        operands = self._shapes()
+        m, k, n = operands.sizes()
+        if operands.batched and not self._together:
+            raise ValueError(
+                f"A of shape {operands.a} and B of shape {operands.b} both have leading dims, so that each pair of "
+                "matrices is a product of its own: make the blocks together, a, b = mm.scatter(A, B)"
+            )
         a, b = (
-            torch.Size([part.stop - part.start for part in self.slices(matrix, *shape)])
-            for matrix, shape in (("a", (m, k)), ("b", (k, n)))
+            torch.Size([*leading, *(part.stop - part.start for part in self.slices(matrix, *shape))])
+            for matrix, shape, leading in (
+                ("a", (m, k), operands.a[:-2] if self._together else ()),
+                ("b", (k, n), operands.b[:-2] if self._together else ()),
+            )
         )
         self._bound = (a, b), self._sizes(m, k, n)
         return self._bound
@@ -172,3 +212,29 @@ class _Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         return *ctx.mm._backward(ctx.needs_input_grad[:2], *ctx.saved_tensors, grad, ctx.sizes), None, None
+
+
+class _Products(torch.autograd.Function):
+    """One after the other."""
+
+    @staticmethod
+    def forward(ctx, a, b, mm, sizes):
+        ctx.save_for_backward(a, b)
+        ctx.mm, ctx.sizes = mm, sizes
+        m, _, n = mm._shapes().sizes()
+        c = a.new_empty(len(a), *(part.stop - part.start for part in mm.slices("c", m, n)))
+        for place, (left, right) in enumerate(zip(a, b)):
+            c[place] = mm._forward(left.contiguous(), right.contiguous(), sizes)
+        return c
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        operands, (*needed, _, _) = ctx.saved_tensors, ctx.needs_input_grad
+        grads = [torch.empty_like(operand) if wanted else None for operand, wanted in zip(operands, needed)]
+        for place, (a, b, each) in enumerate(zip(*operands, grad)):
+            found = ctx.mm._backward(needed, a.contiguous(), b.contiguous(), each.contiguous(), ctx.sizes)
+            for whole, part in zip(grads, found):
+                if whole is not None:
+                    whole[place] = part
+        return *grads, None, None

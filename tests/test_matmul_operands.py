@@ -1,0 +1,130 @@
+"""Operands of any dims and of other array libraries, as torch.matmul takes them, against it."""
+
+import numpy as np
+import pytest
+import torch
+from matmul_checks import close, products, whole
+
+from hpctrain import Grid, matmul
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
+
+OPERANDS = {
+    "vectors": ((7,), (7,)),
+    "vector and matrix": ((7,), (7, 5)),
+    "matrix and vector": ((5, 7), (7,)),
+    "stack and matrix": ((3, 2, 5, 7), (7, 4)),
+    "stack and vector": ((3, 5, 7), (7,)),
+    "matrix and stack": ((5, 7), (3, 7, 4)),
+    "vector and stack": ((7,), (2, 3, 7, 4)),
+    "two stacks": ((3, 5, 7), (3, 7, 4)),
+    "broadcast": ((2, 1, 3, 5), (4, 5, 2)),
+    "no matrices": ((0, 3, 5), (0, 5, 2)),
+    "no rows": ((2, 0, 5), (5, 2)),
+    "no terms": ((2, 3, 0), (0, 2)),
+}
+
+
+@pytest.mark.parametrize("way", ["shared memory", "messages"])
+def test_as_torch_matmul(world, way):
+    for grid, mm in products(world, way):
+        for number, shapes in enumerate(OPERANDS.values()):
+            A, B = (whole(*shape, seed=number + seed).requires_grad_() for seed, shape in enumerate(shapes))
+            expected = A @ B
+            G = whole(*expected.shape, seed=9)
+            expected_grads = torch.autograd.grad(expected, (A, B), G)
+            C = mm.gather_c(mm(*mm.scatter(A, B)))
+            assert C.shape == expected.shape
+            close(C, expected)
+            # every rank takes the same of the whole C, and each has the gradient of its own blocks
+            grads = torch.autograd.grad(C, (A, B), G / grid.size)
+            for got, wanted in zip(grads, expected_grads):
+                close(torch.from_numpy(world.allreduce(got.numpy())), wanted)
+
+
+def test_one_gradient_of_stacks(world):
+    for _, mm in products(world, "shared memory"):
+        A, B = whole(3, 4, 5), whole(3, 5, 2, seed=1).requires_grad_()
+        a, b = mm.scatter(A, B)
+        (grad,) = torch.autograd.grad(mm(a, b).sum(), b)
+        rows, columns = mm.slices("b", 5, 2)
+        close(grad, (A.mT @ torch.ones(3, 4, 2, dtype=torch.float64))[:, rows, columns])
+
+
+def test_bytes_of_a_stack_are_those_of_one_product(world):
+    """Its leading dims are rows."""
+    for grid, mm in products(world, "shared memory"):
+        a, b = mm.scatter(whole(2, 36, 72), whole(72, 72))
+        grid.transport.traffic.clear()
+        mm(a, b)
+        assert grid.transport.traffic.total("received") == pytest.approx(8 * mm.volume(72, 72, 72), rel=1e-12, abs=0)
+
+
+class OtherArray:
+    """As of a library that torch does not know."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+class Interface:
+    """An array that has but the older protocol, as CuPy has __cuda_array_interface__."""
+
+    def __init__(self, array):
+        self._array = array
+        self.__array_interface__ = array.__array_interface__
+
+
+def test_arrays(world):
+    A, B = whole(5, 7).numpy(), whole(7, 4, seed=1).numpy()
+    fixed = B.copy()
+    fixed.flags.writeable = False
+    mm = matmul.Agarwal(Grid(tensor=world.size).tensor)
+    for a, b in ((A, B), (OtherArray(A), Interface(B)), (A[::-1].copy()[::-1], fixed), (A, torch.from_numpy(B))):
+        got = mm.gather_c(mm(*mm.scatter(a, b)))
+        np.testing.assert_allclose(np.from_dlpack(got), A @ B, rtol=0, atol=1e-12)
+
+
+REFUSED = {
+    "terms": (
+        (5, 7),
+        (6, 4),
+        r"A of shape \(5, 7\) cannot be multiplied by B of shape \(6, 4\): the last dim of A is 7, and B needs as many "
+        "rows, but has 6",
+    ),
+    "vectors": ((3,), (2,), r"A of shape \(3,\) cannot be multiplied by B of shape \(2,\)"),
+    "leading dims": (
+        (2, 5, 7),
+        (3, 7, 4),
+        r"\(2,\) of A, of shape \(2, 5, 7\), and \(3,\) of B, of shape \(3, 7, 4\), do not broadcast: .* equal, or 1",
+    ),
+    "number": ((), (7, 4), "A must have one dim at least, got a single number; multiply by it with *"),
+}
+
+
+def test_refused(world):
+    mm = matmul.Agarwal(Grid(tensor=world.size).tensor)
+    for a, b, text in REFUSED.values():
+        with pytest.raises(ValueError, match=text):
+            mm.scatter(whole(*a), whole(*b))
+    for value, text in (
+        ([[1.0]], "A must be a tensor, or an array of .*, got a list: it has no array protocol"),
+        (np.array([["a"]]), r"A must be .*, got a ndarray of shape \(1, 1\) and type <U1: "),
+        (np.ones((2, 3), ">f8"), r"A must be .*, got a ndarray of shape \(2, 3\) and type >f8: "),
+    ):
+        with pytest.raises(ValueError, match=text):
+            mm.scatter_a(value)
+    mm.scatter_a(whole(2, 5, 7))
+    b = mm.scatter_b(whole(2, 7, 4))
+    with pytest.raises(
+        ValueError, match=r"both have leading dims, .*: make the blocks together, a, b = mm\.scatter\(A, B"
+    ):
+        mm(b, b)
+    with pytest.raises(ValueError, match="B must be of real numbers, got torch.complex64; multiply its real"):
+        mm.scatter(whole(3, 4), whole(4, 5).cfloat())
