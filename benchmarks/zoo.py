@@ -91,11 +91,11 @@ def tried(name, grid, zero=None, times=0):
     if zero is not None:
         ht.clip_grad_norm_(model, float("inf"))  # of the means
     worst = {f"output {k}": difference(got[k], expected[k]) for k in expected}
-    gradients = gathered_gradients(model)
+    gradients = ht.gather_gradients(model)
     if grid.rank == 0:
         for path, parameter in serial.named_parameters():
             zero = torch.zeros_like(parameter)
-            worst[path] = difference(gradients[path], zero if parameter.grad is None else parameter.grad)
+            worst[path] = difference(gradients.get(path, zero), zero if parameter.grad is None else parameter.grad)
     place, largest = max(worst.items(), key=lambda item: item[1])
     if not largest < CLOSE:
         result["rounding"] = float(f"{rounding(serial, inputs, place):.2g}")
@@ -211,18 +211,6 @@ def whole(model):
                 kind = type(module).__name__
                 found[kind] = found.get(kind, 0) + parameter.numel()
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def gathered_gradients(model):
-    """On rank 0: {name: the whole gradient}."""
-    kept = {}
-    for parameter in model.parameters():
-        kept[parameter] = parameter.data
-        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    gathered = ht.gather_state_dict(model)
-    for parameter, data in kept.items():
-        parameter.data = data
-    return gathered
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ LAYERS = [
     ("config",),
     ("checkpoint",),
     ("models",),  # of which plain modules are trained by way of convert
-    ("integrations",),
     ("convert",),
     ("pipeline",),
     ("data_parallel",),

@@ -6,8 +6,9 @@ import pytest
 
 import hpctrain as ht
 
-NAMES = """Grid RngKey Shard Trainer checkpoint clip_grad_norm_ comm data data_parallel gather_state_dict layers
-    load_config matmul models parallelize pipeline plan register_rule sync_gradients train"""
+NAMES = """Grid RngKey Shard Trainer checkpoint clip_grad_norm_ comm data data_parallel gather_gradients
+    gather_optimizer_state gather_state_dict layers load_config load_optimizer_state matmul models parallelize pipeline
+    plan register_rule sync_gradients train"""
 
 
 def test_dir_shows_the_public_names():

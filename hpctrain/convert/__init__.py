@@ -3,9 +3,20 @@
 The package is not called `parallelize`, as `ht.parallelize` is the function.
 """
 
+from hpctrain.convert.optimizer_state import gather_optimizer_state, load_optimizer_state
 from hpctrain.convert.parallelize import parallelize
 from hpctrain.convert.rules import Split, register_rule
-from hpctrain.convert.state_dict import gather_state_dict
+from hpctrain.convert.state_dict import gather_gradients, gather_state_dict
 from hpctrain.convert.steps import clip_grad_norm_, sync_gradients
 
-__all__ = ["Split", "clip_grad_norm_", "gather_state_dict", "parallelize", "register_rule", "sync_gradients"]
+__all__ = [
+    "Split",
+    "clip_grad_norm_",
+    "gather_gradients",
+    "gather_optimizer_state",
+    "gather_state_dict",
+    "load_optimizer_state",
+    "parallelize",
+    "register_rule",
+    "sync_gradients",
+]

@@ -1,11 +1,12 @@
-"""The whole weights of a parallelized model, under their original names."""
+"""The whole weights and gradients of a parallelized model, under their original names."""
 
 from __future__ import annotations
 
 import torch
 
 from hpctrain import comm
-from hpctrain.convert.steps import grid_of
+from hpctrain.convert.gradients import as_tensors, check_summed
+from hpctrain.convert.steps import grid_of, undivided_replicas
 from hpctrain.grid import Grid
 from hpctrain.layers.whole_parameters import whole_parameters
 
@@ -56,3 +57,38 @@ def _of_all_stages(buffers: dict[str, torch.Tensor], grid: Grid) -> dict[str, to
                 shape, dtype = theirs[name]
                 found[name] = comm.recv(torch.empty(shape, dtype=dtype), grid.pipeline, rank)
     return found
+
+
+def gather_gradients(model: torch.nn.Module, grid: Grid | None = None) -> dict[str, torch.Tensor]:
+    """{name: gradient} of the original module, in host memory, on rank 0 of the grid; empty elsewhere. Collective.
+
+    The names are those of `named_parameters()`. A parameter without a gradient on any rank is left out, as one whose
+    `.grad` is None. Gradients travel one by one.
+
+    Args:
+        grid: of a model that `parallelize` did not make.
+
+    Raises:
+        ValueError: on every rank, when those of replicas are not summed, see `ht.sync_gradients`, and where replicas
+            share them (zero=1 to 3).
+    """
+    grid = grid_of(model, grid)
+    if (replicas := undivided_replicas(model, "ht.gather_gradients")) is not None:
+        replicas.complete(step=True)
+    with comm.together(grid.comm):
+        check_summed(list(model.parameters()), "ht.gather_gradients")
+    there = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    used = {name for names in grid.comm.allgather(there) for name in names}
+    parameters = {parameter: name in used for name, parameter in model.named_parameters()}
+
+    def part(parameter):
+        if not parameters[parameter]:
+            return None
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    with as_tensors():
+        return {
+            name: gradient.view(getattr(model.get_parameter(name), "whole_shape", gradient.shape))
+            for name, gradient in whole_parameters(model, grid, part)
+            if grid.rank == 0
+        }

@@ -69,6 +69,17 @@ def replicas_of(model: torch.nn.Module):
     return next((each for p in model.parameters() if (each := vars(p).get("replicas")) is not None), None)
 
 
+def undivided_replicas(model: torch.nn.Module, what: str):
+    """`replicas_of`; raises ValueError, on every rank, where they share gradients and states of the optimizer."""
+    replicas = replicas_of(model)
+    if replicas is not None and replicas.divided:
+        raise ValueError(
+            f"{what} is for gradients and states that every replica has whole, and ht.parallelize(zero=...) divides "
+            "them over the replicas; use zero=0, or a grid without a data axis"
+        )
+    return replicas
+
+
 def grid_of(model: torch.nn.Module, grid: Grid):
     """The grid of a model; `grid` itself where it is given."""
     grid = grid or getattr(model, "hpctrain_grid", None)
