@@ -49,7 +49,7 @@ def main():
     world = MPI.COMM_WORLD
     tensor = tuple(options.tensor) if options.tensor else world.size // options.data
     grid = ht.Grid(data=options.data, tensor=tensor)
-    shape = {} if options.data == 1 and not options.tensor else {"grid": [options.data, *(options.tensor or [tensor])]}
+    shape = {"grid": [options.data, *(options.tensor or [tensor])]} if options.times else {}
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     names = list(models())
