@@ -5,8 +5,9 @@
     PYTHONPATH=ZOO $MPIRUN -n 4 python -m mpi4py benchmarks/zoo.py --data 2 --zero 0 --times 3 --out ...
 
 With replicas, each is given the whole batch, and the mean of their gradients is that of one rank. With `--times`,
-`seconds_a_step` is the median of so many forwards and backwards, and of the `plain` model's on one rank with as many
-threads; `bytes` are those of the weights that a rank holds, the largest, and of all of them.
+`seconds_a_step` is the median of so many forwards and backwards, `plain` that of the untouched model on one rank with as
+many threads; `received` are the bytes that reach a rank in a step, the most of any, and `bytes` those of the weights that
+a rank holds, the most of any, and of all weights.
 
 Each in float64 and train mode, outputs and gradients of a forward and a backward beside the untouched model on one
 rank. One JSON line a model: `divided`, the share of the weights that are; `whole`, elements that are not, by type of
@@ -108,10 +109,13 @@ def tried(name, grid, zero=None, times=0):
 def cost(model, serial, inputs, grid, times):
     """Seconds and bytes of both; the other ranks sleep while one rank has all of their threads."""
     ours, plain = [], []
+    before = grid.transport.traffic.moved()[1]
     for _ in range(times):
         grid.comm.barrier()
         start = time.perf_counter()
         run(model, inputs)
+        if grid.data.size > 1:
+            ht.clip_grad_norm_(model, float("inf"))  # of the means
         ours.append(grid.comm.allreduce(time.perf_counter() - start, MPI.MAX))
         if grid.rank == 0:
             torch.set_num_threads(grid.comm.size)
@@ -122,10 +126,12 @@ def cost(model, serial, inputs, grid, times):
         done = grid.comm.Ibarrier()
         while not done.Test():
             time.sleep(1e-3)
+    received = (grid.transport.traffic.moved()[1] - before) // times
     held = grid.comm.allreduce(sum(p.detach().nbytes for p in model.parameters()), MPI.MAX)
     return {
         "seconds_a_step": float(f"{statistics.median(ours):.3g}"),
         "plain": float(f"{statistics.median(plain or [0]):.3g}"),
+        "received": grid.comm.allreduce(received, MPI.MAX),
         "bytes": [held, sum(p.nbytes for p in serial.parameters())],
     }
 
