@@ -106,7 +106,14 @@ def loss_of_image(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1]) / MICROBATCHES
 
 
+def recomputing():
+    model = gpt2()
+    model.gradient_checkpointing_enable()
+    return model
+
+
 MODELS = {
+    "recomputing": (recomputing, None, text, loss_of_text),
     "gpt2": (gpt2, None, text, loss_of_text),
     "llama": (llama, "model.layers", text, loss_of_text),
     "images": (Images, "features", image, loss_of_image),

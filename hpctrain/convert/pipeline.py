@@ -117,6 +117,8 @@ class PipelineStages:
         first = next(iter(self.stages.values())).start
 
         def hook(module, arguments, options):
+            if not self._running:  # computed once more, in backward
+                return here((arguments, options))
             progress = self._progress
             progress.come_to(place)
             if place == first and place:
@@ -218,7 +220,7 @@ class PipelineStages:
         try:
             loss = self._loss(self.model, microbatch)
         except Cut as cut:
-            return cut.hidden
+            return cut.hidden.contiguous()
         except NO_NUMBERS as error:
             raise ValueError(
                 f"the forward asks for numbers that another stage of the pipeline computes ({error}), as by .item() or "

@@ -86,6 +86,8 @@ def grid_of(model: torch.nn.Module, grid: Grid):
     if grid is None:
         raise ValueError("the model was not made by parallelize: pass its grid, as in ht.sync_gradients(model, grid)")
     if grid.pipeline.size > 1:
-        raise ValueError(f"got pipeline={grid.pipeline.size}: models cut into stages are trained by `hpctrain train`")
+        raise ValueError(
+            f"got pipeline={grid.pipeline.size}: models cut into stages are trained by ht.Trainer or `hpctrain train`"
+        )
     check_shards(model)
     return grid

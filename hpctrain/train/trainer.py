@@ -11,7 +11,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.choices import MIXING_OPTIMIZERS
-from hpctrain.data_parallel import DataParallel, DataParallelStrategy
+from hpctrain.data_parallel import DataParallel, DataParallelStrategy, Zero3
 from hpctrain.grid import Grid
 from hpctrain.layers.experts.balance import LoadBalance
 from hpctrain.pipeline import AMPNet, Schedule
@@ -82,6 +82,8 @@ class Trainer:
         asynchronous = schedule if isinstance(schedule, AMPNet) else getattr(schedule, "asynchronous", None)
         stages = getattr(model, "hpctrain_pipeline", None)  # of ht.parallelize
         if stages is not None:
+            if isinstance(self.strategy, Zero3):
+                raise ValueError("zero3 gathers the weights of whole models, got pipeline stages; use Zero1 or Zero2")
             self._passes = PipelinedModel(stages.with_loss(loss), grid, schedule or 1, self.strategy, max_norm, slices)
         elif loss is not None:
             self._passes = WholeModel(model, loss, self.strategy)
