@@ -126,6 +126,11 @@ class PipelineStages:
                 self._entry[progress.key] = tuple(hidden.shape), hidden.dtype, hidden.device
                 if self._received is None:
                     raise Cut(hidden)
+                if self._received.requires_grad and not torch.is_grad_enabled():
+                    raise ValueError(
+                        f"the block {path!r} is computed without gradients in training, as by torch.utils.checkpoint("
+                        "use_reentrant=True); use use_reentrant=False"
+                    )
                 hidden.received, progress.live = self._received, True
             elif absentees((arguments, options)):
                 raise ValueError(f"the block {path!r} is given what another stage of the pipeline computes")
