@@ -30,8 +30,8 @@ _NOT_SUMMED = (
 class Part:
     """Of which gradient a tensor is a part.
 
-    Attributes: `name` of the parameter; `grid`; `axes`, over whose ranks different parts lie, of the tensor and the
-    data axis; `complete`, which averages the gradients of the replicas, where that is done when they are needed.
+    Attributes: `name` of the parameter; `grid`; `axes`, over whose ranks different parts lie; `complete`, which
+    averages the gradients of the replicas, where that is done when they are needed.
     """
 
     name: str
@@ -195,9 +195,9 @@ def _of_all(own, parts, order: float):
     power = order != 0 and math.isfinite(order)
     op = "sum" if math.isfinite(order) else "max" if order > 0 else "min"
     totals = own.pow(order) if power else own
-    for axis in (parts[0].grid.tensor, parts[0].grid.data):
-        if (over := torch.tensor([axis in part.axes for part in parts])).any():
-            totals[over] = comm.all_reduce(totals[over], axis, op)
+    for axis in dict.fromkeys(axis for part in parts for axis in part.axes):
+        over = torch.tensor([axis in part.axes for part in parts])
+        totals[over] = comm.all_reduce(totals[over], axis, op)
     return totals.pow(1 / order) if power else totals
 
 
@@ -241,19 +241,21 @@ def mark_gradients(model: torch.nn.Module, grid: Grid, complete: Callable[[], No
             before.
     """
     for name, parameter in model.named_parameters():
-        divided = grid.tensor.size > 1 and not parameter.shard.replicated
-        if (divided or grid.data.size > 1) and parameter.is_floating_point():
+        sharding = getattr(parameter, "sharding", None)
+        part = Part(name, grid, () if sharding is None else (sharding.axis,), complete)
+        summed = grid.alike(parameter.shard).size == 1
+        if (part.divided or not summed) and parameter.is_floating_point():
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # a hook on a frozen one is refused; it may be trained later
-            on_arrival(parameter, _Marker(Part(name, grid, (grid.tensor,) * divided, complete)))
+            on_arrival(parameter, _Marker(part, summed))
             parameter.requires_grad_(trained)
 
 
 class _Marker:
-    __slots__ = ("part",)
+    __slots__ = ("part", "summed")
 
-    def __init__(self, part: Part):
-        self.part = part
+    def __init__(self, part: Part, summed: bool):
+        self.part, self.summed = part, summed
 
     def __call__(self, parameter) -> None:
         gradient = parameter.grad
@@ -261,7 +263,7 @@ class _Marker:
             gradient = gradient.as_subclass(PartialGradient)
             gradient.part = self.part
             parameter.grad = gradient
-        gradient.summed = self.part.grid.data.size == 1
+        gradient.summed = self.summed
 
 
 # For code of ours, which knows of parts ------------------------------------------------------------------------------

@@ -188,13 +188,13 @@ def parallelize(
     watch_buffers(model, plan.kept, grid)
     if zero is not None:
         model.no_sync = contextlib.nullcontext  # nothing is summed before it is needed
-    if zero and grid.data.size > 1:
+    replicas = any(grid.alike(parameter.shard).size > 1 for parameter in model.parameters())
+    if zero and replicas:
         from hpctrain.convert.zero import ZeroGradients
 
         ZeroGradients(model, grid, zero)
     else:
-        averaged = zero == 0 and grid.data.size > 1
-        mark_gradients(model, grid, MeanGradients(model, grid).complete if averaged else None)
+        mark_gradients(model, grid, MeanGradients(model, grid).complete if replicas and zero == 0 else None)
     watch_optimizers()
     refuse_ddp(model)
     leave_out_of_graphs()

@@ -77,8 +77,8 @@ class ZeroGradients:
         for name, p in model.named_parameters():
             if p.requires_grad:
                 p.__class__ = _Sharded if isinstance(p, ShardedParameter) else _Replicated
-                of_tensor = (grid.tensor,) if grid.tensor.size > 1 and not p.shard.replicated else ()
-                self._parts[p] = Part(name, grid, (*of_tensor, grid.data))
+                divided = (p.sharding.axis,) if isinstance(p, ShardedParameter) else ()
+                self._parts[p] = Part(name, grid, (*divided, grid.alike(p.shard)))
                 self._views.setdefault(p, p.detach().new_empty(0))
                 self._memory[p] = _memory(p, level)
                 annotate(p, replicas=self)
