@@ -108,6 +108,7 @@ def transformers_layer(weights, experts, top_k, ffn):
     config = MixtralConfig(
         hidden_size=WIDTH, intermediate_size=ffn, num_local_experts=experts, num_experts_per_tok=top_k
     )
+    config._experts_implementation = "grouped_mm"  # as in its models, and the fastest it has
     layer = MixtralSparseMoeBlock(config)
     with torch.no_grad():
         layer.gate.weight.copy_(weights["router.weight"])

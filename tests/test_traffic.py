@@ -55,15 +55,16 @@ def test_ledger_equals_formula(world, shape):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2, 4, 8)
-@pytest.mark.parametrize("shape", [MIXTRAL, DEEPSEEK])
+@pytest.mark.parametrize("shape", [MIXTRAL, dataclasses.replace(MIXTRAL, aux_scope="step"), DEEPSEEK])
 def test_ledger_equals_formula_of_experts(world, shape):
     for data, pipeline, tensor in grids(world.size):
         for expert in {1, min(4, world.size // pipeline)}:
             with Grid(data, pipeline, tensor, expert=expert) as grid:
                 shape = dataclasses.replace(shape, layers=max(3, pipeline + pipeline % 2))
-                received, sent = counted(grid, shape, batch=16, order=2)
+                order = schedule("gpipe" if shape.aux_scope == "step" else "1f1b", pipeline, 2)
+                received, sent = counted(grid, shape, batch=16, order=order)
                 rank = grid.pipeline.rank
-                expected = step_traffic(costs(shape), grid.shape, 16, 2, rank=rank, expert=expert)
+                expected = step_traffic(costs(shape), grid.shape, 16, order, rank=rank, expert=expert)
                 assert received == pytest.approx(expected, abs=0), (grid.shape, expert)
                 assert (received["expert"] > 0) == (expert > 1)
 

@@ -29,6 +29,7 @@ class MixtureCosts:
         shared: products that every token passes through beside them.
         dense_layers: blocks, the first ones, that have the products `dense` in place of all this.
         balanced: routers count the experts of each sequence, for an auxiliary loss.
+        step_balanced: they count those of the whole step.
     """
 
     experts: int
@@ -38,6 +39,7 @@ class MixtureCosts:
     dense_layers: int = 0
     dense: tuple[LinearCosts, ...] = ()
     balanced: bool = False
+    step_balanced: bool = False
 
 
 @dataclass(frozen=True)

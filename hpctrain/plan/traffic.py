@@ -135,7 +135,7 @@ def step_traffic(
         weights += table
     parameters = weights + norms + head_norms + biases_inner + biases_residual + whole
     data = (sums + gathers) * part(d) * parameters
-    between = counted = 0.0
+    between = counted = of_step = 0.0
     if mixture and mixed:
         if expert > 1:
             data += (sums + gathers) * part(d * x * y * z / expert) * experts
@@ -149,6 +149,8 @@ def step_traffic(
         if mixture.balanced:  # pairs of each sequence and expert, int64
             sequences = rows * size_of(grid, "sequence") / model.context
             counted = passes * mixed * 2 * 8 * sequences * mixture.experts
+        elif mixture.step_balanced:
+            of_step = mixed * 2 * 8 * mixture.experts
 
     # What other ranks hold too is received from each of them; activations and their gradients have one size.
     pipeline = messages(schedule, rank) * rows / x * width / y
@@ -164,9 +166,9 @@ def step_traffic(
     scalars = 8  # the loss and the squared norm travel as float64, as does what precedes each round of sums, or none
     numbers = {"ddp": 1, "zero1": 2, "zero2": 2 + passes + 1, "zero3": 2 + passes + 1}[method]
     return {
-        "data": itemsize * data + 2 * part(d) * scalars * numbers,
+        "data": itemsize * data + 2 * part(d) * scalars * numbers + part(d * x * y * z / expert) * of_step,
         "sequence": itemsize * sequence + part(size_of(grid, "sequence")) * counted,
-        "expert": between + 2 * part(expert) * scalars,
+        "expert": between + 2 * part(expert) * scalars + part(expert) * of_step,
         "pipeline": itemsize * pipeline + 2 * part(p) * 2 * scalars,
         "tensor": itemsize * tensor + part(x * y) * counted + 2 * part(x * y * z) * 2 * scalars,
     }

@@ -55,6 +55,7 @@ class MixtralSpec(LlamaSpec[MixtralShape]):
         mixture = MixtureCosts(
             shape.experts, shape.top_k, shape.expert_ffn, shared, shape.dense_layers,
             swiglu_costs(shape.width, shape.ffn), balanced=shape.aux_loss > 0 and shape.aux_scope == "sequence",
+            step_balanced=shape.aux_loss > 0 and shape.aux_scope == "step",
         )  # fmt: skip
         return block_costs(shape, (), mixture)
 
