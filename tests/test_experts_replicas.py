@@ -60,7 +60,7 @@ def test_who_gets_a_replica(world, load, of_rank, most, expected):
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 def test_equals_one_rank(world, always, way, dispatch):
     """With several replicas of an expert, of several experts on a rank, of ranks without experts, and dropped pairs."""
-    for grid in spread(world.size, way):
+    for grid in spread(world.size, way)[:: 5 if world.size == 2 else 2]:
         for options in ({"top_k": 1}, {"experts": 7, "top_k": 2, "capacity": 2.5}, {"experts": 2, "top_k": 1}, {}):
             check(grid, 6, 8, {"dispatch": dispatch, **TIES, **options})
     for table, counts, plan in always:
@@ -73,26 +73,26 @@ def test_equals_one_rank(world, always, way, dispatch):
 
 
 def test_put_off_and_computed_once_more(world, always):
-    for grid in spread(world.size):
-        tokens, results = tokens_on(grid, 6, 8), []
-        for how in ("plain", "put off", "once more"):
-            layer = mixture(grid, top_k=1, std=0.0, replicate_hot=0 if how == "plain" else 3)
-            split = SplitBackward(layer)
-            x = block_of(grid, tokens, whole((48, 7), "x", False)).clone().requires_grad_()
-            y = recomputed(layer, x, tokens) if how == "once more" else layer(x, tokens)
-            if how == "put off":
-                with split as products:
-                    y.square().sum().backward()
-                assert layer.experts.up.grad is None
-                with torch.no_grad():
-                    for product in products:
-                        product()
-            else:
+    grid = spread(world.size)[0]
+    tokens, results = tokens_on(grid, 6, 8), []
+    for how in ("plain", "put off", "once more"):
+        layer = mixture(grid, top_k=1, std=0.0, replicate_hot=0 if how == "plain" else 3)
+        split = SplitBackward(layer)
+        x = block_of(grid, tokens, whole((48, 7), "x", False)).clone().requires_grad_()
+        y = recomputed(layer, x, tokens) if how == "once more" else layer(x, tokens)
+        if how == "put off":
+            with split as products:
                 y.square().sum().backward()
-            results.append((y.detach(), x.grad, layer.experts.up.grad, layer.experts.down.grad))
-        for other in results[1:]:
-            for ours, expected in zip(other, results[0]):
-                close(ours, expected)
+            assert layer.experts.up.grad is None
+            with torch.no_grad():
+                for product in products:
+                    product()
+        else:
+            y.square().sum().backward()
+        results.append((y.detach(), x.grad, layer.experts.up.grad, layer.experts.down.grad))
+    for other in results[1:]:
+        for ours, expected in zip(other, results[0]):
+            close(ours, expected)
     assert always
 
 
