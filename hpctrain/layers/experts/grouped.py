@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-_PAYS = 1 << 21  # multiplications below which a call of oneDNN takes longer than one of MKL
+_PAYS = 1 << 23  # multiplications below which calls of oneDNN, new kernels among them, take longer than those of MKL
 _SIZES = 16  # of a product in each octave: oneDNN compiles a kernel for each, which takes up to a millisecond
 
 
@@ -83,8 +83,8 @@ def _onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _by_onednn(rows: int, numel: int) -> int:
     """How many of the rows oneDNN multiplies with a matrix of `numel` elements: of few different numbers.
 
-    >>> [_by_onednn(rows, 1 << 16) for rows in (0, 63, 64, 65, 127, 128, 1000, 1023, 1024)]
-    [0, 0, 64, 64, 124, 128, 992, 992, 1024]
+    >>> [_by_onednn(rows, 1 << 16) for rows in (0, 127, 128, 129, 1000, 1023, 1024)]
+    [0, 0, 128, 128, 992, 992, 1024]
     """
     step = max(1, (1 << rows.bit_length() >> 1) // _SIZES)
     fast = rows // step * step
