@@ -1,6 +1,6 @@
 """One function for each table of README.md and benchmarks/README.md."""
 
-from figures import figure, lines, median, pivot, table
+from figures import RESULTS, figure, lines, median, pivot, table
 
 PEERS = {
     "ddp": ("data parallel", "torch's DDP"),
@@ -185,7 +185,7 @@ def ampnet_elastic():
 
 def equality():
     rows = []
-    for name in ("equivalence", "equivalence-algorithms", "equivalence-sequence", "equivalence_replicas"):
+    for name in sorted(path.stem for path in RESULTS.glob("equivalence*.jsonl")):
         found = lines(name)
         runs = sum(line.get("runs", 1) for line in found)
         largest = max(line["largest_relative_difference"] for line in found)
