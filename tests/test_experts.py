@@ -8,6 +8,8 @@ from layer_checks import KEY, whole
 from hpctrain import Grid
 from hpctrain.comm import CollectiveChecker
 from hpctrain.layers import Experts, Mixture, Router, SplitBackward
+from hpctrain.layers.experts import experts, grouped
+from hpctrain.layers.experts.dispatch import Dispatch
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4)]
 
@@ -102,6 +104,38 @@ def test_weight_gradients_that_are_put_off(world):
                 product()
         for theirs, ours in zip(at_once.parameters(), split.parameters()):
             close(ours.grad, theirs.grad)
+
+
+@pytest.mark.ranks(1)
+def test_what_is_computed_while_rows_travel(world, monkeypatch):
+    log = []
+
+    class Logged(Dispatch):
+        def to_experts(self, x):
+            return self.logged("to experts", super().to_experts(x))
+
+        def to_tokens(self, rows):
+            return self.logged("to tokens", super().to_tokens(rows))
+
+        def logged(self, what, work):
+            log.append(what)
+            return work.then(lambda result: (log.append("there"), result)[1])
+
+    def weight_gradients(*arguments):
+        log.append("weight gradient")
+        return grouped.weight_gradients(*arguments)
+
+    monkeypatch.setattr(experts, "choose", lambda *_: Logged)
+    monkeypatch.setattr(experts, "weight_gradients", weight_gradients)
+    layer = mixture(one_rank(), shared_experts=1)
+    layer.shared.register_forward_hook(lambda *_: log.append("shared"))
+    for parameter in layer.shared.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: log.append("shared"))
+    y = layer(whole((15, 7), "x", False).requires_grad_(), tokens_on(one_rank(), 3, 5))
+    assert log == ["to experts", "there", "to tokens", "shared", "there"]
+    log.clear()
+    y.sum().backward()
+    assert log == ["to experts", *["shared"] * 2, "there", "to tokens", *["weight gradient"] * 2, "there"]
 
 
 @pytest.mark.ranks(2, 4)
