@@ -127,6 +127,10 @@ def test_the_order_in_a_file(world, tmp_path):
         driven = SimpleNamespace(options=AMPNet(keys), record=None, replay=None)
         return MessageOrder(config, grid, SimpleNamespace(message_driven=driven)), driven
 
+    if rank == 0:
+        (folder / "parts").mkdir()
+        (folder / "parts" / MESSAGES).write_text('{"grid.pipe')
+    world.Barrier()
     for first in (0, 1):  # the second job goes on after batch 0, as its checkpoint was of then
         recorded, driven = order(record="true")
         for batch in range(first, first + 2):
@@ -146,6 +150,12 @@ def test_the_order_in_a_file(world, tmp_path):
         again.before(3)
     with pytest.raises(ValueError, match="max_active_keys = 3, .* and this one has .*max_active_keys = 2"):
         order(2, replay=folder / "parts")
+    if rank == 0:  # a job that went on with fewer keys
+        with open(folder / "parts" / MESSAGES, "a") as file:
+            file.write('\n{"pipeline.max_active_keys": 1}\n{"batch": 2, "ranks": [[], []]}\n')
+    world.Barrier()
+    with pytest.raises(ValueError, match="of a run with pipeline.max_active_keys = 1, and this one has"):
+        order(replay=folder / "parts")
     with pytest.raises((ValueError, OSError), match="No such file"):
         order(replay=folder / "none")
 

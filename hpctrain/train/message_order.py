@@ -74,19 +74,20 @@ class MessageOrder:
 
     def _read(self, path: Path) -> dict[int, list]:
         """This rank's orders by the number of the batch, the last of each."""
-        facts, orders = None, {}
+        facts, orders, others = {}, {}, None
         for line in files.read_bounded(path, LARGEST).decode().splitlines():
             try:
                 found = json.loads(line)
                 if "batch" not in found:
                     facts = found
-                else:
-                    orders[found["batch"]] = found["ranks"][self._grid.pipeline.rank]
+                    continue
+                others = others if facts == self._facts else facts
+                orders[found["batch"]] = found["ranks"][self._grid.pipeline.rank]
             except (ValueError, IndexError, KeyError, TypeError):
                 continue  # cut short, or of fewer ranks, which the settings tell
-        if facts != self._facts or not orders:
+        if others is not None or not orders:
             raise ValueError(
-                f"pipeline.replay: {path} is of a run with {_said(facts or {})}, and this one has "
+                f"pipeline.replay: {path} is of a run with {_said(others or {})}, and this one has "
                 f"{_said(self._facts)}; use the settings of the run that was recorded"
             )
         return orders
