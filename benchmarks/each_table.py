@@ -172,12 +172,14 @@ def ampnet_accuracy():
 
 
 def ampnet_elastic():
+    """Losses of the last epoch, over the seeds: mean, and least to most."""
     found = [line for line in lines("ampnet_accuracy") if line["case"].startswith("elastic")]
     return table(
-        ["task", "epochs", "keys", "staleness", "mean loss of the last epoch", "beside one key"],
+        ["task", "epochs", "keys", "staleness", "loss of the last epoch", "beside one key"],
         (
-            [line["case"].removeprefix("elastic "), str(line["epoch"]), str(line["keys"]), f"{line['staleness']:.1f}",
-             f"{line['loss']:.3f}", f"{100 * line['beside_one_key']:+.1f} %"]
+            [line["case"].removeprefix("elastic "), str(line["epoch"]), str(line["keys"]), f"{line['staleness']:.2f}",
+             f"{line['loss']:.3f} ({min(line['losses']):.3f}–{max(line['losses']):.3f})",
+             f"{100 * line['beside_one_key']:+.1f} %"]
             for line in found
         ),
     )  # fmt: skip
@@ -259,11 +261,28 @@ def zoo():
     return table([*header, "ill-conditioned"], rows)
 
 
+def contention():
+    """plan / SimGrid in seconds of each collective, by network."""
+    found = lines("contention")
+    names = {
+        "ring": "ring", "halving": "recursive halving", "two_level": "two-level", "bruck": "all-to-all, log p rounds",
+        "in_turns": "all-to-all, in turns", "at_once": "all-to-all, at once",
+    }  # fmt: skip
+    rows = {}
+    for line in found:
+        groups = "all" if line["ranks"] == 1024 else "128, 8 apart" if line["stride"] == 8 else "one of each unit"
+        key = names[line["algorithm"]], "64 KiB" if line["bytes"] == 1 << 16 else "256 MiB", groups
+        rows.setdefault(key, {})[line["network"]] = f"{line['ratio']:.2f}"
+    columns = list(dict.fromkeys(line["network"] for line in found))
+    made = ([*key, *(row.get(column) for column in columns)] for key, row in rows.items())
+    return table(["collective", "size", "ranks of a group", *columns], made)
+
+
 TABLES = {
     made.__name__: made
     for made in (
         machine, peers, summary, memory, pipeline, simulator, matmul, layer, elements, allreduce, weak_scaling,
         hidden, equality, hdf5, reading, checkpoint, ampnet, ampnet_steps, ampnet_accuracy, ampnet_elastic,
-        sequence, sequence_memory, experts, zoo,
+        sequence, sequence_memory, experts, zoo, contention,
     )
 }  # fmt: skip

@@ -129,7 +129,9 @@ def test_other_operations():
     assert net.all_reduce(1e-9, Group(16)) == pytest.approx(2 * 4 * 4)  # a tree of four levels
     assert [net.message(100, distance) for distance in (1, 4, 8)] == [1 + 10, 2 + 20, 4 + 40]
     # of 8 ranks on two nodes each sends 4/8 of its bytes to the other node, through a fourth of its 20 B/s
-    assert net.all_to_all(8e6, Group(8)) == pytest.approx(2 * 3 + 8e6 * 4 / 8 * 4 / 20)
+    assert net.all_to_all(8e6, Group(8)) == pytest.approx(6 + 2 + 8e6 * 4 / 8 * 4 / 20)
+    # or 8 / 2 of them to one rank of the other node in each of three rounds
+    assert net.all_to_all(8, Group(8)) == pytest.approx(3 * (2 + 4 * 4 / 20))
 
 
 def test_a_flat_product_is_slow():

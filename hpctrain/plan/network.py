@@ -58,8 +58,9 @@ class Network:
         if table := self._tables.get(("all_to_all", group.size)):
             return interpolate(table, nbytes)
         latency, _, hop, outward = self._path(group)
-        # log p rounds where the latency counts, p - 1 messages where the bytes do
-        return min(latency, hop * math.ceil(math.log2(group.size))) + nbytes * outward
+        # p - 1 messages, or log p rounds in which everybody sends half the bytes to one other rank
+        furthest = self._path(Group(2, group.stride * group.size // 2))[1]
+        return min(latency + nbytes * outward, math.ceil(math.log2(group.size)) * (hop + nbytes / 2 * furthest))
 
     def message(self, nbytes: float, distance: int) -> float:
         """From a rank to the one `distance` further, while all others send as well."""
