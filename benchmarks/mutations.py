@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import ast
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -52,7 +53,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of the tests of one mutation (120)")
     options = parser.parse_args()
     mutations = chosen(listed(), options)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warm(Path(folder) / "warm"):
         first = copy(Path(folder) / "0")
         if not pass_unchanged(first, mutations):
             return 2
@@ -136,6 +137,17 @@ def copy(folder: Path) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def warm(path: Path):
+    """Programs are forked from one that has imported all other packages: tests/warm.py."""
+    command = [sys.executable, str(ROOT / "tests/warm.py"), "--serve", str(path), "--others"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        server.stdout.readline()
+        os.environ["HPCTRAIN_WARM"] = str(path)
+        yield
+        server.stdin.close()
+
+
 def pass_unchanged(folder: Path, mutations: list[dict]) -> bool:
     """Whether the tests pass on the code as it is; a test that fails anyway notices nothing."""
     good = True
@@ -171,10 +183,11 @@ def try_one(folder: Path, mutation: dict, limit: float, noticed: str | None = No
 
 def run(folder: Path, tests: list[str], ranks: int, limit: float, no_bytecode: str = "") -> tuple[int | None, str]:
     """Status and output; no status where it did not end in time. A mutation leaves no bytecode behind."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--color=no", "-p", "no:cacheprovider", *tests]
+    python = [sys.executable, "-IS", str(folder / "tests/warm.py"), "python"]
+    command = [*python, "-m", "pytest", "-x", "-q", "--color=no", "-p", "no:cacheprovider", *tests]
     if ranks:
         mpirun = str(folder / "jobs/mpirun.sh")
-        command = [mpirun, "-n", str(ranks), sys.executable, "-m", "mpi4py", *command[1:], "--only-mpi"]
+        command = [mpirun, "-n", str(ranks), *python, "-m", "mpi4py", *command[len(python) :], "--only-mpi"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": no_bytecode}
     environment["MPIRUN"] = str(folder / "jobs/mpirun.sh")
     with tempfile.TemporaryFile("w+", errors="replace") as log:

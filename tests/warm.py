@@ -1,6 +1,7 @@
 """Programs that start warm: forked from a process that has imported torch and all else, which takes a cold one seconds.
 
     python tests/warm.py --serve SOCKET               says "ready", then forks until its standard input is closed
+    python tests/warm.py --serve SOCKET --others      has imported other packages alone, not hpctrain, which may change
     python -IS tests/warm.py hpctrain train CONFIG    does what `hpctrain train CONFIG` would, by HPCTRAIN_WARM's server
     python -IS tests/warm.py python -m mpi4py FILE    likewise, also with -c CODE or FILE alone
 
@@ -42,19 +43,15 @@ def call(command):
     os._exit(status)
 
 
-def serve(path):
+def serve(path, others=False):
     import gc
     import importlib
-    import pkgutil
     import threading
-
-    import hpctrain
 
     for name in IMPORTED.split():
         importlib.import_module(name)
-    for module in pkgutil.walk_packages(hpctrain.__path__, "hpctrain."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+    if not others:
+        import_hpctrain()
     assert "mpi4py.MPI" not in sys.modules
     assert threading.active_count() == 1
     with open(python(path), "w") as script:
@@ -76,6 +73,17 @@ def serve(path):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return keep(caller)
         caller.close()
+
+
+def import_hpctrain():
+    import importlib
+    import pkgutil
+
+    import hpctrain
+
+    for module in pkgutil.walk_packages(hpctrain.__path__, "hpctrain."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
 
 
 def python(path):
@@ -168,7 +176,7 @@ def end(status):
 def main():
     if sys.argv[1] != "--serve":
         call(sys.argv[1:])
-    if program := serve(sys.argv[2]):
+    if program := serve(sys.argv[2], others=sys.argv[3:] == ["--others"]):
         try:
             end(run(program) or 0)
         except SystemExit as error:
