@@ -20,7 +20,6 @@ MICROBATCHES = 3
 SIZES = {
     2: [{"pipeline": 2}],
     4: [{"pipeline": 2, "tensor": 2}, {"pipeline": 4}, {"pipeline": 2, "data": 2}],
-    8: [{"pipeline": 2, "tensor": 2, "data": 2}],
 }
 
 

@@ -18,7 +18,6 @@ GRIDS = {
     2: [{"data": 2}],
     3: [{"data": 3}],
     4: [{"data": 2, "tensor": 2}, {"data": 4}],
-    8: [{"data": 4, "tensor": 2}, {"data": 2, "tensor": (2, 1, 2)}],
 }
 LEVELS = (0, 1, 2, 3)
 
