@@ -31,6 +31,15 @@ def weighted_by_index(self, hidden_states, position_embeddings=None, attention_m
     return self.o_proj(mixed.flatten(2)), None
 
 
+def dropping(self, hidden_states, position_embeddings=None, attention_mask=None):
+    """Dropout of what is neither probabilities nor the output: it would draw for the heads that it is given."""
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    q, k, v = (layer(hidden_states).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+    attend = transformers.AttentionInterface()[self.config._attn_implementation]
+    mixed, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling)
+    return self.o_proj(torch.nn.functional.dropout(mixed.flatten(2), 0.3, self.training)), None
+
+
 FORWARDS = {  # what: (forward, whether heads are divided)
     "as it is": (LlamaAttention.forward, True),
     "doubled": (after(lambda self, out: 2 * out), True),
@@ -39,6 +48,7 @@ FORWARDS = {  # what: (forward, whether heads are divided)
     "with a bias read": (after(lambda self, out: out + self.o_proj.bias), False),
     "with random numbers": (after(lambda self, out: out * (1 + torch.rand(()))), False),
     "heads told by number": (weighted_by_index, False),
+    "with dropout of all heads' features": (dropping, False),
 }
 
 

@@ -38,6 +38,15 @@ def gather(x: torch.Tensor, axis: Axis, counts: tuple[int, ...], dim: int) -> to
     return x if axis.size == 1 else with_adjoint(x, _whole, _part, axis, counts, dim)
 
 
+def gather_for_batches(x: torch.Tensor, axis: Axis, counts: tuple[int, ...], dim: int, alike: int) -> torch.Tensor:
+    """The whole tensor, from every rank's part, for ranks with batches of their own, each of which `alike` ranks have.
+
+    Adjoint: this rank's part of the sum of their gradients, in which each counts 1 / alike: together with the ranks
+    that hold the same part, each batch counts once.
+    """
+    return with_adjoint(x, _whole_for_batches, _part_of_sum, axis, counts, dim, alike)
+
+
 def _same(x, axis):
     return x.view_as(x)
 
@@ -55,3 +64,11 @@ def _whole(x, axis, counts, dim):
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = comm.all_gather(x.reshape(-1), axis, sizes)
     return torch.cat([block.view(shape) for block, shape in zip(flat.split(sizes), shapes)], dim)
+
+
+def _whole_for_batches(x, axis, counts, dim, alike):
+    return _whole(x, axis, counts, dim)
+
+
+def _part_of_sum(x, axis, counts, dim, alike):
+    return _part(_sum(x, axis), axis, counts, dim) / alike

@@ -2,7 +2,6 @@
 
 _BERTS = "Bert Roberta Camembert XLMRoberta Electra LayoutLM".split()
 _BARTS = "Bart MBart Blenderbot M2M100 Pegasus Marian Whisper".split()
-_MIXTURES = "Mixtral Qwen2Moe Qwen3Moe Olmoe DeepseekV2 DeepseekV3".split()
 
 BERT_ATTENTION = [f"{name}Attention" for name in _BERTS]
 FEED_FORWARD = [
@@ -10,4 +9,3 @@ FEED_FORWARD = [
     *(f"{name}{kind}Layer" for name in _BARTS for kind in ("Encoder", "Decoder")),
     "OPTDecoderLayer",
 ]
-EXPERTS = [f"{name}Experts" for name in _MIXTURES]

@@ -57,11 +57,11 @@ class GatheredBatchNorm(Gathered):
 
 
 def split_norm(plan: Plan, module: torch.nn.Module) -> None:
-    plan.swap_class(module, Gathered, axis=plan.axis, divided=_divide(plan, module))
+    plan.swap_class(module, Gathered, axis=plan.axis, divided=divide_longest(plan, module))
 
 
 def split_batch_norm(plan: Plan, module: torch.nn.Module) -> None:
-    plan.swap_class(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided=_divide(plan, module))
+    plan.swap_class(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided=divide_longest(plan, module))
 
 
 def check_statistics(plan: Plan, module: torch.nn.Module) -> None:
@@ -89,8 +89,8 @@ def _is_batch_norm(module) -> bool:
     return isinstance(module, own) and type(module).forward is own.forward and not altered(module)
 
 
-def _divide(plan, module):
-    """Divide each parameter along its longest dim."""
+def divide_longest(plan: Plan, module: torch.nn.Module) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Divide each parameter along its longest dim; {name: (dim, counts by rank)}."""
     divided = {}
     for name, parameter in module._parameters.items():
         if parameter is not None:

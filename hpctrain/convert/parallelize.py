@@ -11,8 +11,21 @@ from collections.abc import Sequence
 from torch import nn
 
 from hpctrain import comm
-from hpctrain.convert import attention, chains, encoder, families, feed_forward, huggingface, norms, products, tables
+from hpctrain.convert import (
+    attention,
+    chains,
+    encoder,
+    families,
+    feed_forward,
+    huggingface,
+    norms,
+    products,
+    recurrent,
+    split_heads,
+    tables,
+)
 from hpctrain.convert.averaging import MeanGradients
+from hpctrain.convert.experts import is_experts, refuse_router_losses, split_experts
 from hpctrain.convert.first_steps import FirstSteps
 from hpctrain.convert.gradients import mark_gradients
 from hpctrain.convert.initial import check_buffers, check_model, give_buffers
@@ -39,7 +52,13 @@ _OWNERS = {
     "Conv1D": products.split_conv1d,
     "FalconLinear": products.split_linear,
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), products.split_convolution),
+    **dict.fromkeys(
+        (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), products.split_transposed_convolution
+    ),
+    nn.Bilinear: products.split_bilinear,
+    **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), recurrent.split_recurrent),
     nn.Embedding: tables.split_embedding,
+    nn.EmbeddingBag: tables.split_embedding_bag,
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, "LlamaRMSNorm"), norms.split_norm),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), norms.split_batch_norm),
     nn.MultiheadAttention: attention.split_multihead_attention,
@@ -51,9 +70,8 @@ _UNITS = {
     **dict.fromkeys((nn.TransformerEncoderLayer, nn.TransformerDecoderLayer), attention.split_feed_forward),
     "GPT2Attention": huggingface.split_gpt2_attention,
     "GPT2MLP": huggingface.split_gpt2_mlp,
-    **dict.fromkeys(families.BERT_ATTENTION, huggingface.split_bert_attention),
+    **dict.fromkeys(families.BERT_ATTENTION, split_heads.split_bert_attention),
     **dict.fromkeys(families.FEED_FORWARD, huggingface.split_layer_feed_forward),
-    **dict.fromkeys(families.EXPERTS, huggingface.split_experts),
 }
 # Modules whose weight is divided even where their forward is another around that of the type.
 _ROOTS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -87,14 +105,15 @@ def parallelize(
     torch's DistributedDataParallel.
 
     Divided are: nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.MultiheadAttention,
-    nn.TransformerEncoderLayer and DecoderLayer, nn.Conv*d, nn.BatchNorm*d, and what inherits from linear layers,
+    nn.TransformerEncoderLayer and DecoderLayer, nn.Conv*d, nn.ConvTranspose*d, nn.BatchNorm*d, nn.Bilinear,
+    nn.EmbeddingBag, nn.LSTM, nn.GRU and nn.RNN (their weights, not their work), and what inherits from linear layers,
     embeddings and convolutions. A module of any other type keeps its own parameters and buffers whole on every rank,
     with whole gradients, and its children are divided; one line is logged that says what stays whole. Where a buffer of
     such a module takes statistics of one replica's batch, the call that changes it is refused.
 
     Between layers activations are whole, but for feed-forward blocks and attention: pairs in nn.Sequential; modules of
-    any class that compute down(f(up(x))) or down(f(gate(x)) up(x)); attention of Hugging Face's models that goes
-    through its attention interface; mixtures of experts; what `ht.register_rule` tells of. Dropout draws from torch's
+    any class that compute down(f(up(x))) or down(f(gate(x)) up(x)); attention of Hugging Face's models, of separate,
+    fused or latent projections; mixtures of experts; what `ht.register_rule` tells of. Dropout draws from torch's
     generator the masks that one rank would draw, inside attention too (on a GPU, torch's fused kernels draw others); so
     the generators must have the same seed on all ranks of the tensor axis, and of those that share sequences.
 
@@ -106,6 +125,10 @@ def parallelize(
     for each rank of `grid.data`. Positions that begin anew are packed documents where Hugging Face takes them so:
     without a mask and with use_cache=False. Hooks within the model see the local tokens. Refused by name: dropout of
     attention, padding, caches, `generate`, modules that may mix positions.
+
+    On a grid with expert=N, the fused experts of Hugging Face's mixtures are spread over `grid.expert`, and tokens
+    travel to them and back: all ranks of it must call the model. `sync_gradients` adds up what the ranks of
+    `grid.copies` have, be they replicas or not. The auxiliary loss of `output_router_logits` is refused on a data axis.
 
     Parameters on the meta device are drawn slice by slice from streams that `torch.manual_seed` decides, in torch's or
     Hugging Face's distributions, and the same on every grid; no rank ever holds a whole one.
@@ -168,6 +191,12 @@ def parallelize(
     with comm.together(grid.comm):
         plan = Plan(model, grid, _chosen(model, replicate))
         _decide(model, plan, plan.replicated, stages and stages.trunk)
+        if zero is not None and grid.data.size > 1 and plan.spreads:
+            raise ValueError(
+                f"zero = {zero} averages over replicas, and the ranks that have the same experts are others where "
+                f"these are spread by grid.expert = {grid.expert.size}; leave zero out and call "
+                "ht.sync_gradients(model), or use expert=1"
+            )
         cuts = grid.sequence.size > 1
         if cuts:
             check_sequence(model, plan.context_attention)
@@ -186,6 +215,7 @@ def parallelize(
         for module in model.modules():
             give_buffers(module)
     watch_buffers(model, plan.kept, grid)
+    refuse_router_losses(model, grid)
     if zero is not None:
         model.no_sync = contextlib.nullcontext  # nothing is summed before it is needed
     replicas = any(grid.alike(parameter.shard).size > 1 for parameter in model.parameters())
@@ -255,9 +285,11 @@ def _unit(plan, module):
         return
     if unit := _found(_UNITS, module):
         unit(plan, module)
+    elif is_experts(module):
+        split_experts(plan, module)
     elif module not in plan.claimed:
         if is_of_huggingface(module):
-            huggingface.split_attention(plan, module)
+            split_heads.split_attention(plan, module)
         feed_forward.split_feed_forward_block(plan, module)
 
 

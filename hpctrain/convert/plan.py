@@ -16,7 +16,7 @@ from hpctrain.grid import Grid
 from hpctrain.grid_shape import TENSOR
 from hpctrain.parameter import annotate
 from hpctrain.randomness import RngKey, fill_slice
-from hpctrain.shard import Shard, split
+from hpctrain.shard import Shard, expert_shard, split, split_sizes
 
 
 class Refused(ValueError):
@@ -33,13 +33,14 @@ class Plan:
         sequence: the ranks that share sequences.
         claimed: modules that are dealt with.
         roots: {module: type} of those whose forward is another around that of the type.
+        spreads: whether experts are spread over ranks.
         kept: those of types that nobody knows, whose own weights stay whole by themselves.
         context_attention: those whose tokens meet those of all of `sequence`.
     """
 
     def __init__(self, model: torch.nn.Module, grid: Grid, replicated: set):
         self.replicated = replicated
-        self.axis, self.data, self.sequence = grid.tensor, grid.data, grid.sequence
+        self.grid, self.axis, self.data, self.sequence = grid, grid.tensor, grid.data, grid.sequence
         self.config = getattr(model, "config", None)
         self.names: dict[int, str] = {}
         self._shared = set()
@@ -50,6 +51,7 @@ class Plan:
         self.context_attention: set[torch.nn.Module] = set()
         self.roots: dict[torch.nn.Module, type] = {}
         self.kept: list[torch.nn.Module] = []
+        self.spreads = False
         self.claimed, self._shardings, self._places, self._changes, self._draws = set(), {}, {}, [], {}
 
     def parts(self, length: int, unit: int = 1) -> list[slice]:
@@ -79,6 +81,12 @@ class Plan:
         slices[dim] = parts[self.axis.rank]
         counts = tuple(part.stop - part.start for part in parts)
         self._keep(module, name, Shard(tuple(shape), tuple(slices)), dim, counts)
+
+    def spread(self, module: torch.nn.Module, name: str) -> None:
+        """Each rank of `grid.expert` keeps some of the experts of a parameter, which are its dim 0."""
+        self.spreads, shape, axis = True, module._parameters[name].shape, self.grid.expert
+        counts = split_sizes(shape[0], axis.size)
+        self._keep(module, name, expert_shard(tuple(shape), axis.size, axis.rank), 0, counts, axis)
 
     def whole(self, module: torch.nn.Module) -> None:
         """Every rank keeps the module's own parameters whole, and computes their whole gradients."""
@@ -116,11 +124,11 @@ class Plan:
         """Attributes alone."""
         self._changes.append((module, None, attributes))
 
-    def _keep(self, module, name, shard, dim=0, counts=()):
-        parameter = module._parameters[name]
-        path = self.names[id(parameter)]
-        self._check(parameter, path)
-        sharding = Sharding(path, self.axis, shard, dim, counts, tuple(parameter.shape), self.data.size)
+    def _keep(self, module, name, shard, dim=0, counts=(), axis=None):
+        parameter, axis = module._parameters[name], axis or self.axis
+        path, replicas = self.names[id(parameter)], self.grid.alike(shard).size
+        self._check(parameter, path, replicas, axis)
+        sharding = Sharding(path, axis, shard, dim, counts, tuple(parameter.shape), replicas, self.axis.size)
         known = self._shardings.setdefault(id(parameter), sharding)
         if known != sharding:
             raise ValueError(
@@ -131,13 +139,14 @@ class Plan:
         if parameter.is_meta and id(parameter) not in self._draws:
             self._draws[id(parameter)] = initial_numbers(module, name, path, self.config)
 
-    def _check(self, parameter, path):
+    @staticmethod
+    def _check(parameter, path, replicas, axis):
         """Hooks and kinds of parameters that a part cannot have."""
         if type(parameter) is not torch.nn.Parameter and not is_lazy(parameter):
             raise ValueError(f"the weight {path!r} is a {type(parameter).__name__}, not a torch.nn.Parameter")
-        if self.data.size > 1 and parameter._backward_hooks:
+        if replicas > 1 and parameter._backward_hooks:
             raise ValueError(hook_refused(path))
-        if self.data.size * self.axis.size > 1 and parameter._post_accumulate_grad_hooks:
+        if replicas * axis.size > 1 and parameter._post_accumulate_grad_hooks:
             raise ValueError(
                 f"the weight {path!r} has a hook after its gradient is accumulated, which would see this rank's part;"
                 " register it after parallelize if it treats every element by itself"
@@ -162,7 +171,7 @@ class Plan:
                 parameter = made
             else:
                 self._cut(parameter, sharding)
-            if sharding.counts and self.axis.size > 1:
+            if sharding.counts and sharding.axis.size > 1:
                 attach(parameter, sharding)
             else:
                 parameter.__class__ = ReplicatedParameter

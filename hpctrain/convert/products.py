@@ -132,12 +132,47 @@ class SplitConv(SplitLinear):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
         if len(self.weight):
             return self._conv_forward(x, self.weight, bias)
+        return self._no_channels(x, lambda one, kernel: self._conv_forward(one, kernel, None))
+
+    def _no_channels(self, x, convolve):
         # torch refuses to make no channels: make one, which gives the shape and the place in the graph, and drop it.
         # Its kernel, sums of nothing, depends on the parameters: backward must pass here on all ranks, or on none.
         zero = sum(parameter.sum() for parameter in self._parameters.values() if parameter is not None)
         kernel = zero.to(x.dtype).expand(1, 1, *self.kernel_size)
-        one = self._conv_forward(x.sum(self.feature_dim, keepdim=True), kernel, None)
+        one = convolve(x.sum(self.feature_dim, keepdim=True), kernel)
         return one.narrow(self.feature_dim, 0, 0)
+
+
+class SplitConvTranspose(SplitConv):
+    """Mixin for nn.ConvTranspose1d, 2d and 3d, divided in the same way."""
+
+    def forward(self, x: torch.Tensor, output_size: list[int] | None = None):
+        with local():
+            dims, inside = len(self.kernel_size), self.enter(x)
+            padding = self._output_padding(
+                inside, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation
+            )
+            how = self.stride, self.padding, padding, self.groups, self.dilation
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+            apply = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+            if weight.numel():
+                y = apply(inside, weight, bias, *how)
+            else:
+                y = self._no_channels(inside, lambda one, kernel: apply(one, kernel, None, *how))
+            return gather(y, self.axis, self.counts, x.dim() + self.feature_dim)
+
+
+class SplitBilinear:
+    """Mixin for nn.Bilinear: each rank computes its part of the output features.
+
+    Attributes: `axis`; `counts`, of output features by rank.
+    """
+
+    def forward(self, input1: torch.Tensor, input2: torch.Tensor):
+        with local():
+            first, second = (enter(x, self.axis) for x in (input1, input2))
+            y = F.bilinear(first, second, self._parameters["weight"], self._parameters["bias"])
+            return gather(y, self.axis, self.counts, y.dim() - 1)
 
 
 def split_linear(plan: Plan, module: torch.nn.Module, **how: Any) -> None:
@@ -192,3 +227,28 @@ def split_convolution(plan: Plan, module: torch.nn.Module) -> None:
         groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,
         input_counts=split_sizes(module.in_channels, size, module.in_channels // groups) if groups > 1 else None,
     )  # fmt: skip
+
+
+def split_transposed_convolution(plan: Plan, module: torch.nn.Module) -> None:
+    """By output channels, which are dim 1 of its weight; of a grouped one by groups, which are in dim 0."""
+    size, groups = plan.axis.size, module.groups
+    unit = module.out_channels // groups if groups > 1 else 1
+    inputs = module.in_channels // groups
+    parts = plan.parts(module.out_channels, unit)
+    part = parts[plan.axis.rank]
+    if groups > 1:
+        plan.split(module, "weight", 0, plan.parts(module.in_channels, inputs))
+    else:
+        plan.split(module, "weight", 1, parts)
+    plan.split(module, "bias", 0, parts)
+    plan.swap_class(
+        module, SplitConvTranspose, axis=plan.axis, counts=tuple(p.stop - p.start for p in parts),
+        groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,
+        input_counts=split_sizes(module.in_channels, size, inputs) if groups > 1 else None,
+    )  # fmt: skip
+
+
+def split_bilinear(plan: Plan, module: torch.nn.Module) -> None:
+    plan.split(module, "weight", 0)
+    plan.split(module, "bias", 0)
+    plan.swap_class(module, SplitBilinear, axis=plan.axis, counts=split_sizes(module.out_features, plan.axis.size))

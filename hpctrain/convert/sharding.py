@@ -26,6 +26,7 @@ class Sharding:
         counts: how many of that dim each rank holds.
         whole_shape: of the weight.
         replicas: how many compute a gradient of their own, to be summed later.
+        alike: how many ranks compute the same from the whole weight, where somebody reads it: those of the tensor axis.
     """
 
     path: str
@@ -35,10 +36,15 @@ class Sharding:
     counts: tuple[int, ...]
     whole_shape: tuple[int, ...]
     replicas: int = 1
+    alike: int = 1
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole of what the ranks have parts of. Adjoint: `take`."""
-        whole = boundary.gather(part.view(self.shard.shape), self.axis, self.counts, self.dim)
+        """The whole of what the ranks have parts of. Adjoint: `take`, of the sum of what other batches give."""
+        part = part.view(self.shard.shape)
+        if self.shard.alike == "data":
+            whole = boundary.gather(part, self.axis, self.counts, self.dim)
+        else:
+            whole = boundary.gather_for_batches(part, self.axis, self.counts, self.dim, self.alike)
         return whole.reshape(self.whole_shape)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:

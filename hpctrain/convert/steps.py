@@ -12,7 +12,9 @@ from hpctrain.shard import check_shards
 
 
 def sync_gradients(model: torch.nn.Module, grid: Grid | None = None) -> None:
-    """Sum the gradients over the replicas; without a data axis, nothing is left to do for a parallelized model.
+    """Sum the gradients over the replicas, and those of experts over the ranks that have the same.
+
+    Without a data axis and experts in copies, nothing is left to do for a parallelized model.
 
     The sum is not divided: divide the loss by the batch of all replicas before backward. For models of `ht.layers`,
     whose gradients are partial sums over tensor axes as well, those are completed too. A parameter without a gradient

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from hpctrain.convert.boundary import gather, leave
+from hpctrain.convert.boundary import enter, gather, leave
 from hpctrain.convert.sharding import local
 from hpctrain.layers.embedding import look_up
+from hpctrain.shard import split_sizes
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
@@ -39,6 +40,30 @@ class SplitEmbedding:
         return leave(found.view(*ids.shape, self.embedding_dim), axis)
 
 
+class SplitEmbeddingBag:
+    """Mixin for nn.EmbeddingBag: each rank has its features of all rows.
+
+    Attributes: `axis`; `counts`, of features by rank.
+    """
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        with local():
+            weight, local_features = self._parameters["weight"], self.counts[self.axis.rank]
+            if not local_features:  # of which torch's sums make no bags
+                weight = F.pad(weight, (0, 1))
+            scale = per_sample_weights
+            found = F.embedding_bag(
+                input, weight, offsets, mode=self.mode, include_last_offset=self.include_last_offset,
+                per_sample_weights=None if scale is None else enter(scale, self.axis), padding_idx=self.padding_idx,
+            )  # fmt: skip
+            return gather(found[:, :local_features], self.axis, self.counts, 1)
+
+
 def _check(ids, rows):
     """Each rank looks at all ids: a wrong one lies in nobody's rows. On a GPU, looking would wait for the ids."""
     if ids.device.type != "cpu" or ids.numel() == 0:
@@ -51,9 +76,7 @@ def _check(ids, rows):
 
 def split_embedding(plan: Plan, module: torch.nn.Module) -> None:
     """Along the longer dim, as a linear layer of the same weight is, so that the two can share it."""
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, option):
-            raise ValueError(f"{option} is not supported")
+    _check_options(module)
     rows, width = module.weight.shape
     by_row = rows >= width
     parts = plan.parts(rows if by_row else width)
@@ -61,3 +84,17 @@ def split_embedding(plan: Plan, module: torch.nn.Module) -> None:
     plan.split(module, "weight", 0 if by_row else 1, parts)
     counts = tuple(p.stop - p.start for p in parts)
     plan.swap_class(module, SplitEmbedding, axis=plan.axis, by_row=by_row, part=part, counts=counts)
+
+
+def split_embedding_bag(plan: Plan, module: torch.nn.Module) -> None:
+    """By features: a bag is of any rows."""
+    _check_options(module)
+    plan.split(module, "weight", 1)
+    counts = split_sizes(module.embedding_dim, plan.axis.size)
+    plan.swap_class(module, SplitEmbeddingBag, axis=plan.axis, counts=counts)
+
+
+def _check_options(module):
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise ValueError(f"{option} is not supported")

@@ -1,0 +1,31 @@
+"""torch's LSTM, GRU and RNN: weights divided, gathered when used; every rank does the work.
+
+To divide it, ranks would have to exchange hidden states after every token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.convert.norms import Gathered, divide_longest
+from hpctrain.convert.sharding import local
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpctrain.convert.plan import Plan
+
+
+class GatheredRecurrent(Gathered):
+    """Mixin for a module that keeps a list of its weights, which it renews when they are others."""
+
+    def forward(self, *args: Any, **kwargs: Any):
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            with local():
+                self._init_flat_weights()  # lets go of the whole ones
+
+
+def split_recurrent(plan: Plan, module: torch.nn.Module) -> None:
+    plan.swap_class(module, GatheredRecurrent, axis=plan.axis, divided=divide_longest(plan, module))

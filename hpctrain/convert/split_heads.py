@@ -1,0 +1,248 @@
+"""Attention of Hugging Face's models with its heads divided, their own code untouched.
+
+Their code works on however many heads the projections give it, as it says -1 for their number or reads it from the
+module. Caches then hold this rank's heads, and `generate` works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from hpctrain.comm import functional
+from hpctrain.convert.boundary import enter, gather
+from hpctrain.convert.head_dropout import HeadDropout
+from hpctrain.convert.head_twins import find_heads, local_attributes
+from hpctrain.convert.plain import is_hooked, is_plain
+from hpctrain.convert.products import SharedEntry, SplitLinear, Unit, share_entry, split_linear, split_matrix
+from hpctrain.convert.sequence import use_context_attention
+from hpctrain.shard import split, split_sizes, subsplit
+
+if TYPE_CHECKING:
+    from hpctrain.convert.plan import Plan
+
+
+class SplitAttention(Unit):
+    """Mixin for an attention module.
+
+    Attributes: `axis`; `heads`, of all ranks; `part`, the query heads of this rank; `counts`, query heads by rank;
+    `arguments`, the names of the forward's.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any):
+        kwargs.update(zip(self.arguments, args))
+        here, learned = self.counts[self.axis.rank], None
+        for name, value in kwargs.items():
+            if name.endswith("states") or name == "residual":  # to projections, which bring them inside; past them
+                continue
+            if name.endswith("head_mask") and value is not None:
+                raise ValueError(f"{self.path} of a parallelized model takes no {name}")
+            per_head = name.endswith(("mask", "bias")) or name == "alibi"
+            value = self._inside(name, value, per_head or name == "position_embeddings")
+            if per_head and isinstance(value, torch.Tensor):
+                value = self._of_heads(name, value)
+                learned = value if value.requires_grad else learned
+            kwargs[name] = value
+        with HeadDropout(self.heads, self.part) if self.training else contextlib.nullcontext():
+            out, *others, weights = super().forward(**kwargs)
+        if not here and learned is not None:
+            out = out + learned[:0].sum()  # 0: torch's kernel leaves the mask of no heads out of the graph
+        wanted = self._forward_hooks or kwargs.get("output_attentions")  # hooks: Hugging Face's, to collect them
+        if weights is not None:
+            weights = gather(weights[:, :here], self.axis, self.counts, 1) if wanted else None
+        return out, *others, weights
+
+    def _inside(self, name, value, known):
+        """Each rank's heads give a part of the gradient of what is learned, as a position bias is."""
+
+        def inside(x):
+            if not isinstance(x, torch.Tensor) or not x.requires_grad:
+                return x
+            if not known:
+                raise ValueError(
+                    f"{self.path} of a parallelized model: nobody knows what the gradient of its {name} is"
+                )
+            return enter(x, self.axis)
+
+        return tree_map(inside, value) if isinstance(value, (torch.Tensor, tuple, list)) else value
+
+    def _of_heads(self, name, value):
+        """What is added to the scores, (batch, heads or 1, queries, keys) or (batch × heads, queries, keys)."""
+        if value.dim() == 4 and value.shape[1] == self.heads > 1:
+            return value[:, self.part if self.counts[self.axis.rank] else slice(1)]  # GPT-2 has a head of zeros
+        if value.dim() == 3 and not name.endswith("mask"):
+            return value.unflatten(0, (-1, self.heads))[:, self.part].flatten(0, 1)
+        return value
+
+
+class BiasedAttention(SplitAttention):
+    """Mixin for T5's: a layer makes the position biases, and gives them, of all heads, to those after it."""
+
+    def forward(self, *args: Any, **kwargs: Any):
+        kwargs.update(zip(self.arguments, args))
+        self.biases = kwargs.get("position_bias")
+        out, local, weights = super().forward(**kwargs)
+        biases, self.biases = self.biases, None
+        if biases is None:  # no layer makes any
+            biases = local.new_zeros((1, self.heads, *local.shape[2:]), requires_grad=local.requires_grad)
+        return out, biases, weights
+
+    def compute_bias(self, *args: Any, **kwargs: Any):
+        self.biases = super().compute_bias(*args, **kwargs)
+        return enter(self.biases, self.axis)[:, self.part]
+
+
+class HeadBias:
+    """Mixin for a module that makes what is added to the scores: whole weights, and this rank's heads of it.
+
+    Attributes: `axis`; `part`.
+    """
+
+    def forward(self):
+        return enter(super().forward(), self.axis)[:, self.part]
+
+
+class HeadNorm:
+    """Mixin for a norm that treats every head by itself, or what heads are made from: whole weights, on what this rank
+    goes on with.
+
+    Attribute: `axis`.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any):
+        weights = dict(self._parameters)
+        try:
+            self._parameters.update(
+                {name: enter(weight, self.axis) for name, weight in weights.items() if weight is not None}
+            )
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters.update(weights)
+
+
+class SharedHead(SharedEntry):
+    """Mixin for a projection of which several ranks need the same features: those of a key head, or latent ones.
+
+    The features are computed divided, gathered, and each rank goes on with those it needs.
+
+    Attributes: `needed`, the features of this rank: a slice or their numbers.
+    """
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
+        part = super().multiply(x, bias)
+        whole = functional.all_gather(part.flatten(0, -2).t(), self.axis, self.counts).t()
+        return whole[:, self.needed].contiguous().unflatten(0, part.shape[:-1])
+
+
+def split_attention(plan: Plan, module: torch.nn.Module) -> None:
+    """Attention with its projection back; leaves alone what is none."""
+    found = find_heads(module)
+    if found is not None and found.out:
+        _split_projections(plan, module, found, getattr(module, found.out))
+
+
+def split_bert_attention(plan: Plan, module: torch.nn.Module) -> None:
+    """Attention whose projection back is in `output`."""
+    found, out = find_heads(module.self), module.output.dense
+    if (
+        found is not None
+        and not found.out
+        and is_plain(out, nn.Linear)
+        and out.in_features == found.heads * found.width
+    ):
+        _split_projections(plan, module.self, found, out)
+
+
+def _split_projections(plan, module, found, out):
+    ranks = plan.axis.size
+    queries, keys = zip(*(grouped_heads(found.heads, found.key_heads, ranks, rank) for rank in range(ranks)))
+    if not (found.may_be_none or all(part.stop > part.start for part in queries)):
+        return
+    layers = [getattr(module, projection.name) for projection in found.projections]
+    if any(plan.is_shared(layer.weight) for layer in (*layers, out)) or any(map(is_hooked, module.children())):
+        return
+    for projection, layer in zip(found.projections, layers):
+        _split_projection(plan, projection, layer, found, queries, keys)
+    parts = [slice(part.start * found.width, part.stop * found.width) for part in queries]
+    split_linear(plan, out, by_output=False, parts=parts, enters=False)
+    for name in (*found.norms, *found.biases):
+        child = getattr(module, name)
+        if name in found.norms:
+            plan.whole(child)
+            plan.swap_class(child, HeadNorm, axis=plan.axis)
+        elif not hasattr(module, "compute_bias"):
+            plan.whole(child)
+            plan.swap_class(child, HeadBias, axis=plan.axis, part=queries[plan.axis.rank])
+    outer = [layer for projection, layer in zip(found.projections, layers) if not projection.inner]
+    share_entry(plan, module, outer)
+    mixin = BiasedAttention if hasattr(module, "compute_bias") else SplitAttention
+    divide_heads(plan, module, queries, mixin)
+    part, kept = queries[plan.axis.rank], keys[plan.axis.rank]
+    plan.change(module, **local_attributes(module, found, part.stop - part.start, kept.stop - kept.start))
+
+
+def _split_projection(plan, projection, layer, found, queries, keys):
+    """By heads, where every feature is for one rank and those of a rank lie together; else all of it to all ranks."""
+    heads, key_heads, axis = found.heads, found.key_heads, plan.axis
+    mixin: type[SplitLinear] = SplitLinear if projection.inner else SharedEntry
+    how: dict[str, Any] = {"by_output": True, "leaves": False, "enters": not projection.inner}
+    width = {
+        "queries": projection.width,
+        "keys": projection.width,
+        "groups": (heads // key_heads + 2) * projection.width,
+        "thirds": projection.width,
+    }.get(projection.layout)
+    fused = 3 if projection.layout == "thirds" and heads == key_heads else 1
+    alone = projection.layout in ("queries", "keys", "groups") or fused == 3
+    if alone and (projection.layout == "queries" or key_heads >= axis.size):
+        whole = queries if projection.layout == "queries" else keys
+        parts = [slice(part.start * width, part.stop * width) for part in whole]
+        split_matrix(plan, layer, mixin, 0, 1, parts=parts, fused=fused, **how)
+        return
+    split_matrix(plan, layer, SharedHead, 0, 1, **how)
+    rows = projection.rows(queries[axis.rank], keys[axis.rank], heads, key_heads)
+    together = len(rows) and len(rows) == int(rows[-1] - rows[0]) + 1
+    plan.change(layer, needed=slice(int(rows[0]), int(rows[-1]) + 1) if together else rows)
+
+
+def divide_heads(plan: Plan, module: torch.nn.Module, parts: list[slice], mixin: type = SplitAttention) -> None:
+    """The module works on some of its heads, `parts` by rank."""
+    counts = tuple(part.stop - part.start for part in parts)
+    plan.swap_class(
+        module, mixin, axis=plan.axis, heads=sum(counts), part=parts[plan.axis.rank], counts=counts,
+        arguments=list(inspect.signature(type(module).forward).parameters)[1:],
+    )  # fmt: skip
+    if plan.sequence.size > 1:
+        plan.context_attention.add(module)
+        use_context_attention(plan, module)
+
+
+def grouped_heads(heads: int, key_heads: int, ranks: int, rank: int) -> tuple[slice, slice]:
+    """The query heads of a rank, and the key heads that they attend with.
+
+    Whole groups of query heads where there are enough key heads; otherwise several ranks share one key head and divide
+    its group.
+
+    >>> [grouped_heads(8, 2, 4, rank)[0] for rank in range(4)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None), slice(6, 8, None)]
+    >>> grouped_heads(8, 2, 4, 3)[1]
+    slice(1, 2, None)
+    """
+    group = heads // key_heads
+    if key_heads >= ranks:
+        keys = split(key_heads, ranks, rank)
+        return slice(keys.start * group, keys.stop * group), keys
+    sharing = split_sizes(ranks, key_heads)
+    first = 0
+    for key, count in enumerate(sharing):
+        if rank < first + count:
+            queries = subsplit(slice(key * group, (key + 1) * group), count, rank - first)
+            # no query heads, no key heads
+            return queries, slice(key, key + (queries.stop > queries.start))
+        first += count
+    raise AssertionError(f"rank {rank} of {ranks}")
