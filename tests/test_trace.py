@@ -18,6 +18,7 @@ OPTIONS = [
     "train.batch=12", f"train.microbatches={MICROBATCHES}", "train.warmup=1", "run.steps=4", "run.eval_batches=1",
     "run.checkpoint_minutes=0", f"run.profile=[{FIRST}, {LAST}]",
 ]  # fmt: skip
+KEYS = {"M": {"ph", "name", "pid", "tid"}, "X": {"ph", "name", "pid", "tid", "cat", "ts", "dur"}}
 GRIDS = {
     1: [["grid.data=1"]],
     2: [["grid.pipeline=2"], ["grid.data=2", "data_parallel.method=zero3"], ["grid.tensor=2", "comm.watchdog=0"]],
@@ -34,18 +35,26 @@ def checked(trace):
     """{rank: {track: its events, by their start}} of a file that fulfils the trace event format."""
     assert trace.keys() == {"displayTimeUnit", "traceEvents"}
     assert trace["displayTimeUnit"] in ("ms", "ns")
-    tracks, found = {}, defaultdict(lambda: defaultdict(list))
+    titles, tracks, found = {}, {}, defaultdict(lambda: defaultdict(list))
     for event in trace["traceEvents"]:
-        assert event["ph"] in ("X", "M")
+        assert event.keys() - {"args"} == KEYS[event["ph"]]
         assert isinstance(event["name"], str)
         assert isinstance(event["pid"], int)
         assert isinstance(event["tid"], int)
+        assert all(isinstance(value, (int, str)) for value in event.get("args", {}).values())
         if event["ph"] == "M":
-            key = {"process_name": "name", "thread_name": "name"}.get(event["name"], "sort_index")
+            kind, key = event["name"].split("_", 1)
+            assert kind in ("process", "thread")
             assert event["args"].keys() == {key}
-            if event["name"] == "thread_name":
+            if event["name"] == "process_name":
+                assert event["pid"] not in titles
+                titles[event["pid"]] = event["args"]["name"]
+            elif event["name"] == "thread_name":
                 assert (event["pid"], event["tid"]) not in tracks
                 tracks[event["pid"], event["tid"]] = event["args"]["name"]
+    assert all(title.startswith(f"rank {rank} on ") for rank, title in titles.items())
+    assert titles.keys() == {rank for rank, _ in tracks}
+    assert len({*titles.values()}) == len(titles)
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
             assert isinstance(event["cat"], str)
@@ -97,6 +106,7 @@ def test_all_ranks_on_one_time_line(world, train, capfd):
         check_actions(trace, grid)
         check_bytes(trace[0].get("MPI", []), run)
         check_messages(trace)
+        check_clocks(trace)
 
 
 def check_actions(trace, grid):
@@ -133,6 +143,16 @@ def check_messages(trace):
                 ends[event["args"]["stage"]].append(event["ts"] + event["dur"])
     for stage in range(1, len(starts)):
         assert min(starts[stage]) > min(ends[stage - 1])
+
+
+def check_clocks(trace, bound=20_000):
+    """No rank has the result of a sum over all ranks before each has begun to add to it, to `bound` microseconds."""
+    if len(trace) == 1:
+        return
+    sums = [[event for event in tracks["MPI"] if event["name"] == "all_reduce world"] for tracks in trace.values()]
+    assert {len(events) for events in sums} == {len(sums[0])} != {0}
+    for together in zip(*sums):
+        assert max(event["ts"] for event in together) <= min(event["ts"] + event["dur"] for event in together) + bound
 
 
 def test_a_job_that_stops_before_writes_what_there_is(world, train):
