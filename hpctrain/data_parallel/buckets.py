@@ -12,7 +12,7 @@ import torch
 from hpctrain import comm
 from hpctrain.grad_sync import GradSync
 from hpctrain.grid import Axis, Grid
-from hpctrain.parameter import annotate
+from hpctrain.parameter import annotate, shard_of
 
 BUCKET_BYTES = 4 << 20
 HOLDERS_TAG = 32766  # above those of the pipeline's messages
@@ -29,7 +29,7 @@ class GradBucket:
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None):
-        self.parameters, self.plane, self.holders = parameters, plane, parameters[0].shard.holders
+        self.parameters, self.plane, self.holders = parameters, plane, shard_of(parameters[0]).holders
         sizes = [p.detach().numel() for p in parameters]
         self.flat = self._allocate(sum(sizes))
         for parameter, part in zip(parameters, self.flat.split(sizes)):
@@ -37,7 +37,7 @@ class GradBucket:
             view = part.view_as(parameter.detach())
             annotate(parameter, grad_sync=GradSync(view, direct=part.dtype == parameter.dtype))
         self.missing = len(parameters)
-        self.work = comm.done()
+        self.work: comm.Work[torch.Tensor] | comm.Work[None] = comm.done()
 
     def _allocate(self, numel):
         return self.parameters[0].new_zeros(numel)
@@ -83,9 +83,10 @@ def sum_over_holders(gradient: torch.Tensor, holders: Sequence[int], pipeline: A
 
 def summed_over(parameter: torch.nn.Parameter, grid: Grid):
     """The ranks of the tensor axis over which the parameter's gradient is a partial sum; None where it is whole."""
-    if not parameter.shard.partial:
+    shard = shard_of(parameter)
+    if not shard.partial:
         return None
-    axes = [axis for axis in parameter.shard.replicated if grid.shape[axis] > 1]
+    axes = [axis for axis in shard.replicated if grid.shape[axis] > 1]
     return grid.plane(*axes) if axes else None
 
 
@@ -100,7 +101,8 @@ def grouped(parameters: Iterable[torch.nn.Parameter], grid: Grid, limit: int):
     open_groups: dict[tuple, list] = {}
     filled: Counter = Counter()
     for parameter in parameters:
-        shard, divided = parameter.shard, grid.expert if parameter.shard.alike == "copies" else grid.tensor
+        shard = shard_of(parameter)
+        divided = grid.expert if shard.alike == "copies" else grid.tensor
         replicated = tuple(axis for axis in shard.replicated if grid.shape[axis] > 1)
         key = parameter.dtype, replicated, summed_over(parameter, grid), shard.alike, shard.holders
         open_groups.setdefault(key, []).append(parameter)
@@ -111,14 +113,14 @@ def grouped(parameters: Iterable[torch.nn.Parameter], grid: Grid, limit: int):
     yield from open_groups.values()
 
 
-def sum_gradients(parameters: Iterable[torch.nn.Parameter], grid: Grid, limit: int = BUCKET_BYTES) -> None:
+def sum_gradients(parameters: Sequence[torch.nn.Parameter], grid: Grid, limit: int = BUCKET_BYTES) -> None:
     """Replace the gradients, all of which are there, by their sums over the ranks that share their parameters, but for
     those of other pipeline stages. The same buckets, summed in the same order, as in `DataParallel`, with memory for
     one of them."""
     for group in grouped(reversed(parameters), grid, limit):
         gradients = [parameter.grad for parameter in group]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        for axis in (summed_over(group[0], grid), grid.alike(group[0].shard)):
+        for axis in (summed_over(group[0], grid), grid.alike(shard_of(group[0]))):
             if axis is not None:
                 comm.all_reduce(flat, axis)
         for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):

@@ -9,6 +9,7 @@ import torch
 from hpctrain import comm
 from hpctrain.comm.buffers import REDUCED_HERE
 from hpctrain.grid import Grid
+from hpctrain.parameter import shard_of
 
 
 def local_squares(parameters: Iterable[torch.nn.Parameter], coords: dict[str, int]) -> torch.Tensor:
@@ -16,8 +17,9 @@ def local_squares(parameters: Iterable[torch.nn.Parameter], coords: dict[str, in
 
     Of every slice one of the ranks that hold it counts it, at each place along the axis `alike` of its `Shard`.
     """
-    counted = [p for p in parameters if p.grad is not None and p.shard.owned(coords)]
-    return torch.stack([square([p.grad for p in counted if p.shard.alike == axis]) for axis in ("data", "copies")])
+    counted = [(p.grad, shard_of(p)) for p in parameters if p.grad is not None]
+    counted = [(gradient, shard) for gradient, shard in counted if shard.owned(coords)]
+    return torch.stack([square([g for g, shard in counted if shard.alike == axis]) for axis in ("data", "copies")])
 
 
 def replica_totals(loss: torch.Tensor, squares: torch.Tensor, grid: Grid) -> torch.Tensor:

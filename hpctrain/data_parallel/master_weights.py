@@ -10,6 +10,7 @@ import torch
 
 from hpctrain.data_parallel.clipping import square
 from hpctrain.data_parallel.optimizer_state import ParameterSlice
+from hpctrain.parameter import shard_of
 from hpctrain.shard_entries import Entry
 
 
@@ -56,7 +57,7 @@ class MasterWeights:
 
     def square(self, gradient: torch.Tensor, coords: dict[str, int]) -> torch.Tensor:
         """Sum of the squares of the range's gradient where the rank at `coords` counts it, float64."""
-        return square([part for piece, part in self.of_pieces(gradient) if piece.parameter.shard.owned(coords)])
+        return square([part for piece, part in self.of_pieces(gradient) if shard_of(piece.parameter).owned(coords)])
 
     def of_pieces(self, gradient: torch.Tensor) -> Iterator[tuple[ParameterSlice, torch.Tensor]]:
         """Each piece, and its part of the range's gradient."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain.grid import Grid
+from hpctrain.parameter import shard_of
 from hpctrain.shard import Shard
 from hpctrain.shard_entries import Described, Entry, rectangles, replicas_part
 
@@ -39,7 +40,7 @@ def to_load(names: Names, optimizer: torch.optim.Optimizer, saved: dict[str, Des
     optimizer.state.clear()
     for p, name in names.items():
         for key, value in kept.get(name, ()):
-            shard = p.shard if value.shape else Shard((), ())
+            shard = shard_of(p) if value.shape else Shard((), ())
             memory = optimizer.state[p][key] = _allocate(shard.shape, value, p)
             entries.append(Entry(f"optimizer/{key}/{name}", shard, memory))
     return entries
@@ -51,7 +52,7 @@ def parameters_to_save(names: Names, grid: Grid) -> list[Entry]:
 
 def parameters_to_load(names: Names, saved: dict[str, Described]) -> list[Entry]:
     """Raises ValueError listing every parameter that is not there in the shape and type that the model has."""
-    entries = [Entry(f"model/{name}", p.shard, p.detach()) for p, name in names.items()]
+    entries = [Entry(f"model/{name}", shard_of(p), p.detach()) for p, name in names.items()]
     _check(entries, saved)
     return entries
 
@@ -66,14 +67,16 @@ def _part(entries, grid):
 
 
 def _parameters(names, grid):
-    return [Entry(f"model/{name}", p.shard, p.detach()) for p, name in names.items() if p.shard.owned(grid.coords)]
+    return [
+        Entry(f"model/{name}", shard_of(p), p.detach()) for p, name in names.items() if shard_of(p).owned(grid.coords)
+    ]
 
 
 def _states(names, optimizer, grid):
     return [
-        Entry(f"optimizer/{key}/{name}", p.shard if value.dim() else Shard((), ()), value)
+        Entry(f"optimizer/{key}/{name}", shard_of(p) if value.dim() else Shard((), ()), value)
         for p, name in names.items()
-        if p.shard.owned(grid.coords)
+        if shard_of(p).owned(grid.coords)
         for key, value in optimizer.state[p].items()
     ]
 
@@ -91,11 +94,11 @@ class ParameterSlice:
     parameter: torch.nn.Parameter
     start: int
     stop: int
-    local: torch.Tensor
+    local: torch.nn.Parameter
 
     def entries(self, name: str, flat: torch.Tensor) -> list[Entry]:
         """A flat tensor of this piece, as rectangles of the global tensor `name`."""
-        parts = rectangles(self.parameter.shard, self.start, self.stop)
+        parts = rectangles(shard_of(self.parameter), self.start, self.stop)
         ends = itertools.accumulate((torch.Size(part.shape).numel() for part in parts), initial=0)
         return [Entry(name, part, flat[a:b]) for part, (a, b) in zip(parts, itertools.pairwise(ends))]
 
@@ -106,7 +109,7 @@ def pieces_to_save(
     """The optimizer's state, and its `weights`; numbers are saved with the first piece of a parameter."""
     entries = []
     for piece in pieces:
-        if not piece.parameter.shard.owned(grid.coords):
+        if not shard_of(piece.parameter).owned(grid.coords):
             continue
         if weights:
             entries += piece.entries(f"model/{names[piece.parameter]}", piece.local.detach())

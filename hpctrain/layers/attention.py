@@ -87,20 +87,20 @@ class Attention(torch.nn.Module):
         self.key = key = drawn_key(grid, key)
 
         algorithm = algorithm_of(grid, algorithm)
-        made = {"algorithm": algorithm, "dtype": dtype, "device": device}
         unit, unit_out = (self.queries + 2) * self.head_width, self.queries * self.head_width
         self.qkv = Linear(
-            grid, width, groups * unit, qkv_bias, to="inner", out_unit=unit, std=std, key=key / "qkv", **made
-        )
+            grid, width, groups * unit, qkv_bias, to="inner", out_unit=unit, std=std, key=key / "qkv",
+            algorithm=algorithm, dtype=dtype, device=device,
+        )  # fmt: skip
         self.proj = Linear(
             grid, groups * unit_out, width, proj_bias, to="residual", in_unit=unit_out, std=std_out,
-            key=key / "proj", **made,
+            key=key / "proj", algorithm=algorithm, dtype=dtype, device=device,
         )  # fmt: skip
-        self.q_norm = self.k_norm = None
+        self.q_norm: HeadNorm | None = None
+        self.k_norm: HeadNorm | None = None
         if qk_norm:
-            of_heads = {"eps": norm_eps, "dtype": dtype, "device": device}
-            self.q_norm = HeadNorm(grid, self.head_width, key=key / "q_norm", **of_heads)
-            self.k_norm = HeadNorm(grid, self.head_width, key=key / "k_norm", **of_heads)
+            self.q_norm = HeadNorm(grid, self.head_width, norm_eps, key=key / "q_norm", dtype=dtype, device=device)
+            self.k_norm = HeadNorm(grid, self.head_width, norm_eps, key=key / "k_norm", dtype=dtype, device=device)
         self.mine = algorithm.inner(groups)
         self.grid = grid
 
@@ -108,7 +108,7 @@ class Attention(torch.nn.Module):
         groups = self.mine.stop - self.mine.start
         shape = (len(tokens.inner), tokens.length, groups, self.queries + 2, self.head_width)
         q, k, v = self.qkv(x, tokens).view(shape).split((self.queries, 1, 1), 3)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = (rotate(part, self.rotary, tokens.spans, self.rope_scaling) for part in (q, k))

@@ -79,16 +79,16 @@ class Tokens:
             ValueError: for `part` beside documents, or on a grid with sequence axes without a `ShardedKVCache`, and for
                 documents that are not of these sequences.
         """
-        documents = tuple(map(tuple, documents))
-        if documents and len(documents) != sequences:
-            raise ValueError(f"documents must be lengths for each of {sequences} sequences, got {documents}")
-        masks = tuple(Mask(window=window, documents=lengths) for lengths in documents or ((),))
+        packed = tuple(tuple(lengths) for lengths in documents)
+        if packed and len(packed) != sequences:
+            raise ValueError(f"documents must be lengths for each of {sequences} sequences, got {packed}")
+        masks = tuple(Mask(window=window, documents=lengths) for lengths in packed or ((),))
         for mask in masks:
             mask.document_ranges(length)
         cut_by = masks if balance == "work" else (Mask(),)
         whole, over_sequence = length, _cut(length, grid.ring.size, grid.ulysses.size, balance, cut_by)
         if part is not None:
-            if documents:
+            if packed:
                 raise ValueError("token slices attend to all tokens before them, got documents; use another schedule")
             over_sequence = ((range(part.start, part.stop),),) * grid.sequence.size
             if grid.sequence.size > 1 and part.start == 0:
@@ -108,7 +108,7 @@ class Tokens:
         inner = algorithm.inner_sequences(mine)
         return cls(
             mine, length, start, step, Rows(x, over[z.rank]), range(start + inner.start, start + inner.stop),
-            tuple(counts[x.rank] for counts in over), whole, documents[block], over_sequence, kv_cache,
+            tuple(counts[x.rank] for counts in over), whole, packed[block], over_sequence, kv_cache,
             (grid, sequences, first, algorithm),
         )  # fmt: skip
 

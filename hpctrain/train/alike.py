@@ -10,6 +10,7 @@ import torch
 from hpctrain import comm
 from hpctrain.digest import digest
 from hpctrain.grid import Grid
+from hpctrain.parameter import shard_of
 
 
 def differing(names: dict[torch.nn.Parameter, str], grid: Grid) -> list[str]:
@@ -17,8 +18,9 @@ def differing(names: dict[torch.nn.Parameter, str], grid: Grid) -> list[str]:
     experts, on other copies), or of tensor axes. Collective over the grid."""
     groups: dict[str, tuple] = {}
     for p in names:
-        groups.setdefault(p.shard.alike, (grid.alike(p.shard), []))[1].append(p)
-        axes = [axis for axis in p.shard.replicated if grid.shape[axis] > 1]
+        shard = shard_of(p)
+        groups.setdefault(shard.alike, (grid.alike(shard), []))[1].append(p)
+        axes = [axis for axis in shard.replicated if grid.shape[axis] > 1]
         if axes:
             plane = grid.plane(*axes)
             groups.setdefault(plane.name, (plane, []))[1].append(p)

@@ -20,7 +20,7 @@ log = logging.getLogger("hpctrain")
 def introduce(session: Session) -> None:
     """Print what is about to be trained, and where. For rank 0 alone."""
     config, folder = session.config, session.folder
-    if folder.moved:
+    if folder and folder.moved:
         print(f"an older run was moved to {folder.moved}/")
     if session.position.step:
         print(f"resumed after step {session.position.step}")

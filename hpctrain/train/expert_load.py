@@ -24,7 +24,7 @@ def metrics(loads: Mapping[str, Load]) -> dict[str, Any]:
     """
     if not loads:
         return {}
-    found = {"load": [], "imbalance": [], "entropy": [], "dropped": []}
+    found: dict[str, list] = {"load": [], "imbalance": [], "entropy": [], "dropped": []}
     for load in loads.values():
         pairs, experts = max(1, sum(load.counts)), len(load.counts)
         parts = [count / pairs for count in load.counts]

@@ -80,7 +80,8 @@ class Lease:
                     continue
             finally:
                 draft.unlink()
-            if _newest(self.folder)[1] == path:
+            latest = _newest(self.folder)
+            if latest is not None and latest[1] == path:
                 for other, old in _leases(self.folder):
                     if other < number:
                         old.unlink(missing_ok=True)

@@ -63,7 +63,7 @@ def take_steps(session: Session) -> str:
             position.unevaluated = None
             if position.step == steps or (every and position.step % every == 0):
                 position.unevaluated = None if evaluate(session, record, validation) else record
-            if folder:
+            if folder and progress:
                 folder.log(record)
                 progress.update(record)
             saves = agreement.save_by_number(position.step) or agreement.save_by_clock
@@ -91,7 +91,7 @@ def train_step(session: Session) -> dict[str, Any] | None:
     options = config.train
     rate = learning_rate(
         position.step, config.run.steps, options.lr, options.warmup, options.schedule,
-        None if options.min_lr == "auto" else options.min_lr, options.decay_steps,
+        None if isinstance(options.min_lr, str) else options.min_lr, options.decay_steps,
     )  # fmt: skip
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate
@@ -109,7 +109,7 @@ def train_step(session: Session) -> dict[str, Any] | None:
             trainer.update(norm)
         if math.isfinite(loss):
             session.sanity.good(loss, norm)
-        results = {"loss": _finite(loss), "grad_norm": _finite(norm)}
+        results: dict[str, Any] = {"loss": _finite(loss), "grad_norm": _finite(norm)}
     elif leave_out(session, bad, rate):
         results = {"loss": None, "grad_norm": None, "skipped": str(bad)}
     else:

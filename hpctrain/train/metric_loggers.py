@@ -86,7 +86,7 @@ class MetricLoggers:
     def log(self, record: dict[str, Any]) -> None:
         """A line of metrics."""
         values = dict(flat(record))
-        step = values.pop("step")
+        step = int(values.pop("step"))
         for logger in list(self._open):
             survived = _Survived(type(logger))
             with survived:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from hpctrain import comm
 from hpctrain.choices import check_optimizer
+from hpctrain.parameter import shard_of
 
 
 def make_optimizer(
@@ -32,11 +34,11 @@ def make_optimizer(
     """
     check_optimizer(name)
     parameters = list(parameters)
-    matrices = [p for p in parameters if len(p.shard.global_shape) > 1]
-    vectors = [p for p in parameters if len(p.shard.global_shape) < 2]
+    matrices = [p for p in parameters if len(shard_of(p).global_shape) > 1]
+    vectors = [p for p in parameters if len(shard_of(p).global_shape) < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     adam = {"betas": tuple(betas), "eps": eps}
-    kind, settings = {
+    kinds: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, {**adam, "fused": True}),
         "adam": (torch.optim.Adam, {**adam, "fused": True}),
         "nadam": (torch.optim.NAdam, {**adam, "decoupled_weight_decay": True, "foreach": True}),
@@ -45,7 +47,8 @@ def make_optimizer(
         "adagrad": (torch.optim.Adagrad, {"foreach": True}),
         "rmsprop": (torch.optim.RMSprop, {"momentum": momentum, "foreach": True}),
         "sgd": (torch.optim.SGD, {"momentum": momentum, "nesterov": momentum > 0, "fused": True}),
-    }[name]
+    }
+    kind, settings = kinds[name]
     kind = _eager(kind)
     if ema_decay:
         kind = _averaging(kind, ema_decay)

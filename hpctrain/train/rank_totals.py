@@ -17,7 +17,7 @@ class RankTotals:
 
     def __init__(self):
         self.steps = 0
-        self._parts = {part: Counter() for part in ("time", "bytes_sent", "bytes_received")}
+        self._parts: dict[str, Counter[str]] = {part: Counter() for part in ("time", "bytes_sent", "bytes_received")}
 
     def add(self, record: dict[str, Any]) -> None:
         """A step's line of metrics, as this rank has it."""

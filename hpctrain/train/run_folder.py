@@ -68,7 +68,7 @@ class RunFolder:
         self._config = to_toml(config)
         self.history: list[dict] = []
         self.ranks: list[dict] = []
-        self._metrics = None  # until `begin`
+        self._metrics: int | None = None  # until `begin`
         self._lacking = False
         self._loggers = MetricLoggers(config, self.path)
 
@@ -86,8 +86,8 @@ class RunFolder:
         self._rewrite()
         self._loggers.begin(step)
 
-    def _rewrite(self) -> None:
-        """The metrics anew, from memory."""
+    def _rewrite(self) -> int:
+        """The metrics anew, from memory; returns their file."""
         if self._metrics is not None:
             os.close(self._metrics)
             self._metrics = None
@@ -95,6 +95,7 @@ class RunFolder:
         files.sync(self.path)
         self._metrics = os.open(self.path / METRICS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._lacking = False
+        return self._metrics
 
     def _replace(self, name: str, text: str) -> None:
         """Write a file under another name, and rename it once it is on disk: it is whole at any moment."""
@@ -116,7 +117,7 @@ class RunFolder:
         self.history.append(record)
         self._loggers.log(record)
         try:
-            if self._lacking:
+            if self._lacking or self._metrics is None:
                 self._rewrite()
             else:
                 line = (json.dumps(record) + "\n").encode()
@@ -129,9 +130,7 @@ class RunFolder:
         """The metrics, on disk: a checkpoint is of steps that are all in them."""
         self._lease.check()
         try:
-            if self._lacking:
-                self._rewrite()
-            os.fsync(self._metrics)
+            os.fsync(self._rewrite() if self._lacking or self._metrics is None else self._metrics)
         except OSError as error:
             self._lack(error)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -35,6 +35,18 @@ class Block(NamedTuple):
     tile: Tile
     scale: float
     keep: Callable[[slice], torch.Tensor] | None = None
+
+
+class Kernel(Protocol):
+    """Attributes: `triangle`, queries and keys of the blocks that it computes whole where a causal tile has more; 0 for
+    a kernel that computes what is seen alone."""
+
+    triangle: int
+
+    def forward(self, b: Block) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def backward(
+        self, b: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 class CpuFlash:
@@ -161,7 +173,7 @@ class Explicit:
 
 
 @functools.lru_cache(maxsize=64)
-def kernels_of(device: str, dtype: torch.dtype, width: int, dropout: bool) -> dict[str, type]:
+def kernels_of(device: str, dtype: torch.dtype, width: int, dropout: bool) -> dict[str, Kernel]:
     """The kernel for each kind of tile, of heads of this width."""
     if dropout:
         return dict.fromkeys(("full", "causal", "masked"), Explicit)
@@ -169,7 +181,7 @@ def kernels_of(device: str, dtype: torch.dtype, width: int, dropout: bool) -> di
         return dict.fromkeys(("full", "causal", "masked"), CpuFlash)
     if device != "cuda" or dtype == torch.float64 or width % 8 or width > 256:
         return dict.fromkeys(("full", "causal", "masked"), Explicit)
-    unmasked = CudaEfficient if dtype == torch.float32 else CudaFlash
+    unmasked: Kernel = CudaEfficient if dtype == torch.float32 else CudaFlash
     return {"full": unmasked, "causal": unmasked, "masked": CudaEfficient}
 
 

@@ -74,6 +74,7 @@ def context_attention(
         mask.document_ranges(length)
     dropout = None
     if dropout_p:
+        assert dropout_key is not None  # checked
         dropout = AttentionDropout(dropout_key, dropout_p, step, length, query.shape[1], range(len(query)))
     scale = query.shape[3] ** -0.5 if scale is None else scale
     return attend(query, key, value, Context(grid.ring, grid.ulysses, tuple(spans), masks, scale, dropout))

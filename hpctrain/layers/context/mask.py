@@ -37,7 +37,9 @@ class Mask:
     def offsets(self) -> tuple[int | None, int | None]:
         """The least and greatest key - query that is seen within a document; None for no bound."""
         least = 1 - self.window if self.window else None
-        return least, 0 if self.causal else -least if self.window else None
+        if self.causal:
+            return least, 0
+        return least, None if least is None else -least
 
     def pairs(self, queries: range, keys: range) -> int:
         """How many (query, key) of one document see each other.

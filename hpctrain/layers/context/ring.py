@@ -92,16 +92,16 @@ class RingAttention:
             for heads, kv_heads in self.groups:
                 for tile in tiles(queries, keys, mask, self.length, kernels["causal"].triangle):
                     place, kv_place = (sequences, heads, tile.queries), (sequences, kv_heads, tile.keys)
-                    keep = self._keep(sequences, heads, tile, keys, q) if self.dropout else None
+                    keep = self._keep(self.dropout, sequences, heads, tile, keys, q) if self.dropout else None
                     yield place, kv_place, Block(q[place], k[kv_place], v[kv_place], tile, self.scale, keep)
 
-    def _keep(self, sequences, heads, tile: Tile, keys, q):
+    def _keep(self, dropout: AttentionDropout, sequences, heads, tile: Tile, keys, q):
         queries = part_of(self.spans[self.axis.rank], tile.queries.start, tile.queries.stop)
         keys = part_of(keys, tile.keys.start, tile.keys.stop)
         heads = slice(self.first_head + heads.start, self.first_head + heads.stop)
         like = q.new_empty(0, dtype=comm.accumulation_dtype(q.dtype))
 
         def keep(rows):
-            return self.dropout.factors(sequences, heads, part_of(queries, rows.start, rows.stop), keys, like)
+            return dropout.factors(sequences, heads, part_of(queries, rows.start, rows.stop), keys, like)
 
         return keep

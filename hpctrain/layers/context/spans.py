@@ -114,7 +114,7 @@ def _by_work(length, ring, masks):
 
 def _dealt(work, ring):
     """Equally many chunks for each rank, in order; the ranks by their first chunk."""
-    dealt = [[] for _ in range(ring)]
+    dealt: list[list[int]] = [[] for _ in range(ring)]
     loads = [0] * ring
     for index in sorted(range(len(work)), key=lambda index: (-work[index], index)):
         rank = min(

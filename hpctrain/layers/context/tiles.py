@@ -35,7 +35,9 @@ class Tile:
 
     @property
     def kind(self) -> str:
-        return {(None, None): "full", (None, 0): "causal"}.get((self.least, self.greatest), "masked")
+        if self.least is not None:
+            return "masked"
+        return {None: "full", 0: "causal"}.get(self.greatest, "masked")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,7 +45,8 @@ class Tile:
 
     @property
     def pairs(self) -> int:
-        return band_pairs(*map(range, self.shape), self.least, self.greatest)
+        queries, keys = self.shape
+        return band_pairs(range(queries), range(keys), self.least, self.greatest)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -109,7 +112,7 @@ def _runs(queries, keys, mask, length):
                 if offset is not None:  # a bound that passes one of these positions
                     near = edges[bisect_left(edges, part.start + offset) : bisect_right(edges, part.stop + offset)]
                     cuts.update(edge - offset for edge in (*near, document.start, document.stop))
-            cuts = sorted(cut for cut in cuts if part.start <= cut <= part.stop)
+            within = sorted(cut for cut in cuts if part.start <= cut <= part.stop)
 
             def low(query, document=document):
                 return keys_before(document.start if least is None else max(document.start, query + least))
@@ -117,7 +120,7 @@ def _runs(queries, keys, mask, length):
             def high(query, document=document):
                 return keys_before(document.stop if greatest is None else min(document.stop, query + greatest + 1))
 
-            for start, stop in zip(cuts, cuts[1:]):
+            for start, stop in zip(within, within[1:]):
                 if low(start) < high(start):
                     steps = [end(start + 1) - end(start) if stop - start > 1 else 0 for end in (low, high)]
                     yield _Run(first + start - span.start, stop - start, low(start), high(start), *steps)
@@ -126,7 +129,7 @@ def _runs(queries, keys, mask, length):
 
 def _joined(runs):
     """Runs that go on where the one before ends, as one."""
-    joined = []
+    joined: list[_Run] = []
     for run in runs:
         last = joined[-1] if joined else None
         if last is not None and last.first + last.count == run.first:

@@ -21,9 +21,10 @@ from hpctrain import comm
 from hpctrain.grid import Axis
 from hpctrain.pipeline.ampnet.message_graph import MessageGraph
 from hpctrain.pipeline.ampnet.metrics import Metrics
-from hpctrain.pipeline.ampnet.node import BACKWARD, FORWARD, Message, Run
+from hpctrain.pipeline.ampnet.node import BACKWARD, FORWARD, Message, Run, State
 from hpctrain.pipeline.ampnet.ready import Item, Ready, Record, Replay
-from hpctrain.pipeline.ampnet.transform import Loss
+from hpctrain.pipeline.ampnet.source import Source
+from hpctrain.pipeline.ampnet.transform import Loss, Transform
 from hpctrain.trace import span
 
 _DONE, _FAILED = -1, -2  # in place of an edge
@@ -60,7 +61,8 @@ class Engine:
             **{(i, BACKWARD): (connection.source, connection.out) for i, connection in enumerate(graph.connections)},
         }
         self.local = {name: node for name, node in graph.nodes.items() if placement[name] == axis.rank}
-        self._source = self.local.get(graph.source)
+        source = self.local.get(graph.source)
+        self._source = source if isinstance(source, Source) else None  # on its rank alone
 
     def run(
         self, instances: Sequence[Any], training: bool, record: Record | None = None, replay: list | None = None
@@ -74,7 +76,7 @@ class Engine:
             replay: the order of a recorded run, of the same graph, placement and instances.
         """
         self._run, self._ready = Run(instances, training), Ready() if replay is None else Replay(replay)
-        self._order = [] if record is not None else None
+        self._order: list[tuple[int, int, State]] | None = [] if record is not None else None
         self._admitted, self._over, self._failed = 0, False, False
         error = None
         try:
@@ -84,7 +86,7 @@ class Engine:
             self._tell_all(_FAILED)
         comm.agree(self.everybody, error)
         self._mailbox.finish()
-        if record is not None:
+        if record is not None and self._order is not None:
             record.runs.append(self._order)
         return losses
 
@@ -100,7 +102,7 @@ class Engine:
                     self._work(item)
         if self._run.training and not self._failed:
             for node in self.local.values():
-                if getattr(node, "weights", None) is not None:
+                if isinstance(node, Transform) and node.weights is not None:
                     node.weights.finish()
         return [loss for node in self.local.values() if isinstance(node, Loss) for loss in node.losses]
 

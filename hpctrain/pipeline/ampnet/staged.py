@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from typing import Protocol
+
 import torch
 
 from hpctrain.pipeline.ampnet.message_graph import MessageGraph
@@ -9,17 +13,26 @@ from hpctrain.pipeline.ampnet.source import Source
 from hpctrain.pipeline.ampnet.transform import Loss, Transform
 
 
-def chain_of(model: torch.nn.Module) -> tuple[MessageGraph, dict[str, int]]:
-    """The graph and its placement; the nodes of this rank have their modules.
+class Staged(Protocol):
+    """This rank's part of a model, as `models.staged.StagedTransformer`."""
 
-    Args:
-        model: with `stages`, `placement` and `last`, as `models.staged.StagedTransformer`.
-    """
+    @property
+    def stages(self) -> Mapping[int, range]: ...
+    @property
+    def placement(self) -> Mapping[tuple[int, int], int]: ...
+    @property
+    def last(self) -> int: ...
+    def __call__(self, x: torch.Tensor, tokens: object, stage: int) -> torch.Tensor: ...
+    def loss(self, y: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor: ...
+
+
+def chain_of(model: Staged) -> tuple[MessageGraph, dict[str, int]]:
+    """The graph and its placement; the nodes of this rank have their modules."""
     graph, placement, given = MessageGraph(), {"source": model.placement[0, 0]}, lambda state, microbatch: microbatch
     graph.add("source", Source(lambda microbatch: [(0, microbatch.ids, ())]))
     for stage in range(model.last + 1):
         kind, name = Loss if stage == model.last else Transform, f"stage {stage}"
-        node = kind(lambda stage=stage: _Stage(model, stage), given=given)
+        node = kind(functools.partial(_Stage, model, stage), given=given)
         if stage in model.stages:
             node.module = node.make()
         graph.add(name, node).connect(f"stage {stage - 1}" if stage else "source", name)
@@ -29,7 +42,7 @@ def chain_of(model: torch.nn.Module) -> tuple[MessageGraph, dict[str, int]]:
 
 
 class _Stage(torch.nn.Module):
-    def __init__(self, model, stage: int):
+    def __init__(self, model: Staged, stage: int):
         super().__init__()
         self.model, self.stage = model, stage
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hpctrain.pipeline.simulate import PerStage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class LayerCosts:
     """Times of one microbatch and bytes, for each layer of a chain; one number stands for a list of equal ones.
 
@@ -27,18 +27,26 @@ class LayerCosts:
     [0.5, 0.5]
     """
 
-    forward: Sequence[float]
-    input_gradient: PerStage = 0.0
-    weight_gradient: PerStage = 0.0
-    message: PerStage = 0
-    activation: PerStage = 0
-    weights: PerStage = 0
+    forward: list[float]
+    input_gradient: list[float]
+    weight_gradient: list[float]
+    message: list[int]
+    activation: list[float]
+    weights: list[float]
 
-    def __post_init__(self):
-        for name, value in list(vars(self).items()):
-            values = [value] * len(self) if isinstance(value, (int, float)) else list(value)
-            if len(values) != len(self):
-                raise ValueError(f"{name} lists {len(values)} values for {len(self)} layers; give one, or {len(self)}")
+    def __init__(
+        self, forward: Sequence[float], input_gradient: PerStage = 0.0, weight_gradient: PerStage = 0.0,
+        message: int | Sequence[int] = 0, activation: PerStage = 0, weights: PerStage = 0,
+    ):  # fmt: skip
+        given = {
+            "forward": forward, "input_gradient": input_gradient, "weight_gradient": weight_gradient,
+            "message": message, "activation": activation, "weights": weights,
+        }  # fmt: skip
+        layers = len(forward)
+        for name, value in given.items():
+            values = [value] * layers if isinstance(value, (int, float)) else list(value)
+            if len(values) != layers:
+                raise ValueError(f"{name} lists {len(values)} values for {layers} layers; give one, or {layers}")
             if not all(0 <= v < math.inf for v in values):
                 raise ValueError(f"{name}={value}: costs are finite and at least 0")
             object.__setattr__(self, name, values)

@@ -93,13 +93,16 @@ class Problem:
         if key not in self._verdicts:
             ends = [0, *accumulate(counts)]
 
-            def sums(name):
-                values = getattr(self._costs, name)
+            def sums(values: Sequence[float]) -> list[float]:
                 return [sum(values[start:stop]) for start, stop in zip(ends, ends[1:])]
 
             edges = [Edge(s, s + 1, (self._costs.message[end - 1],), "uint8") for s, end in enumerate(ends[1:-1])]
-            names = ("forward", "input_gradient", "weight_gradient", "activation", "weights")
-            costs = Costs(**{name: sums(name) for name in names}, latency=self._latency, bandwidth=self._bandwidth)
+            layers = self._costs
+            costs = Costs(
+                sums(layers.forward), sums(layers.input_gradient), sums(layers.weight_gradient),
+                activation=sums(layers.activation), weights=sums(layers.weights),
+                latency=self._latency, bandwidth=self._bandwidth,
+            )  # fmt: skip
             cut = replace(self._schedule, graph=StageGraph(self.stages, edges))
             result = simulate(cut, costs, self._tasks)
             peak = max(result.peak)
