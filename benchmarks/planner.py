@@ -1,26 +1,31 @@
 """What a plan says beside what is measured: every grid of 1, 2 and 4 ranks of three jobs on this machine.
 
     hpctrain machine -o here.toml                                    first, on a quiet machine
-    python benchmarks/planner.py                                     all of it, an hour on 2 quiet cores
-    python benchmarks/planner.py --job compute --ranks 2 --limit 2   only the first two grids of one job
+    python benchmarks/planner.py                                     all of it, within 10 minutes on 2 quiet cores
+    python benchmarks/planner.py --jobs compute --ranks 1,2 --minutes 1
 
-Each job is measured on every grid once a round, so that all see the same hours of the machine. A measurement is that of
-`hpctrain scale`, a median over --steps; the least of the rounds counts, as what others do to the machine only adds to a
-time. Memory is the resident set of the largest rank. The plan's choice is the grid that is predicted to be the fastest.
+One MPI job for each number of ranks measures all grids of all jobs, round after round, so that all see the same minutes
+of the machine, until its part of --minutes is over. A measurement is that of `hpctrain scale`, a median over --steps;
+the least of the rounds counts, as what others do to the machine only adds to a time. Memory is the largest resident set
+of a rank while the grid was measured. The plan's choice is the grid that is predicted to be the fastest.
 
 Prints one JSON object a line: of each grid `{"benchmark": "planner", "case", "ranks", "grid", "predicted", "measured",
-"memory_predicted", "memory_measured", "bytes_exact"}`; of each job and number of ranks `{"regret", "rank_correlation",
-"within_10_percent", "chosen", "best"}`, where regret is the chosen grid's measured seconds over the best's, less one.
+"memory_predicted", "memory_measured", "bytes_exact", "rounds"}`; of each job and number of ranks `{"regret",
+"rank_correlation", "within_10_percent", "memory_within_7_percent", "chosen", "best"}`, where regret is the chosen
+grid's measured seconds over the best's, less one.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from hpctrain.config import Config, load_config
@@ -29,12 +34,12 @@ from hpctrain.plan import Machine, predict
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = {
-    "compute": ["model.layers=4", "model.width=512", "model.heads=8", "model.context=256", "train.batch=16"],
-    "communication": ["model.layers=4", "model.width=512", "model.heads=8", "model.context=64", "train.batch=8",
+    "compute": ["model.layers=4", "model.width=384", "model.heads=8", "model.context=128", "train.batch=8"],
+    "communication": ["model.layers=4", "model.width=512", "model.heads=8", "model.context=32", "train.batch=4",
                       "model.vocabulary=4096"],
-    "long": ["model.layers=2", "model.width=256", "model.heads=8", "model.context=1024", "train.batch=4"],
+    "long": ["model.layers=2", "model.width=128", "model.heads=8", "model.context=1024", "train.batch=4"],
 }  # fmt: skip
-COMMON = ["train.microbatches=2", "run.checkpoint_minutes=0", "sanity.check_every=0"]
+COMMON = ["train.microbatches=2", "run.checkpoint_minutes=0", "sanity.check_every=0", "comm.watchdog=0"]
 
 
 def grids(job: list[str], ranks: int) -> list[list[str]]:
@@ -50,32 +55,65 @@ def grids(job: list[str], ranks: int) -> list[list[str]]:
     return found
 
 
-def measured(overrides: list[str], config: Config, folder: Path, steps: int) -> dict:
-    """Figures of `hpctrain.scale.measure`."""
+def measured(cases: list[list[str]], ranks: int, seconds: float, steps: int) -> list[list[dict]]:
+    """Of each case, the figures of `hpctrain.scale.measure` in each round, by one MPI job."""
     launcher = os.environ.get("MPIRUN") or str(ROOT / "jobs/mpirun.sh")
-    out, empty = folder / "out.json", folder / "empty.toml"
-    empty.write_text("")
-    data = [f"data.path={folder / 'data.h5'}", f"data.text={json.dumps([str(ROOT / 'README.md')])}"]
-    command = [launcher, "-n", str(config.ranks), sys.executable, "-m", "mpi4py", "-m", "hpctrain.scale.measure"]
-    subprocess.run(
-        [*command, str(out), str(steps), str(empty), *overrides, *data, f"run.out={folder}"], check=True, timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    return json.loads(out.read_text())
+    with tempfile.TemporaryDirectory() as scratch:
+        out, spec = Path(scratch, "out.json"), Path(scratch, "spec.json")
+        text = json.dumps([str(ROOT / "README.md")])
+        data = [f"data.path={scratch}/data.h5", f"data.text={text}", f"run.out={scratch}"]
+        spec.write_text(json.dumps([[*case, *data] for case in cases]))
+        worker = [sys.executable, "-m", "mpi4py", __file__, "--worker", str(spec), str(out)]
+        subprocess.run(
+            [launcher, "-n", str(ranks), *worker, "--seconds", str(seconds), "--steps", str(steps)], check=True,
+            timeout=120 + 3 * seconds, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        return json.loads(out.read_text())
+
+
+def work(spec: str, out: str, seconds: float, steps: int) -> None:
+    """What a rank of the MPI job does."""
+    from mpi4py import MPI
+
+    from hpctrain.launch import abort
+    from hpctrain.scale.measure import measure
+    from hpctrain.train.session import build
+
+    world, start, rounds = MPI.COMM_WORLD, time.perf_counter(), 0
+    cases = json.loads(Path(spec).read_text())
+    found: list[list[dict]] = [[] for _ in cases]
+    try:
+        while rounds == 0 or world.bcast((time.perf_counter() - start) * (rounds + 1) / rounds < seconds):
+            for number, case in enumerate(cases):
+                gc.collect()
+                ctypes.CDLL(None).malloc_trim(0)
+                Path("/proc/self/clear_refs").write_text("5")  # the largest resident set begins anew
+                session = build(load_config(overrides=[*case, f"run.name={rounds}-{number}"]), world)
+                found[number].append(measure(session, world, steps))
+                session.grid.free()
+                del session
+            rounds += 1
+        if world.rank == 0:
+            Path(out).write_text(json.dumps(found))
+    except BaseException:
+        abort(world)
 
 
 def summary(rows: list[dict]) -> dict:
     """Of the grids of one job on so many ranks."""
     chosen = min(rows, key=lambda row: row["predicted"])
     best = min(rows, key=lambda row: row["measured"])
-    near = [abs(row["predicted"] / row["measured"] - 1) <= 0.1 for row in rows]
+
+    def within(part: float, name: str = "") -> str:
+        near = [abs(row[f"{name}predicted"] / row[f"{name}measured"] - 1) <= part for row in rows]
+        return f"{sum(near)} of {len(near)}"
+
     return {
         "regret": round(chosen["measured"] / best["measured"] - 1, 4),
         "rank_correlation": round(correlation(*([row[key] for row in rows] for key in ("predicted", "measured"))), 3),
-        "within_10_percent": f"{sum(near)} of {len(near)}",
-        "chosen": chosen["grid"],
-        "best": best["grid"],
-    }
+        "within_10_percent": within(0.1), "memory_within_7_percent": within(0.07, "memory_"),
+        "bytes_exact": all(row["bytes_exact"] for row in rows), "chosen": chosen["grid"], "best": best["grid"],
+    }  # fmt: skip
 
 
 def correlation(a: list[float], b: list[float]) -> float:
@@ -87,47 +125,49 @@ def correlation(a: list[float], b: list[float]) -> float:
     return 1 - 6 * sum((place[0][x] - place[1][y]) ** 2 for x, y in zip(a, b)) / (n * (n * n - 1))
 
 
+def row(name: str, config: Config, machine: Machine, each: list[dict]) -> dict:
+    """Of a grid."""
+    prediction = predict(config, machine)
+    received = {axis: nbytes for axis, nbytes in each[0]["bytes_received"].items() if nbytes}
+    return {
+        "benchmark": "planner", "case": name, "ranks": config.ranks, "grid": list(config.grid_shape.values()),
+        "predicted": round(prediction.seconds, 5),
+        "measured": round(min(figures["step_seconds"] for figures in each), 5),
+        "memory_predicted": round(prediction.memory_bytes), "memory_measured": max(each_["memory"] for each_ in each),
+        "bytes_exact": received == {axis: nbytes for axis, nbytes in prediction.bytes.items() if nbytes},
+        "rounds": len(each),
+        "parts_predicted": {part: round(taken, 5) for part, taken in prediction.parts.items() if taken},
+        "parts_measured": {part: round(taken, 5) for part, taken in each[0]["seconds"].items() if taken},
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", default="here.toml")
-    parser.add_argument("--job", choices=JOBS, action="append")
-    parser.add_argument("--ranks", type=int, action="append")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--limit", type=int, help="only so many grids of each")
+    parser.add_argument("--jobs", type=lambda text: text.split(","), default=list(JOBS), help=f"of {', '.join(JOBS)}")
+    parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
+    parser.add_argument("--minutes", type=float, default=8.5, help="for all; each grid is measured once at least")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--limit", type=int, help="only so many grids of each job and number of ranks")
+    parser.add_argument("--worker", nargs=2, metavar=("SPEC", "OUT"), help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        work(*options.worker, options.seconds, options.steps)
+        return
     machine = Machine.load(options.machine)
-    for name in options.job or JOBS:
-        for ranks in options.ranks or (1, 2, 4):
-            chosen = grids(JOBS[name], ranks)[: options.limit]
-            with tempfile.TemporaryDirectory() as scratch:
-                rows = study(name, chosen, machine, Path(scratch), options)
-            for row in rows:
-                print(json.dumps(row), flush=True)
+    cases = {
+        ranks: {name: grids(JOBS[name], ranks)[: options.limit] for name in options.jobs} for ranks in options.ranks
+    }
+    count = sum(len(each) for of_ranks in cases.values() for each in of_ranks.values())
+    for ranks, of_ranks in cases.items():
+        every = [case for each in of_ranks.values() for case in each]
+        found = iter(measured(every, ranks, 60 * options.minutes * len(every) / count, options.steps))
+        for name, each in of_ranks.items():
+            rows = [row(name, load_config(overrides=case), machine, next(found)) for case in each]
+            for line in rows:
+                print(json.dumps(line), flush=True)
             print(json.dumps({"benchmark": "planner", "case": name, "ranks": ranks, **summary(rows)}), flush=True)
-
-
-def study(name: str, chosen: list[list[str]], machine: Machine, scratch: Path, options) -> list[dict]:
-    """A row for each grid."""
-    configs = [load_config(overrides=overrides) for overrides in chosen]
-    found = [
-        [measured(overrides, config, scratch, options.steps) for overrides, config in zip(chosen, configs)]
-        for _ in range(options.rounds)
-    ]
-    rows = []
-    for config, each in zip(configs, zip(*found)):
-        prediction = predict(config, machine)
-        received = {axis: nbytes for axis, nbytes in each[0]["bytes_received"].items() if nbytes}
-        rows.append(
-            {
-                "benchmark": "planner", "case": name, "ranks": config.ranks, "grid": list(config.grid_shape.values()),
-                "predicted": round(prediction.seconds, 5),
-                "measured": round(min(figures["step_seconds"] for figures in each), 5),
-                "memory_predicted": round(prediction.memory_bytes), "memory_measured": each[0]["memory"],
-                "bytes_exact": received == {axis: nbytes for axis, nbytes in prediction.bytes.items() if nbytes},
-            }
-        )  # fmt: skip
-    return rows
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from traffic_checks import EVEN, counted
 
 from hpctrain import Grid, models
 from hpctrain.choices import DEFAULT_OVERLAP, OVERLAPS
+from hpctrain.config import PrecisionConfig
 from hpctrain.grid_shape import all_grids, grid_shape
 from hpctrain.models.gpt2 import GPT2Shape
 from hpctrain.models.llama import LlamaShape
@@ -100,6 +101,32 @@ def test_ledger_equals_formula_with_zero(world, method, way):
             expected["data"] += 8 * (data - 1) * (2 * 2 * (shape.layers // pipeline + 1) + 1)
         assert received == pytest.approx(expected, abs=0), grid.shape
         assert sent["data"] == received["data"]
+
+
+HALVES = {
+    2: [*((grid, "agarwal", "ddp") for grid in all_grids(2)), ((2, 1, 1), "agarwal", "zero3"), ((2, 1, 1), "agarwal",
+        "zero1"), (((1, 2, 1), 1, 1), "agarwal", "ddp"), (((1, 1, 2), 1, 1), "agarwal", "zero1")],
+    4: [((1, 1, (2, 2, 1)), "cannon", "ddp"), ((2, 2, 1), "agarwal", "zero2"), ((2, 1, (1, 1, 2)), "agarwal", "zero1"),
+        ((1, 1, (2, 2, 1)), "agarwal", "ddp"), (((1, 2, 2), 1, 1), "agarwal", "ddp")],
+}  # fmt: skip
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(*HALVES)
+@pytest.mark.parametrize(("reduce", "comm_dtype"), [("fp32", "fp32"), ("compute", "fp32"), ("fp32", "bf16")])
+def test_ledger_equals_formula_in_16_bits(world, reduce, comm_dtype):
+    """Weights and activations have 2 bytes; gradients 4 or 2, which travel over data in 4 or 2; statistics always 4."""
+    precision = PrecisionConfig("bf16", reduce=reduce, comm_dtype=comm_dtype)
+    bytes_of = 2 if reduce == "compute" else 4
+    for (data, pipeline, tensor), algorithm, method in HALVES[world.size]:
+        for shape in (dataclasses.replace(EVEN, layers=2), dataclasses.replace(QWEN3, layers=2)):
+            with Grid(data, pipeline, tensor) as grid:
+                received, _ = counted(grid, shape, 16, 2, algorithm, DEFAULT_OVERLAP, (), method, precision)
+                expected = step_traffic(
+                    costs(shape), grid.shape, 16, 2, 2, grid.pipeline.rank, algorithm, method=method, reduce=bytes_of,
+                    comm=2 if comm_dtype == "bf16" else bytes_of,
+                )  # fmt: skip
+            assert received == pytest.approx(expected, abs=0), (grid.shape, method)
 
 
 SHARED = {

@@ -6,7 +6,7 @@ import torch
 
 from hpctrain import RngKey
 from hpctrain.choices import OVERLAPS
-from hpctrain.config import DataParallelConfig
+from hpctrain.config import DataParallelConfig, PrecisionConfig
 from hpctrain.data_parallel import make
 from hpctrain.layers import Tokens, algorithm_of
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
@@ -14,6 +14,7 @@ from hpctrain.models.llama import Llama, LlamaShape
 from hpctrain.models.mixtral import Mixtral, MixtralShape
 from hpctrain.pipeline import one_f_one_b
 from hpctrain.train.batches import Microbatch
+from hpctrain.train.dtypes import dtypes
 from hpctrain.train.optimizer import adamw
 from hpctrain.train.trainer import Trainer
 
@@ -21,16 +22,25 @@ KINDS = {GPT2Shape: GPT2, LlamaShape: Llama, MixtralShape: Mixtral}
 EVEN = GPT2Shape(layers=8, width=32, heads=8, context=8, vocabulary=64)
 
 
-def counted(grid, shape, batch, order, algorithm="agarwal", overlap=OVERLAPS, slices=(), method="ddp"):
+def counted(
+    grid,
+    shape,
+    batch,
+    order,
+    algorithm="agarwal",
+    overlap=OVERLAPS,
+    slices=(),
+    method="ddp",
+    precision=None,
+):
     """One training step's ledger: bytes received and sent, {axis: bytes}."""
+    dtype, precision = dtypes(precision or PrecisionConfig())
     made = algorithm_of(grid, algorithm, overlap)
     order = one_f_one_b(grid.pipeline.size, order) if isinstance(order, int) else order
     count = order.microbatches
-    model = KINDS[type(shape)](
-        grid, shape, placement=order.placement, algorithm=made, key=RngKey(0), dtype=torch.float32
-    )
+    model = KINDS[type(shape)](grid, shape, placement=order.placement, algorithm=made, key=RngKey(0), dtype=dtype)
     optimizer = adamw(model.parameters(), 0.1)
-    replicas = make(DataParallelConfig(method), model, grid, optimizer)
+    replicas = make(DataParallelConfig(method), model, grid, optimizer, precision)
     trainer = Trainer(model, grid, optimizer, order, slices=slices, strategy=replicas)
     each = batch // (grid.replica.size * count)
     first = grid.replica.rank * each * count

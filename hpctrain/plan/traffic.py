@@ -26,6 +26,8 @@ def step_traffic(
     layers_per_stage: Sequence[int] | None = None,
     method: str = "ddp",
     expert: int = 1,
+    reduce: int | None = None,
+    comm: int | None = None,
 ) -> dict[str, float]:
     """Bytes that rank `rank` of the pipeline axis receives in one training step, {axis: bytes}.
 
@@ -40,14 +42,18 @@ def step_traffic(
         grid: sizes of the axes, as of `Grid.shape`.
         batch: sequences of the global batch.
         schedule: of the pipeline; a number means 1F1B of so many microbatches.
-        itemsize: bytes of a number.
+        itemsize: bytes of a number, of weights and activations; statistics of norms and of the loss have 4 at least.
         algorithm: the matrix product of the layers.
         overlap: as in `layers.algorithm_of`.
         layers_per_stage: blocks of each stage, by default as equal as can be.
         method: of `data_parallel`: "ddp", "zero1", "zero2" or "zero3"; to this one, where weights travel by messages,
             come 8 bytes from each other replica before each layer's forward and backward, and once a step.
         expert: ranks that experts are spread over. Of these the load is taken to be even, and all to be on one node.
+        reduce, comm: bytes of a number of gradients, as they are summed over microbatches, and over the data axis;
+            those of the line above where they are not given.
     """
+    reduce = reduce or itemsize
+    comm, wide = comm or reduce, max(4, itemsize)
     plane = algorithm in PLANE_PRODUCTS
     d, p, x, y, z = (size_of(grid, axis) for axis in ("data", "pipeline", "x", "y", "z"))
     if isinstance(schedule, int):
@@ -96,15 +102,17 @@ def step_traffic(
     mixture = model.mixture
     dense = [min(count, max(0, model.dense_layers - start)) for count, start in zip(blocks, accumulate([0, *blocks]))]
     mixed = sum(blocks[stage] - dense[stage] for stage in local_stages) if mixture else 0
-    tensor = 0.0
+    tensor, statistics = 0.0, 0.0
     for stage in local_stages:
-        once = passes if "weight_gradient" in overlap and sums == 1 else 1
+        once = passes if "weight_gradient" in overlap and sums == 1 and reduce == itemsize else 1
         how = work.count((WEIGHT_GRADIENT, stage)) / passes, once
         for count, kind in ((blocks[stage] - dense[stage], False), (dense[stage], True)):
             linears = sum(linear(each.n_in, each.n_out, each.to_inner, *how) for each in model.linears_of(kind))
-            tensor += passes * count * (model.norms * norm + linears)
-        head = norm + linear(width, vocabulary, True, *how) + loss
+            tensor += passes * count * linears
+            statistics += passes * count * model.norms * norm
+        head = linear(width, vocabulary, True, *how)
         tensor += passes * ((stage == 0) * embedding + (stage == stages - 1) * head)
+        statistics += passes * (stage == stages - 1) * (norm + loss)
 
     # Gradients of vectors, summed over the tensor axes along which they are repeated, then everything over data.
     layers = sum(blocks[stage] for stage in local_stages)
@@ -116,12 +124,12 @@ def step_traffic(
     biases_inner = 0 if plane else layers * inner / (x * y)
     biases_residual = layers * (inner + residual if plane else residual) / y
     head_norms = layers * model.head_norm_elements
-    tensor += sums * (2 * part(x * z) * (norms + biases_residual) + 2 * part(z) * biases_inner)
-    tensor += sums * 2 * part(x * y * z) * head_norms
+    vectors = sums * (2 * part(x * z) * (norms + biases_residual) + 2 * part(z) * biases_inner)
+    vectors += sums * 2 * part(x * y * z) * head_norms
     # every tensor rank has the whole router, and all experts where these are not spread
     experts = mixed * (mixture.experts / expert if mixture else 0) * model.expert_weights
     whole = mixed * model.router_weights + (experts if expert == 1 else 0)
-    tensor += sums * 2 * part(x * y * z) * whole
+    vectors += sums * 2 * part(x * y * z) * whole
     without = sum(dense[stage] for stage in local_stages)
     weights = sum(
         count * each.n_in * each.n_out
@@ -134,11 +142,12 @@ def step_traffic(
     if last and not (first and model.tied):
         weights += table
     parameters = weights + norms + head_norms + biases_inner + biases_residual + whole
-    data = (sums + gathers) * part(d) * parameters
+    each = sums * comm + gathers * (comm if method == "ddp" else itemsize)  # bytes of a parameter
+    data = each * part(d) * parameters
     between = counted = of_step = 0.0
     if mixture and mixed:
         if expert > 1:
-            data += (sums + gathers) * part(d * x * y * z / expert) * experts
+            data += each * part(d * x * y * z / expert) * experts
         tokens = rows / (x * y)
         # rows become whole, and are spread again; a pair's row comes to its expert, and back
         tensor += passes * mixed * 4 * part(y) * tokens * width
@@ -161,14 +170,18 @@ def step_traffic(
         shared = table
     else:
         shared = 0
-    pipeline += shared if method == "ddp" else shared / d
+    tied = shared if method == "ddp" else shared / d
 
     scalars = 8  # the loss and the squared norm travel as float64, as does what precedes each round of sums, or none
     numbers = {"ddp": 1, "zero1": 2, "zero2": 2 + passes + 1, "zero3": 2 + passes + 1}[method]
     return {
-        "data": itemsize * data + 2 * part(d) * scalars * numbers + part(d * x * y * z / expert) * of_step,
+        "data": data + 2 * part(d) * scalars * numbers + part(d * x * y * z / expert) * of_step,
         "sequence": itemsize * sequence + part(size_of(grid, "sequence")) * counted,
         "expert": between + 2 * part(expert) * scalars + part(expert) * of_step,
-        "pipeline": itemsize * pipeline + 2 * part(p) * 2 * scalars,
-        "tensor": itemsize * tensor + part(x * y) * counted + 2 * part(x * y * z) * 2 * scalars,
+        "pipeline": itemsize * pipeline + reduce * tied + 2 * part(p) * 2 * scalars,
+        "tensor": itemsize * tensor
+        + wide * statistics
+        + reduce * vectors
+        + part(x * y) * counted
+        + 2 * part(x * y * z) * 2 * scalars,
     }

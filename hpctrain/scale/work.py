@@ -8,9 +8,8 @@ from hpctrain.config.checks import pipeline_schedule, token_slices
 from hpctrain.grid_shape import size_of
 from hpctrain.matmul import lower_bound
 from hpctrain.plan import step_traffic
+from hpctrain.plan.job import read
 from hpctrain.shard import split_sizes
-
-ITEMSIZE = {"fp64": 8}  # bytes of a number on the wire; else 4
 
 
 def costs(config: Config) -> models.TransformerCosts:
@@ -31,11 +30,10 @@ def has_formula(config: Config) -> bool:
 
 def received(config: Config, rank: int) -> dict[str, float]:
     """Bytes that rank `rank` of the pipeline axis receives in a step, {axis: bytes}, by `step_traffic`."""
-    tensor = config.tensor
-    itemsize = ITEMSIZE.get(config.precision.compute, 4)
+    tensor, (job, _) = config.tensor, read(config)
     return step_traffic(
-        costs(config), config.grid_shape, config.train.batch, pipeline_schedule(config), itemsize, rank,
-        tensor.algorithm, tensor.overlap,
+        costs(config), config.grid_shape, config.train.batch, pipeline_schedule(config), job.itemsize, rank,
+        tensor.algorithm, tensor.overlap, expert=config.grid.expert, reduce=job.reduce, comm=job.comm,
     )  # fmt: skip
 
 
@@ -53,5 +51,5 @@ def bound(config: Config, rank: int) -> dict[str, float]:
     # forward moves the input, the weight and the output; backward, where what arrived is kept, their gradients
     elements = sum(2 * count * lower_bound(rows, n_in, n_out, box) for n_in, n_out, count in products)
     copies = len({copy for copy, _ in schedule.placement})  # of the model, on one pipeline: they share the microbatches
-    itemsize = ITEMSIZE.get(config.precision.compute, 4)
+    itemsize = read(config)[0].itemsize
     return {**received(config, rank), "tensor": itemsize * schedule.microbatches * elements / copies}
