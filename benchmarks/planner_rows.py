@@ -1,10 +1,11 @@
-"""Predictions beside published steps, each machine's own figure fitted to the others of its rows.
+"""Predictions beside published steps, the figure of a chip and a program fitted to the others of its rows.
 
     python benchmarks/planner_rows.py          the calibration rows, half a minute
 
-A machine file carries one number that its rows decide, `device.product`. "left_out" is a prediction by the other rows
-of the same machine; "constant" the one of a constant rate of flops fitted to all its rows, this one included. Prints
-one JSON object a line, and the mean errors last.
+A machine file carries one number that rows decide, `device.product`: the part of the peak that products reach on a
+chip, with a program. "left_out" is a prediction by the other rows of the same chip and program; "constant" the one of a
+constant rate of flops fitted to all rows of the machine, this one included. Prints one JSON object a line, and the mean
+errors last.
 """
 
 import dataclasses
@@ -34,6 +35,8 @@ ROWS = (
     ("dgx-a100-4x100", (4096, 32, 32), (1, 1, 0, 8), (64, 2), (2048, 103168), 16384 / 4062, LLAMA, "InternEvo"),
     ("dgx-a100-4x100", (4096, 32, 32), (1, 1, 0, 256), (2048, 2), (2048, 103168), 16384 / 3209, LLAMA, "InternEvo"),
 )  # fmt: skip
+# Machines of the same chip whose rows one program ran.
+ALIKE = {"dgx-a100-selene": "Megatron-LM on A100", "dgx-a100-4hdr": "Megatron-LM on A100"}
 
 
 def config(row) -> Config:
@@ -47,6 +50,10 @@ def config(row) -> Config:
             *virtual_stages, *row[6],
         ]
     )  # fmt: skip
+
+
+def chip(row) -> str:
+    return ALIKE.get(row[0], row[0])
 
 
 def seconds(row, product: float) -> float:
@@ -84,7 +91,7 @@ def main() -> None:
     errors = {"predicted": [], "left_out": [], "constant": []}
     for row in ROWS:
         alike = [each for each in ROWS if each[0] == row[0]]
-        others = [each for each in alike if each is not row]
+        others = [each for each in ROWS if chip(each) == chip(row) and each is not row]
         found = {
             "predicted": predict(config(row), row[0]).seconds,
             "left_out": seconds(row, fitted(others)),

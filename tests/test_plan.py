@@ -197,6 +197,26 @@ def test_a_long_pipeline_goes_on_in_rounds(name, monkeypatch):
         assert in_flight == pipelines.in_flight(name, 4, 37, virtual)
 
 
+def test_sums_in_buckets():
+    """Each bucket passes the whole ring, and ZeRO-3 gathers each block by itself; sums hide behind the last backward,
+    gathers of weights behind the first forward."""
+
+    def data(bucket=0.0, hidden=0.0, method="zero1", bandwidth=1e9):
+        made = machine(link=(Link("a", 1, 1e-3, bandwidth),), **changed("software", bucket=bucket, hidden_data=hidden))
+        made = dataclasses.replace(made, errors=dataclasses.replace(made.errors, noise=0.0))
+        return predict(config("grid.data=4", f"data_parallel.method={method}"), made).parts
+
+    elements = 8 * (12 * 512**2 + 13 * 512) + (257 + 128 + 2) * 512
+    whole = data()["data"]
+    assert whole == pytest.approx(2 * 3e-3 + 2 * 3 / 4 * 4 * elements / 1e9, rel=1e-3)
+    buckets = -(-4 * elements // 2**20)
+    assert data(bucket=2**20)["data"] - whole == pytest.approx(2 * (buckets - 1) * 3e-3)
+    assert data(method="zero3")["data"] > 3 * 8 * 3e-3
+    # sums and gathers take half of the computation each: of a forward, a third, a sixth is left over
+    compute = data()["compute"]
+    assert data(hidden=1.0, bandwidth=6 * elements / compute)["data"] == pytest.approx(compute / 6, rel=0.15)
+
+
 def test_what_waits_for_a_slow_stage_is_bubble():
     even = predict(config("grid.pipeline=2", "train.microbatches=8"), machine())
     uneven = predict(config("grid.pipeline=2", "train.microbatches=8", "pipeline.partition=[7, 1]"), machine())

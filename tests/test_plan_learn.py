@@ -34,6 +34,7 @@ def figures(ranks, cores=2):
     return {
         "ranks": ranks, "ranks_of_a_node": ranks, "cores": cores, "memory": 8e9 / ranks, "reserved": 2e8,
         "products": rows, "elements": 2e9, "launch": 3e-6, "attention": 5e9,
+        "reading": [(100, 3e-5), (1100, 1.1e-4)],
         "collectives": tables if ranks > 1 else {},
     }  # fmt: skip
 
@@ -49,6 +50,8 @@ def test_a_machine_file_of_figures(tmp_path):
     assert machine.node == 2  # four share two cores
     assert machine.peak == {"fp32": 1e10, "fp64": 5e9}
     assert (machine.device.memory, machine.device.launch, machine.device.attention) == (4e9, 3e-6, 0.5)
+    assert machine.device.sample == pytest.approx(2.2e-5)  # and 80 ns a token of 8 bytes
+    assert machine.device.reading == pytest.approx(1e8)
     assert [(each.operation, each.ranks) for each in machine.measured] == [
         ("all_gather", 2), ("reduce_scatter", 2), ("all_reduce", 2), ("message", 2),
         ("all_gather", 4), ("reduce_scatter", 4), ("all_reduce", 4),
@@ -191,11 +194,12 @@ def test_what_is_measured_here_makes_a_machine(world, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "PRODUCTS", ((64, 64, 64), (128, 16, 128), (16, 256, 16)))
     monkeypatch.setattr(measure, "CALLS", 2)
     with Grid(world.size) as grid:
-        found = measure.measure(grid) | {"cores": 2}
+        found = measure.measure(grid, world.bcast(tmp_path)) | {"cores": 2}
     assert (
         set(found["collectives"])
         == {1: set(), 2: {"all_gather", "reduce_scatter", "all_reduce", "message"}}[world.size]
     )
+    assert [count for count, taken in found["reading"] if taken > 0] == [128, 8192]
     assert world.allgather(found) == [found] * world.size
     machine = Machine.load(written(tmp_path, found))
     prediction = predict(load_config(overrides=[f"grid.data={world.size}"]), machine)

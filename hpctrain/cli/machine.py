@@ -15,7 +15,9 @@ from pathlib import Path
 from hpctrain import cores
 from hpctrain.doctor.findings import launcher_path
 
-SUMMARY = "measure this machine: products, memory, and MPI by size and number of ranks, for `hpctrain plan`"
+SUMMARY = (
+    "measure this machine: products, memory, reading of HDF5, MPI by size and number of ranks, for `hpctrain plan`"
+)
 EPILOG = "Under Slurm start it in an allocation: it measures as many ranks as there are tasks."
 LIMIT = 300  # seconds of a measurement
 
@@ -35,7 +37,8 @@ def run(options: argparse.Namespace) -> None:
     from hpctrain.plan.describe import machine_toml
 
     found = []
-    with tempfile.TemporaryDirectory() as folder:
+    beside = Path(options.output).resolve().parent  # where all nodes see it
+    with tempfile.TemporaryDirectory(prefix=".machine-", dir=beside) as folder:
         for count in counts:
             out = Path(folder) / f"{count}.json"
             command = [launcher, "-n", str(count), sys.executable, "-m", "mpi4py", "-m", "hpctrain.plan.measure"]

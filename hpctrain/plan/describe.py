@@ -35,6 +35,7 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         f"product = 1.0  # of `peak`, which is what products reach; {by}",
         f"attention = {attention:.3f}  # of a product's rate; 8 heads of 256 × 32: {by}",
         f"launch = {full['launch']:.3g}  # s; an operation on nothing: {by}",
+        *_reading(full["reading"], by),
         "",
         f"[peak]  # flop/s; {by}",
         *(f"{kind} = {rate:.4g}" for kind, rate in peak.items()),
@@ -75,6 +76,16 @@ def fitted(rows: Sequence[Sequence[float]], itemsize: int) -> tuple[float, float
     if flop <= 0 or byte <= 0:  # operands cost nothing to read, or the clock was disturbed
         flop, byte = float(np.median(seconds / (2 * m * k * n))), 0.0
     return float(f"{1 / flop:.4g}"), float(f"{1 / byte:.4g}") if byte else float("inf")
+
+
+def _reading(rows: Sequence[Sequence[float]], by: str) -> list[str]:
+    """Of a short and a long sample."""
+    (few, short), (many, long) = rows
+    rate = 8 * (many - few) / (long - short) if long > short else 0.0
+    return [
+        f"sample = {max(0.0, short - 8 * few / rate if rate else short):.3g}  # s; of a packed corpus: {by}",
+        f"reading = {rate:.4g}  # B/s; 0 where long samples take no longer: {by}",
+    ]
 
 
 def _links(found: Sequence[dict], by: str) -> list[str]:

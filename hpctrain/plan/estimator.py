@@ -175,8 +175,14 @@ class Estimator:
         experts, net = self.expert_elements(choice, layers), self.network
         group, copies = self.groups(choice)
 
+        bucket, pieces = self.machine.software.bucket, max(1, sum(layers)) if choice.method == "zero3" else 1
+
         def over_data(operation, size):
-            return (operation(size * elements, group) + operation(size * experts, copies)) * learned.data
+            seconds = 0.0
+            for nbytes, ranks in ((size * elements, group), (size * experts, copies)):
+                count = max(pieces, math.ceil(nbytes / bucket) if bucket else 1)
+                seconds += count * operation(nbytes / count, ranks)
+            return seconds * learned.data
 
         scatter, gather = over_data(net.reduce_scatter, job.comm), over_data(net.all_gather, job.itemsize)
         z_sums = sum(count * each for count, each in zip(layers, found.z_sums)) * learned.tensor
@@ -196,7 +202,9 @@ class Estimator:
             updated = elements / choice.replicas + experts / copies.size
         hidden = self.machine.software.hidden_data
         backward = inputs.seconds + weights.seconds
-        sums -= min(hidden * sums, backward)
+        # sums run beside the last backward, and gathers of weights beside the next step's first forward
+        ahead = gather if method in ("zero1", "zero2") else 0.0
+        sums -= min(hidden * (sums - ahead), backward) + min(hidden * ahead, forward.seconds)
         backward_data -= min(hidden * backward_data, backward)
         forward_data -= min(hidden * forward_data, forward.seconds)
         if job.costs.tied and first != last:  # the table's gradient, of both ends of the pipeline
@@ -260,9 +268,11 @@ class Estimator:
         return Estimate(seconds + parts["reading"] + parts["stragglers"], self.memory(choice), parts)
 
     def reading(self, choice: Choice) -> float:
-        """Seconds of a step's tokens, from memory: int64 ids and targets, copied once."""
-        tokens = self.job.sequences(choice) * choice.microbatches * self.job.costs.context
-        return 4 * 8 * (tokens / (choice.ring * choice.ulysses)) / self.machine.device.bandwidth
+        """Seconds of a step's samples: their tokens are read, and copied once as int64 ids and targets."""
+        device, samples = self.machine.device, self.job.sequences(choice) * choice.microbatches
+        tokens = samples * self.job.costs.context / (choice.ring * choice.ulysses)
+        read = 8 * tokens / device.reading if device.reading else 0.0
+        return samples * device.sample + read + 4 * 8 * tokens / device.bandwidth
 
     # Memory
 

@@ -48,6 +48,9 @@ class Device:
         product: part of the peak that a product reaches whose operands cost nothing to read.
         attention: part of a product's rate that the products inside attention reach.
         launch: s that an operation takes besides.
+        sample, reading: s that a sample takes to be read besides, and B/s of its tokens, 8 B each; 0 where reading them
+            costs no more than copying them.
+        ramp: s in which a product fills the device's units and empties them, besides.
         power: W, or 0 where it is not known.
     """
 
@@ -56,6 +59,9 @@ class Device:
     product: float
     attention: float
     launch: float
+    ramp: float = 0.0
+    sample: float = 0.0
+    reading: float = 0.0
     reserved: float = 0.0
     slack: float = 0.05
     power: float = 0.0
@@ -70,6 +76,7 @@ class Software:
         attended: part of a head's length² scores that are computed; 0.5 where the causal half is left out.
         whole_norms: values of train.recompute with which every tensor rank has whole norms and residual sums.
         hidden_data, hidden_tensor: part of the communication on these axes that the computation beside it hides.
+        bucket: B of gradients or weights that a sum or gather over replicas takes at a time; 0 for all at once.
         asynchronous: operations are queued ahead, so that launching them costs nothing unless nothing else does.
     """
 
@@ -78,6 +85,7 @@ class Software:
     whole_norms: tuple[str, ...] = ()
     hidden_data: float = 0.0
     hidden_tensor: float = 0.0
+    bucket: float = 0.0
     asynchronous: bool = True
 
 

@@ -2,6 +2,8 @@
 
     mpirun -n N python -m mpi4py -m hpctrain.plan.measure OUT.json
 
+Samples are read from a corpus that is packed beside OUT.json, which all ranks must see; most often from the page cache.
+
 All ranks work at the same time, as they do in training; a figure is the lower quartile of its
 calls, as what others do to the machine only adds to a time, of the slowest rank.
 """
@@ -18,15 +20,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hpctrain import comm
+from hpctrain.data import ShardedTokens, pack
 from hpctrain.grid import Grid
 from hpctrain.launch import abort, check_launcher
 
 PRODUCTS = ((1024, 1024, 1024), (512, 512, 2048), (2048, 256, 256), (256, 1024, 256), (1024, 64, 1024), (128, 256, 512))
 SIZES = tuple(4**k for k in range(4, 13))  # bytes of a collective: 256 to 16 MiB
 CALLS = 9
+CORPUS, SAMPLES = 1 << 20, (128, 8192)  # bytes of text, and tokens that are read of it at once
+_CPU = torch.device("cpu")
 
 
 def main() -> int:
@@ -37,7 +43,7 @@ def main() -> int:
         check_launcher(world.size)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
         with Grid(world.size, comm=world) as grid:
-            found = measure(grid)
+            found = measure(grid, Path(sys.argv[1]).parent)
         if world.rank == 0:
             Path(sys.argv[1]).write_text(json.dumps(found))
     except BaseException:
@@ -45,8 +51,9 @@ def main() -> int:
     return 0
 
 
-def measure(grid: Grid) -> dict:
-    """The figures, the same on every rank. Collective over the grid's data axis, which has all its ranks."""
+def measure(grid: Grid, folder: Path) -> dict:
+    """The figures, the same on every rank. Collective over the grid's data axis, which has all its ranks. Writes a
+    corpus into `folder`."""
     _load_libraries()
     reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = comm.local_device("auto", grid.comm)
@@ -63,6 +70,7 @@ def measure(grid: Grid) -> dict:
         "elements": elements(grid, device),
         "launch": launch(grid, device),
         "attention": attention(grid, device),
+        "reading": reading(grid, folder),
         "collectives": collectives(grid, device) if grid.size > 1 else {},
     }
     return grid.comm.bcast(found)
@@ -148,6 +156,24 @@ def collectives(grid: Grid, device: torch.device) -> dict[str, list[tuple[int, f
                         comm.recv(message, axis, sender)
 
             found.setdefault("message", []).append((whole.nbytes, seconds(grid, there_and_back, device) / 2))
+    return found
+
+
+def reading(grid: Grid, folder: Path) -> list[tuple[int, float]]:
+    """(tokens of a sample, seconds to read it): from anywhere in the corpus, as training does, its chunks checked."""
+    path = folder / f"corpus-{grid.size}.h5"
+    with comm.together(grid.comm):
+        if grid.rank == 0:
+            text = folder / "corpus.txt"
+            text.write_text("All ranks read from it at the same time.\n" * (CORPUS // 41))
+            pack([str(text)], path)
+    tokens, found = ShardedTokens(path, grid.comm), []
+    places = np.random.default_rng(grid.rank)
+    for count in SAMPLES:
+        ends = iter(places.integers(count, tokens.tokens, CALLS + 1).tolist())
+        taken = seconds(grid, lambda count=count, ends=ends: tokens.read(next(ends) - count, count), _CPU)
+        found.append((count, taken))
+    tokens.close()
     return found
 
 

@@ -107,7 +107,8 @@ class Box:
     def product(self, m: float, k: float, n: float) -> float:
         """Operands and result pass through the memory besides, so that flat products are slow."""
         bytes_moved = self.job.itemsize * (m * k + k * n + m * n)
-        return 2 * m * k * n / self.rate + bytes_moved / self.machine.device.bandwidth
+        device = self.machine.device
+        return 2 * m * k * n / self.rate + bytes_moved / device.bandwidth + device.ramp
 
     def elements(self, nbytes: float) -> float:
         return nbytes / self.machine.device.bandwidth
