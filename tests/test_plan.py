@@ -134,6 +134,28 @@ def test_other_operations():
     assert net.all_to_all(8, Group(8)) == pytest.approx(3 * (2 + 4 * 4 / 20))
 
 
+def test_panels_of_summa():
+    """Each of 4 parts in two rounds; Cannon's go directly."""
+    net = Network(machine(link=LEVELS))
+    assert net.broadcasts(400, Group(4)) == pytest.approx(2 * (4 * 1 + 400 * 0.1))
+    assert net.broadcasts(400, Group(1)) == 0
+    cannon, summa = (
+        predict(config("grid.tensor=[4,4,1]", f"tensor.algorithm={name}"), machine(link=LEVELS)).parts["tensor"]
+        for name in ("cannon", "summa")
+    )
+    assert summa > 2 * cannon
+
+
+def test_heads_that_do_not_divide():
+    """Of 6 heads over 4 Ulysses ranks the fullest has two, a third more than its share."""
+    job = ["model.heads=6", "model.width=384", "model.context=4096", "train.batch=4"]
+    even, uneven = (
+        predict(config(*job, f"grid.data=[1, 1, {ranks}]"), machine(**changed("errors", noise=0.0))).parts["compute"]
+        for ranks in (3, 4)
+    )
+    assert uneven > 0.85 * even
+
+
 def test_a_flat_product_is_slow():
     from hpctrain.plan.job import read
     from hpctrain.plan.passes import Box

@@ -62,6 +62,15 @@ class Network:
         furthest = self._path(Group(2, group.stride * group.size // 2))[1]
         return min(latency + nbytes * outward, math.ceil(math.log2(group.size)) * (hop + nbytes / 2 * furthest))
 
+    def broadcasts(self, nbytes: float, group: Group) -> float:
+        """Each rank's part of nbytes to all others, one after the other, as SUMMA's panels: in log p rounds each."""
+        if group.size == 1 or nbytes <= 0:
+            return 0.0
+        if table := self._tables.get(("all_gather", group.size)):
+            return group.size * interpolate(table, nbytes / group.size)
+        _, per_byte, hop, _ = self._path(group)
+        return math.ceil(math.log2(group.size)) * (group.size * hop + nbytes * per_byte)
+
     def message(self, nbytes: float, distance: int) -> float:
         """From a rank to the one `distance` further, while all others send as well."""
         if table := self._tables.get(("message", 2)):

@@ -89,7 +89,7 @@ class Box:
         self.job, self.machine, self.network = job, machine, network
         x, y, z = self.x, self.y, self.z = choice.box
         self.ring, self.ulysses = choice.ring, choice.ulysses
-        self.plane = choice.algorithm in PLANE_PRODUCTS
+        self.plane, self.broadcasts = choice.algorithm in PLANE_PRODUCTS, choice.algorithm == "summa"
         self.groups = {"x": Group(x, y * z), "y": Group(y, z), "z": Group(z, 1), "xy": Group(x * y, z)}
         self.groups["expert"] = Group(choice.expert, 1)
         self.groups["ulysses"] = Group(self.ulysses, x * y * z)
@@ -100,7 +100,8 @@ class Box:
         self.rows = self.sequences * -(-job.costs.context // (self.ring * self.ulysses))
         self.rate = machine.peak_of(job.compute, job.matmul) * machine.device.product
         self.expert = choice.expert
-        self.heads = -(-job.groups // (x * y)) * (job.heads // job.groups)  # of this rank
+        heads = -(-job.groups // (y if self.plane else x * y)) * (job.heads // max(1, job.groups))
+        self.heads = -(-heads // self.ulysses)  # of this rank
 
     # What operations take
 
@@ -153,8 +154,9 @@ class Box:
     def _plane(self, m, n_in, n_out):
         """One of three products of the same volume: panels of input and output go round over x, of weights over y."""
         size, z = self.job.itemsize, self.z
-        outputs = self.network.all_gather(size * m * n_out / self.x, self.groups["y"])
-        weights = self.network.all_gather(size * n_in * n_out / (self.y * z), self.groups["x"])
+        move = self.network.broadcasts if self.broadcasts else self.network.all_gather
+        outputs = move(size * m * n_out / self.x, self.groups["y"])
+        weights = move(size * n_in * n_out / (self.y * z), self.groups["x"])
         deep = self.network.all_gather(size * m * z * n_in / (self.x * self.y), self.groups["z"])
         return outputs + weights + deep
 
@@ -174,9 +176,9 @@ class Box:
 
     @property
     def scores(self) -> float:
-        """Of this rank's heads, whose queries the sequence's ranks share evenly."""
-        costs = self.job.costs
-        return self.sequences * self.heads * costs.context * costs.keys / (self.ring * self.ulysses)
+        """Of this rank's heads, whose queries the ring's ranks share evenly; on a plane, of its whole sequences."""
+        costs, sequences = self.job.costs, self.sequences // self.x if self.plane else self.sequences
+        return sequences * self.heads * costs.context * costs.keys / self.ring
 
     @functools.cached_property
     def exchange(self) -> tuple[float, float]:
