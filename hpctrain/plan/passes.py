@@ -188,7 +188,8 @@ class Box:
         ring, ulysses = self.job.costs.sequence_elements(rows, self.ring, self.ulysses, columns)
         size, net = self.job.itemsize, self.network
         # the network counts whole tensors, of which a rank receives all but its own part
-        around = net.all_gather(size * ring * self.ring / max(1, self.ring - 1), self.groups["ring"])
+        mean = (2 * size + max(4, size)) / 3  # sums of gradients, a third, are wide
+        around = net.all_gather(mean * ring * self.ring / max(1, self.ring - 1), self.groups["ring"])
         across = net.all_to_all(size * ulysses * self.ulysses / max(1, self.ulysses - 1), self.groups["ulysses"])
         return around / 3 + across / 2, around * 2 / 3 + across / 2
 

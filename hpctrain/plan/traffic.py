@@ -98,7 +98,9 @@ def step_traffic(
     embedding = 2 * part(x) * rows * width / y + 2 * part(z) * tables
     loss = (y - 1) * 2 * rows / x if plane else (x * y - 1) * 2 * rows
     attention = rows / x if plane else rows, grid["ring"], grid["ulysses"], y if plane else x * y
-    sequence = passes * sum(blocks[stage] for stage in local_stages) * sum(model.sequence_elements(*attention))
+    ring, ulysses = model.sequence_elements(*attention)  # a ring's sums of gradients are wide, a third of what it moves
+    exchanged = ring * (2 * itemsize + wide) / 3 + ulysses * itemsize
+    sequence = passes * sum(blocks[stage] for stage in local_stages) * exchanged
     mixture = model.mixture
     dense = [min(count, max(0, model.dense_layers - start)) for count, start in zip(blocks, accumulate([0, *blocks]))]
     mixed = sum(blocks[stage] - dense[stage] for stage in local_stages) if mixture else 0
@@ -176,7 +178,7 @@ def step_traffic(
     numbers = {"ddp": 1, "zero1": 2, "zero2": 2 + passes + 1, "zero3": 2 + passes + 1}[method]
     return {
         "data": data + 2 * part(d) * scalars * numbers + part(d * x * y * z / expert) * of_step,
-        "sequence": itemsize * sequence + part(size_of(grid, "sequence")) * counted,
+        "sequence": sequence + part(size_of(grid, "sequence")) * counted,
         "expert": between + 2 * part(expert) * scalars + part(expert) * of_step,
         "pipeline": itemsize * pipeline + reduce * tied + 2 * part(p) * 2 * scalars,
         "tensor": itemsize * tensor
