@@ -170,9 +170,11 @@ def reading(grid: Grid, folder: Path) -> list[tuple[int, float]]:
     tokens, found = ShardedTokens(path, grid.comm), []
     places = np.random.default_rng(grid.rank)
     for count in SAMPLES:
-        ends = iter(places.integers(count, tokens.tokens, CALLS + 1).tolist())
-        taken = seconds(grid, lambda count=count, ends=ends: tokens.read(next(ends) - count, count), _CPU)
-        found.append((count, taken))
+
+        def sample(count: int = count) -> object:
+            return tokens.read(int(places.integers(tokens.tokens - count)), count)
+
+        found.append((count, seconds(grid, sample, _CPU)))
     tokens.close()
     return found
 
