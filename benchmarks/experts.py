@@ -10,8 +10,9 @@ Every rank has 1,024 tokens of its own, other ones in each step. Its experts are
 sides have the same weights and get the same tokens, and their outputs are compared first, but for the DeepSpeed that
 drops tokens. Peers' messages go by gloo, ours by MPI and shared memory. How Megatron-core and DeepSpeed are installed
 stands in peers.py. transformers has all experts on every rank and moves nothing. `dense` is no peer but our own MLP as
-wide as an expert, held against a mixture of one such expert. With --step: see mixtral_step.py; `losses_differ` is the
-relative difference of the losses in the [first, last] step.
+wide as an expert, held against a mixture of one such expert; and `hot` our mixture all of whose tokens choose the same
+experts of one rank, without and with replicas of these on others. With --step: see mixtral_step.py; `losses_differ` is
+the relative difference of the losses in the [first, last] step.
 
 torch's float32 products are MKL's. On an AVX-512 processor that is not Intel's, experts of ours take oneDNN's instead,
 which are faster there (layers/experts/grouped.py); with --matmul medium all sides do.
@@ -37,13 +38,23 @@ from hpctrain.layers.experts.mixture import Mixture
 
 WIDTH, TOKENS, WARM_UP = 256, 1024, 3
 SHAPES = {"8 experts, top 2": (8, 2, 512), "64 experts, top 6": (64, 6, 64)}  # experts, of a token, inner width
-GOAL = {"dense": 0.95}  # else 1.2
+GOAL = {"dense": 0.95, "hot": 1.0}  # else 1.2
 
 
 def megatron(dispatcher, *arguments):
     from peers_experts import megatron_layer
 
     return megatron_layer(dispatcher, *arguments)
+
+
+def hot(grid, experts, top_k, ffn):
+    """A mixture whose router finds all experts alike, with replicas of the first ones, and without."""
+    made = {"std": 0.0, "std_out": 0.05, "key": ht.RngKey(0), "dtype": torch.float32}
+    tokens = Tokens.of(grid, TOKENS // 256, 256, grid.data.rank * (TOKENS // 256))
+    sides = [
+        Mixture(grid, WIDTH, ffn, experts, top_k, replicate_hot=count, **made) for count in (top_k * (grid.size - 1), 0)
+    ]
+    return [functools.partial(side, tokens=tokens) for side in sides]
 
 
 def deepspeed(drops, *arguments):
@@ -65,6 +76,7 @@ PEERS = {
     "deepspeed-dropping": functools.partial(deepspeed, True),
     "transformers": transformers,
     "dense": None,
+    "hot": None,
 }
 STEPS = {"transformers-ep": "ep", "transformers-ddp": "ddp"}  # of whole models
 
@@ -107,6 +119,8 @@ def layers(peer, shape, steps, dispatch):
     generator = torch.Generator().manual_seed(world.rank)
     if peer == "dense":
         sides = dense(ht.Grid(data=world.size), ffn)
+    elif peer == "hot":
+        sides = hot(ht.Grid(data=world.size, expert=world.size), experts, top_k, ffn)
     else:
         layer, weights = ours(ht.Grid(data=world.size, expert=world.size), experts, top_k, ffn, dispatch)
         try:
