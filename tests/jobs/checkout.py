@@ -20,7 +20,7 @@ sys.exit(main())
 """  # as pip writes it where the path has spaces
 
 
-def copy(folder, warm=False):
+def copy(folder, warm=False, python=sys.executable):
     """The files that git knows of, below the folder, and an environment for them; with `warm` its `hpctrain` is forked
     from the server of jobs/test.sbatch, where there is one: the code is then this checkout's, which is the same."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -28,14 +28,15 @@ def copy(folder, warm=False):
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    make_environment(folder, warm)
+    make_environment(folder, warm, python)
     return folder
 
 
-def make_environment(folder, warm=False):
-    """A .venv in which hpctrain is the folder's, and all else this environment's; env.sh takes it for its own work."""
+def make_environment(folder, warm=False, python=sys.executable):
+    """A .venv in which hpctrain is the folder's, and all else this environment's; env.sh takes it for its own work. Its
+    interpreter is `python`, of this one's version."""
     venv = folder / ".venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    subprocess.run([python, "-m", "venv", "--without-pip", venv], check=True)
     (site,) = venv.glob("lib/python*/site-packages")
     (site / "packages.pth").write_text(f"{folder}\n{sysconfig.get_path('purelib')}\n")
     ours = Path(sys.executable).parent
