@@ -1,6 +1,6 @@
 """Predict weak and strong scaling to 32,768 ranks on every shipped machine: seconds of a step of the best plan.
 
-    python benchmarks/at_scale.py > benchmarks/results/at_scale.jsonl       5 minutes on one core, without MPI
+    python benchmarks/at_scale.py > benchmarks/results/at_scale.jsonl      20 minutes on one core, without MPI
     python benchmarks/at_scale.py --machines frontier --ranks 512 --cases weak          a point, seconds
     python benchmarks/at_scale.py --plot at_scale.svg                      draws the results that are there
 

@@ -261,6 +261,23 @@ def zoo():
     return table([*header, "ill-conditioned"], rows)
 
 
+def at_scale():
+    """Weak: the rate on the fewest ranks, and what is left of it on more; strong likewise, in seconds."""
+    found, rows, header = lines("at_scale"), [], ["machine"]
+    for machine in dict.fromkeys(line["machine"] for line in found):
+        row, header = [machine], ["machine"]
+        for case in ("weak", "strong"):
+            known = {line["ranks"]: line for line in found if (line["machine"], line["case"]) == (machine, case)}
+            first, *_, last = known
+            what = "Tflop/s" if case == "weak" else "s a step"
+            row.append(f"{known[first]['rate' if case == 'weak' else 'seconds']:.3g}")
+            row += [f"{100 * known[ranks]['efficiency']:.0f} %" for ranks in (8192, last)]
+            row.append(known[last]["bound_by"])
+            header += [f"{case}: {what} on {first:,}", "8,192", f"{last:,}", "bound by"]
+        rows.append(row)
+    return table(header, rows)
+
+
 def contention():
     """plan / SimGrid in seconds of each collective, by network."""
     found = lines("contention")
@@ -283,6 +300,6 @@ TABLES = {
     for made in (
         machine, peers, summary, memory, pipeline, simulator, matmul, layer, elements, allreduce, weak_scaling,
         hidden, equality, hdf5, reading, checkpoint, ampnet, ampnet_steps, ampnet_accuracy, ampnet_elastic,
-        sequence, sequence_memory, experts, zoo, contention,
+        sequence, sequence_memory, experts, zoo, at_scale, contention,
     )
 }  # fmt: skip
