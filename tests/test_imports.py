@@ -18,6 +18,7 @@ LAYERS = [
     ("config",),
     ("checkpoint",),
     ("models",),  # of which plain modules are trained by way of convert
+    ("integrations",),
     ("convert",),
     ("pipeline",),
     ("data_parallel",),

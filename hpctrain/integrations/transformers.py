@@ -1,0 +1,77 @@
+"""Hugging Face's Trainer on a tensor grid.
+
+trainer = GridTrainer(ht.parallelize(model, grid), TrainingArguments("out"), grid=grid, train_dataset=data)
+trainer.train()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from hpctrain import comm
+from hpctrain.convert import gather_state_dict
+from hpctrain.grid import Grid
+from hpctrain.integrations.accelerate import join_grid
+from hpctrain.integrations.states import loads_whole, saves_whole
+
+
+class GridTrainer(transformers.Trainer):
+    """A Trainer for a model that `ht.parallelize` divided over a tensor grid.
+
+    Every rank is given the same batches, clips by the norm of the whole gradient, and logs the same loss. The first
+    rank writes files: whole weights, which `from_pretrained` loads, and the whole state of the optimizer, with which a
+    run is resumed on any grid, or by Hugging Face's own Trainer. On GPUs each rank is to see one.
+
+    Args:
+        grid: of tensor axes.
+        arguments, options: of transformers.Trainer.
+
+    Raises:
+        ValueError: on every rank, for a grid with replicas or stages, and where the arguments start torch.distributed
+            (`use_cpu=True` under mpirun) or use several GPUs.
+    """
+
+    def __init__(self, *arguments: Any, grid: Grid, **options: Any):
+        self.grid = grid
+        super().__init__(*arguments, **options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        join_grid(self.grid)
+        with comm.together(self.grid.comm):
+            if self.args.n_gpu > 1:
+                raise ValueError(f"a rank works on one GPU, but sees {self.args.n_gpu}; set CUDA_VISIBLE_DEVICES")
+        super().create_accelerator_and_postprocess()
+
+    def _get_dataloader(self, *arguments, **options):
+        """Its workers draw the same numbers on every rank."""
+        state = self.args.distributed_state
+        own, state.process_index = state.process_index, 0
+        try:
+            return super()._get_dataloader(*arguments, **options)
+        finally:
+            state.process_index = own
+
+    def _save_checkpoint(self, *arguments, **options):
+        super()._save_checkpoint(*arguments, **options)
+        self.grid.comm.Barrier()  # nobody reads it before it is there
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        if state_dict is None:
+            state_dict = gather_state_dict(self.model, self.grid)
+        with comm.together(self.grid.comm):
+            super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with saves_whole(self.model, self.optimizer.optimizer, self.grid), comm.together(self.grid.comm):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with loads_whole(self.model, self.optimizer.optimizer, self.grid):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:  # all ranks have the same
+            super()._save_rng_state(output_dir)

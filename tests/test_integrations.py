@@ -1,0 +1,220 @@
+"""accelerate, Hugging Face's Trainer and Lightning around a divided model: as the library itself on one process.
+
+Each trains a model for four steps, clipped, and saves after the second; then it is resumed there, by
+ranks and by one process. Losses, norms, weights and files must be the same.
+"""
+
+import contextlib
+import logging
+
+import pytest
+import torch
+from parallelize_checks import CLOSE
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import hpctrain as ht
+
+accelerate = pytest.importorskip("accelerate")
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+
+TOKENS = torch.arange(96).view(16, 6).square() % 13
+DATA = [{"input_ids": row, "labels": row} for row in TOKENS]
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=13, n_positions=8, n_embd=12, n_layer=1, n_head=3)
+    return GPT2LMHeadModel(config).double()
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """One for all ranks."""
+    yield world.bcast(tmp_path)
+    world.Barrier()
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+def same_weights(weights, model, grid):
+    """Those of the whole model, on rank 0."""
+    gathered = ht.gather_state_dict(model)
+    if grid.rank == 0:
+        torch.testing.assert_close(gathered, weights, **CLOSE)
+
+
+# accelerate ------------------------------------------------------------
+
+
+def accelerated(make, model, folder, first=0, last=4, save=None):
+    """Losses and norms of the steps, and the model."""
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = make(gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    # with a generator of its own: its iterators draw a number, which those of an uninterrupted run do not
+    loader = torch.utils.data.DataLoader(DATA, batch_size=2, generator=torch.Generator())
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    torch.manual_seed(1)
+    if first:
+        accelerator.load_state(folder)
+    results = []
+    for number, batch in enumerate(accelerator.skip_first_batches(loader, 2 * first), 2 * first):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            results.append(loss.item())
+            if accelerator.sync_gradients:
+                results.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if number == 3 and save:
+            accelerator.save_state(folder, safe_serialization=save == "safetensors")
+            accelerator.save_model(model, folder / "model")
+            accelerator.unwrap_model(model).save_pretrained(
+                folder / "pretrained", is_main_process=accelerator.is_main_process, save_function=accelerator.save
+            )
+        if number == 2 * last - 1:
+            break
+    return results, accelerator.unwrap_model(model)
+
+
+@pytest.mark.parametrize("how", ["safetensors", "pickle"])
+def test_accelerate(world, folder, how):
+    from hpctrain.integrations.accelerate import GridAccelerator
+
+    grid = ht.Grid(tensor=2)
+    divided = lambda: ht.parallelize(gpt2(), grid)  # noqa: E731
+    make = lambda **options: GridAccelerator(grid, **options)  # noqa: E731
+    expected, serial = accelerated(accelerate.Accelerator, gpt2(), folder / "none")
+    assert max(expected[2::3]) > 0.05  # it is clipped
+    got, model = accelerated(make, divided(), folder, save=how)
+    assert got == pytest.approx(expected, rel=1e-12)
+    same_weights(dict(serial.state_dict()), model, grid)
+    resumed, model = accelerated(make, divided(), folder, first=2)
+    assert resumed == pytest.approx(expected[6:], rel=1e-12)
+    same_weights(dict(serial.state_dict()), model, grid)
+    alone, model = accelerated(accelerate.Accelerator, gpt2(), folder, first=2)
+    assert alone == pytest.approx(expected[6:], rel=1e-12)
+    half = accelerated(accelerate.Accelerator, gpt2(), folder / "none", last=2)[1]
+    for file in (folder / "model/model.safetensors", folder / "pretrained/model.safetensors"):
+        for name, tensor in load_file(file).items():
+            torch.testing.assert_close(tensor, half.state_dict()[name], **CLOSE)
+
+
+def test_grids_that_are_refused(world, folder):
+    from hpctrain.integrations.accelerate import GridAccelerator
+
+    with pytest.raises(ValueError, match=r"accelerate gives every rank the same batches, got data=2, pipeline=1; use"):
+        GridAccelerator(ht.Grid(data=2))
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.PartialState().num_processes = 2
+    with pytest.raises(ValueError, match="started torch.distributed for 2 processes, .*; leave out cpu=True, use_cpu"):
+        GridAccelerator(ht.Grid(tensor=2))
+
+
+# transformers ------------------------------------------------------------
+
+
+def trained(kind, model, folder, resume=None, **options):
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1,
+        save_steps=2, learning_rate=0.01, max_grad_norm=0.05, seed=1, disable_tqdm=True, report_to=[],
+    )  # fmt: skip
+    trainer = kind(model, arguments, train_dataset=DATA, eval_dataset=DATA[:3], **options)
+    trainer.train(resume_from_checkpoint=resume)
+    history = [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "grad_norm" in line]
+    return [value for pair in history for value in pair], trainer.evaluate()["eval_loss"], trainer.model
+
+
+def test_trainer(world, folder, tmp_path_factory, capsys):
+    import transformers
+
+    from hpctrain.integrations.transformers import GridTrainer
+
+    own = tmp_path_factory.mktemp("own")  # of each rank
+    grid = ht.Grid(tensor=2)
+    expected, evaluated, serial = trained(transformers.Trainer, gpt2(), own)
+    assert max(expected[1::2]) > 0.05
+    weights = dict(serial.state_dict())
+    for resume in (None, folder / "checkpoint-2"):
+        got, loss, model = trained(GridTrainer, ht.parallelize(gpt2(), grid), folder, resume, grid=grid)
+        assert got == pytest.approx(expected, rel=1e-9)  # of the log, which is rounded
+        assert loss == pytest.approx(evaluated, rel=1e-9)
+        same_weights(weights, model, grid)
+    for name, tensor in load_file(folder / "checkpoint-2/model.safetensors").items():
+        torch.testing.assert_close(tensor, load_file(own / "checkpoint-2/model.safetensors")[name], **CLOSE)
+    _, _, model = trained(transformers.Trainer, gpt2(), own, str(folder / "checkpoint-2"))
+    torch.testing.assert_close(dict(model.state_dict()), weights, **CLOSE)
+
+
+# Lightning ------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def quiet():
+    level = logging.getLogger("lightning.pytorch").level
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("lightning.pytorch").setLevel(level)
+
+
+def lightened(model, folder, steps=4, resume=None, **options):
+    from lightning import pytorch
+
+    class Module(pytorch.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.losses = model, []
+
+        def training_step(self, batch, number):
+            loss = self.model(**batch).loss
+            self.losses.append(loss.item())
+            return loss
+
+        def on_before_optimizer_step(self, optimizer):
+            self.losses.append(float(torch.nn.utils.get_total_norm(p.grad for p in self.parameters())))
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer), "interval": "step"}]
+
+    torch.manual_seed(1)
+    saved = pytorch.callbacks.ModelCheckpoint(folder, "{step}", every_n_epochs=1, save_top_k=-1)
+    module = Module()
+    with quiet():
+        trainer = pytorch.Trainer(
+            accelerator="cpu", devices=1, max_steps=steps, gradient_clip_val=0.05,
+            logger=False, callbacks=[saved], enable_progress_bar=False, enable_model_summary=False, **options,
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(DATA[:4], batch_size=2), ckpt_path=resume)
+    return module.losses, model
+
+
+def test_lightning(world, folder, tmp_path_factory):
+    pytest.importorskip("lightning")
+    from hpctrain.integrations.lightning import GridStrategy
+
+    own = tmp_path_factory.mktemp("own")
+    grid = ht.Grid(tensor=2)
+    make = lambda: gpt2().apply(without_dropout)  # noqa: E731  # Lightning's checkpoints have no generators
+    expected, serial = lightened(make(), own)
+    checkpoint = "step=2.ckpt"
+    alone, again = lightened(make(), own, resume=own / checkpoint)  # not as uninterrupted
+    for resume, losses, model in ((None, expected, serial), (folder / checkpoint, alone, again)):
+        weights = dict(model.state_dict())
+        got, model = lightened(ht.parallelize(make(), grid), folder, resume=resume, strategy=GridStrategy(grid))
+        assert got == pytest.approx(losses, rel=1e-12)
+        same_weights(weights, model, grid)
+    _, model = lightened(make(), own, resume=folder / checkpoint)
+    torch.testing.assert_close(dict(model.state_dict()), dict(again.state_dict()), **CLOSE)
+    with pytest.raises(ValueError, match="Lightning gives every rank the same batches, got data=2"):
+        GridStrategy(ht.Grid(data=2))
+
+
+def without_dropout(module):
+    if isinstance(module, torch.nn.Dropout):
+        module.p = 0.0
