@@ -43,16 +43,16 @@ def by_hand(family, x, y, z, i, j, k):
                 (split(ROWS, z, k, LENGTH), subsplit(split(HIDDEN, x, i, HEAD), y, j, HEAD)), (),
             ),
             (("inner features", head),): ((subsplit(split(HIDDEN, x, i, HEAD), y, j, HEAD),), ("z",)),
-            (("residual out", width), ("inner in", head)): (
-                (subsplit(split(width, y, j), z, k), split(HIDDEN, x, i, HEAD)), (),
+            (("residual out", (10, 2)), ("inner in", head)): (
+                (subsplit(split(10, y, j, 2), z, k), split(HIDDEN, x, i, HEAD)), (),
             ),
         }  # fmt: skip
     else:
         table |= {
             (("inner rows", (ROWS, LENGTH)), ("inner features", head)): ((over_x, split(HIDDEN, y, j, HEAD)), ()),
             (("inner features", head),): ((split(HIDDEN, y, j, HEAD),), ("x", "z")),
-            (("residual out", width), ("inner in", head)): (
-                (subsplit(split(width, x, i), z, k), split(HIDDEN, y, j, HEAD)), (),
+            (("residual out", (10, 2)), ("inner in", head)): (
+                (subsplit(split(10, x, i, 2), z, k), split(HIDDEN, y, j, HEAD)), (),
             ),
         }  # fmt: skip
     return table

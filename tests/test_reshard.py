@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpctrain import Grid
-from hpctrain.comm import functional
+from hpctrain.comm import Repartition, functional
 from hpctrain.layout import Cut, Layout, elements_received
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4, 8)]
@@ -136,6 +136,22 @@ def test_units_joined_axes_and_other_factorisations_of_the_ranks(world):
         summand = torch.tensor([[256.0 if grid.rank == 0 else 0.5]], dtype=torch.bfloat16)
         total = functional.reshard(summand, small, Layout.of((1, 1), {0: "data"}), grid)
         assert total.flatten().tolist() == ([258.0] if grid.coords["replica"] == 0 else [])
+
+
+@pytest.mark.ranks(4)
+def test_who_has_the_same_serves_in_turn(line):
+    """Ranks 0 and 1 have the first row, 2 and 3 the second: 0 sends to 2, 1 to 3, and back; with the adjoint, each has
+    the gradients of itself and of the one that it sent to."""
+    rows = [(slice(0, 1), slice(0, 3)), (slice(1, 2), slice(0, 3))]
+    plan = Repartition(line, [rows[0]] * 2 + [rows[1]] * 2, [(slice(0, 2), slice(0, 3))] * 4)
+    traffic = line.transport.traffic
+    traffic.clear()
+    got = plan.exchange(torch.full((1, 3), float(line.rank)))
+    turn = line.rank % 2
+    assert got.tolist() == [[turn] * 3, [2 + turn] * 3]
+    assert (traffic.total("sent"), traffic.total("received")) == (12, 12)
+    grad = plan.adjoint(torch.full((2, 3), 10.0**line.rank))
+    assert grad.tolist() == [[[101] * 3, [1010] * 3][turn]]
 
 
 @pytest.mark.ranks(2)
