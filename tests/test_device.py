@@ -47,10 +47,10 @@ def test_a_failing_probe_is_an_answer_and_not_a_crash(monkeypatch):
 
 
 def test_memory_reaches_mpi_in_one_place():
-    """`buffers.message`, which waits for the stream; windows are memory of MPI, the probe a program of its own."""
+    """`buffers.message`, which waits for the stream; the probe is a program of its own."""
     package = Path(comm.__file__).parents[1]
     addresses = {str(path.relative_to(package)) for path in package.rglob("*.py") if "fromaddress" in path.read_text()}
-    assert addresses == {"comm/buffers.py", "comm/windows.py", "comm/device.py"}
+    assert addresses == {"comm/buffers.py", "comm/device.py"}
 
 
 @pytest.mark.mpi

@@ -140,7 +140,8 @@ def partitions(costs: TransformerCosts, stages: int) -> list[tuple[int, ...]]:
     floating-point operations, where that is another.
 
     >>> from hpctrain.models import get
-    >>> costs = get("gpt2").costs(get("gpt2").shape({"layers": 8, "width": 64, "heads": 4, "vocabulary": 1500}))
+    >>> sizes = {"layers": 8, "width": 64, "heads": 4, "context": 64, "vocabulary": 1500, "dropout": 0.0, "tied": False}
+    >>> costs = get("gpt2").costs(get("gpt2").shape(sizes))
     >>> partitions(costs, 2), partitions(costs, 1), partitions(costs, 4)
     ([(), (5, 3)], [()], [(), (3, 2, 2, 1)])
     """
