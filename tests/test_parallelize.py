@@ -1,10 +1,11 @@
 """ht.parallelize on each kind of module, against the untouched module."""
 
+import copy
 import math
 
 import pytest
 import torch
-from parallelize_checks import compare, held_once, numbers, tensor_grids
+from parallelize_checks import check_gradients, compare, held_once, numbers, tensor_grids
 from torch import nn
 
 import hpctrain as ht
@@ -94,9 +95,14 @@ def test_activations_in_place(world):
     def make():
         return nn.Sequential(nn.Conv2d(1, 3, 2), nn.ReLU(inplace=True), nn.Linear(3, 4), nn.Sequential(nn.ReLU(True)))
 
-    grids = tensor_grids(world)
-    for grid in [*grids, ht.Grid(data=world.size)]:
+    for grid in tensor_grids(world):
         compare(make, grid, [numbers(2, 1, 4, 4)])
+    serial, grid = make().double(), ht.Grid(data=world.size)
+    model = ht.parallelize(copy.deepcopy(serial), grid)
+    for each in (serial, model):
+        each(numbers(2, 1, 4, 4)).sum().div(1 if each is serial else world.size).backward()
+    ht.sync_gradients(model)
+    check_gradients(model, serial, grid)
 
 
 def test_ranks_without_channels_go_through_backward(world):
