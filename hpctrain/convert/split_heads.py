@@ -36,7 +36,7 @@ class SplitAttention(Unit):
 
     def forward(self, *args: Any, **kwargs: Any):
         kwargs.update(zip(self.arguments, args))
-        here, learned = self.counts[self.axis.rank], None
+        here, learned = self.counts[self.axis.rank], []
         for name, value in kwargs.items():
             if name.endswith("states") or name == "residual":  # to projections, which bring them inside; past them
                 continue
@@ -46,12 +46,13 @@ class SplitAttention(Unit):
             value = self._inside(name, value, per_head or name == "position_embeddings")
             if per_head and isinstance(value, torch.Tensor):
                 value = self._of_heads(name, value)
-                learned = value if value.requires_grad else learned
+                learned += [value] * value.requires_grad
             kwargs[name] = value
         with HeadDropout(self.heads, self.part) if self.training else contextlib.nullcontext():
             out, *others, weights = super().forward(**kwargs)
-        if not here and learned is not None:
-            out = out + learned[:0].sum()  # 0: torch's kernel leaves the mask of no heads out of the graph
+        learned += [vars(child).pop("made") for child in self.children() if isinstance(child, HeadBias)]
+        if not here:  # torch's kernel leaves what is added to no scores out of the graph
+            out = sum((each[:0].sum() for each in learned), start=out)
         wanted = self._forward_hooks or kwargs.get("output_attentions")  # hooks: Hugging Face's, to collect them
         if weights is not None:
             weights = gather(weights[:, :here], self.axis, self.counts, 1) if wanted else None
@@ -100,11 +101,12 @@ class BiasedAttention(SplitAttention):
 class HeadBias:
     """Mixin for a module that makes what is added to the scores: whole weights, and this rank's heads of it.
 
-    Attributes: `axis`; `part`.
+    Attributes: `axis`; `part`; `made`, what the forward gave, until the attention has taken it.
     """
 
     def forward(self):
-        return enter(super().forward(), self.axis)[:, self.part]
+        self.made = enter(super().forward(), self.axis)[:, self.part]
+        return self.made
 
 
 class HeadNorm:
