@@ -89,9 +89,10 @@ def machine(tmp_path, monkeypatch):
         (tmp_path / "bin/python3").write_text(f"""#!{sys.executable} -IS
 import os, sys
 os.sched_getaffinity = lambda _: {affinity}
-source = open(sys.argv[2]).read().replace('root: str = "/"', "root: str = {root!r}")
+path = sys.argv[2]
+source = open(path).read().replace('root: str = "/"', "root: str = {root!r}")
 del sys.argv[:2]
-exec(compile(source, "cores.py", "exec"), {{"__name__": "__main__"}})
+exec(compile(source, path, "exec"), {{"__name__": "__main__", "__file__": path}})
 """)
         (tmp_path / "bin/python3").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
