@@ -216,3 +216,12 @@ def test_other_values(world):
     for zero in (4, -1, True, "2"):
         with pytest.raises(ValueError, match="zero must be None, 0, 1, 2 or 3, got"):
             ht.parallelize(nn.Linear(2, 2), ht.Grid(data=world.size), zero=zero)
+
+
+def test_what_is_read_of_a_gradient_is_the_mean(world):
+    torch.manual_seed(1)
+    serial, samples = nn.Linear(3, 2).double(), torch.randn(world.size, 3, dtype=torch.float64)
+    model = ht.parallelize(copy.deepcopy(serial), ht.Grid(data=world.size), zero=0)
+    serial(samples).square().sum(1).mean().backward()
+    model(samples[world.rank]).square().sum().backward()
+    torch.testing.assert_close(torch.Tensor(model.weight.grad * 1.0), serial.weight.grad)
