@@ -126,9 +126,14 @@ def _microbatch(model, ids: torch.Tensor, targets: torch.Tensor, end_of_document
 
 
 def _bytes(tokens: ShardedTokens, document: tuple[int, int], without_first: bool) -> int:
-    """Of the text of a document's tokens that count."""
-    found = tokens.read(document[0], document[1] - document[0])[int(without_first) :]
-    return len(tokens.tokenizer.decode(found[found < tokens.vocabulary].tolist()).encode())
+    """Of the text of a document's tokens that count. A first token that is a part of a character is one byte of it."""
+    found = tokens.read(document[0], document[1] - document[0])
+    counted, decode = found[found < tokens.vocabulary].tolist(), tokens.tokenizer.decode
+    total = len(decode(counted).encode())
+    if without_first and found[0] < tokens.vocabulary:
+        first = decode(counted[:1])
+        total -= 1 if "\ufffd" in first else len(first.encode())
+    return total
 
 
 def _batched(items, size: int) -> Iterator[list]:
