@@ -77,6 +77,14 @@ def share_of(model, grid=None):
     return F.cross_entropy(logits.flatten(0, 1), IDS[rows].flatten(), reduction="sum") / IDS.numel()
 
 
+def differentiate_alike(loss, serial, model, grid):
+    """The summed gradients of a replica's share of the loss are those of the serial model."""
+    for total in (loss(serial), loss(model, grid)):
+        total.backward()
+    ht.sync_gradients(model)
+    check_gradients(model, serial, grid)
+
+
 def spread(model):
     return {name for name, p in model.named_parameters() if p.shard.alike == "copies"}
 
@@ -120,10 +128,7 @@ def test_a_rank_whose_experts_get_nothing(world, doubles):
                 module.e_score_correction_bias[:2] = 100.0
         model = ht.parallelize(copy.deepcopy(serial), grid)
         with doubles():
-            for loss in (share_of(serial), share_of(model, grid)):
-                loss.backward()
-        ht.sync_gradients(model)
-        check_gradients(model, serial, grid)
+            differentiate_alike(share_of, serial, model, grid)
 
 
 def test_experts_of_each_rank(world):
@@ -162,10 +167,7 @@ def test_weights_read_outside(world, doubles):
         grid, serial = grid_of(**sizes), made("Mixtral")
         model = ht.parallelize(copy.deepcopy(serial), grid)
         with doubles():
-            for total in (loss(serial), loss(model, grid)):
-                total.backward()
-        ht.sync_gradients(model)
-        check_gradients(model, serial, grid)
+            differentiate_alike(loss, serial, model, grid)
 
 
 def test_balance_loss(world, doubles):

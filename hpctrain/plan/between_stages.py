@@ -21,6 +21,7 @@ from hpctrain.choices import PLANE_PRODUCTS, check_product
 from hpctrain.config import Config
 from hpctrain.layout import Cut, Layout, common, volume
 from hpctrain.pipeline import Costs
+from hpctrain.pipeline.partitioners.dynamic import bisect_bounds
 from hpctrain.plan import job as jobs
 from hpctrain.plan import pipelines
 from hpctrain.plan.estimator import Estimator, Stage
@@ -81,7 +82,6 @@ class Chain:
 
     def _best(self, first: int | None) -> tuple[list[int], list[int]] | None:
         bounds = np.unique(self.time[np.isfinite(self.time)])
-        weight = self.microbatches - 1
         best: tuple[list[int], list[int]] | None = None
         least = math.inf
 
@@ -90,15 +90,9 @@ class Chain:
             total, cut = self._under(bound, first)
             if cut is not None and self.seconds(*cut) < least:
                 best, least = cut, self.seconds(*cut)
-            return total
+            return total, least
 
-        open_ranges = [(-1, math.inf, len(bounds) - 1, under(bounds[-1]))]
-        while open_ranges:
-            low, most, high, fewest = open_ranges.pop()
-            if high - low > 1 and most > fewest and fewest + weight * bounds[low + 1] < least:
-                middle = (low + high) // 2
-                total = under(bounds[middle])
-                open_ranges += [(middle, total, high, fewest), (low, most, middle, total)]
+        bisect_bounds(bounds.tolist(), self.microbatches - 1, under)
         return best
 
     def _under(self, bound: float, first: int | None) -> tuple[float, tuple[list[int], list[int]] | None]:

@@ -97,7 +97,7 @@ def evaluate(
                 sums[number] += loss.double().cpu()
     comm.all_reduce(sums, grid.world)
     comm.all_reduce(counts, grid.replica)
-    bytes_of = [_bytes(tokens, part, masked) for part in documents_of(tokens)]
+    bytes_of = [_bytes(tokens, part, masked) for part in (parts if by_document else documents_of(tokens))]
     bytes_of = bytes_of if by_document else [sum(bytes_of)]
     return [Loss(*each) for each in zip(sums.tolist(), counts.tolist(), bytes_of)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from hpctrain.pipeline.partitioners.problem import Problem
@@ -26,7 +26,7 @@ def dynamic(problem: Problem) -> list[list[int]]:
     found: list[list[int]] = []
     best = math.inf
 
-    def messages(bound: float) -> float:
+    def messages(bound: float) -> tuple[float, float]:
         nonlocal best
 
         def cost(stage, start, stop):
@@ -35,21 +35,33 @@ def dynamic(problem: Problem) -> list[list[int]]:
 
         counts = optimum(problem.layers, problem.stages, cost, operator.add)
         if counts is None:
-            return math.inf
+            return math.inf, best
         found.append(counts)
         cuts = list(accumulate(counts, initial=0))
         least = sum(problem.boundary[end] for end in cuts)
         best = min(best, least + weight * max(problem.time(*stage) for stage in zip(cuts, cuts[1:])))
-        return least
+        return least, best
 
-    open_ranges = [(-1, math.inf, len(bounds) - 1, messages(bounds[-1]))]
+    bisect_bounds(bounds, weight, messages)
+    return found
+
+
+def bisect_bounds(bounds: Sequence[float], weight: float, under: Callable[[float], tuple[float, float]]) -> None:
+    """Call `under` with bounds on the slowest stage until no other one can lead to less.
+
+    Args:
+        bounds: ascending.
+        weight: what a step takes of the slowest stage's time, beside a sum.
+        under: with a bound, the least sum, infinite where there is no partition; and the least step of all calls.
+    """
+    fewest, best = under(bounds[-1])
+    open_ranges = [(-1, math.inf, len(bounds) - 1, fewest)]
     while open_ranges:
         low, most, high, fewest = open_ranges.pop()
         if high - low > 1 and most > fewest and fewest + weight * bounds[low + 1] < best:
             middle = (low + high) // 2
-            least = messages(bounds[middle])
+            least, best = under(bounds[middle])
             open_ranges += [(middle, least, high, fewest), (low, most, middle, least)]
-    return found
 
 
 def leanest(problem: Problem) -> list[int]:
