@@ -11,30 +11,16 @@ from collections.abc import Sequence
 from torch import nn
 
 from hpctrain import comm
-from hpctrain.convert import (
-    attention,
-    chains,
-    encoder,
-    families,
-    feed_forward,
-    huggingface,
-    norms,
-    products,
-    recurrent,
-    split_heads,
-    tables,
-)
 from hpctrain.convert.averaging import MeanGradients
-from hpctrain.convert.experts import is_experts, refuse_router_losses, split_experts
+from hpctrain.convert.decide import decide
+from hpctrain.convert.experts import refuse_router_losses
 from hpctrain.convert.first_steps import FirstSteps
 from hpctrain.convert.gradients import mark_gradients
-from hpctrain.convert.initial import check_buffers, check_model, give_buffers
+from hpctrain.convert.initial import check_model, give_buffers
 from hpctrain.convert.optimizers import watch_optimizers
-from hpctrain.convert.plain import altered, is_of_huggingface, works_as
-from hpctrain.convert.plan import Plan, Refused
+from hpctrain.convert.plan import Plan
 from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
 from hpctrain.convert.replica_buffers import watch_buffers
-from hpctrain.convert.rules import split_by_rule
 from hpctrain.convert.sequence import CurrentSpans, CutSequences, check_sequence, use_whole_masks
 from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp
 from hpctrain.digest import digest
@@ -44,37 +30,6 @@ from hpctrain.layers.parameter import drawn_key
 log = logging.getLogger("hpctrain")
 
 _NAMED = 6  # weights in the line that says what stays whole
-
-# What divides a module of this type, or of an heir that works as it. Those of Hugging Face go by name, as transformers
-# need not be there.
-_OWNERS = {
-    nn.Linear: products.split_linear,
-    "Conv1D": products.split_conv1d,
-    "FalconLinear": products.split_linear,
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), products.split_convolution),
-    **dict.fromkeys(
-        (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), products.split_transposed_convolution
-    ),
-    nn.Bilinear: products.split_bilinear,
-    **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), recurrent.split_recurrent),
-    nn.Embedding: tables.split_embedding,
-    nn.EmbeddingBag: tables.split_embedding_bag,
-    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, "LlamaRMSNorm"), norms.split_norm),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), norms.split_batch_norm),
-    nn.MultiheadAttention: attention.split_multihead_attention,
-    "LlamaRotaryEmbedding": lambda plan, module: None,  # constant buffers
-}
-# Modules whose children are divided together.
-_UNITS = {
-    nn.Sequential: chains.split_chain,
-    **dict.fromkeys((nn.TransformerEncoderLayer, nn.TransformerDecoderLayer), attention.split_feed_forward),
-    "GPT2Attention": huggingface.split_gpt2_attention,
-    "GPT2MLP": huggingface.split_gpt2_mlp,
-    **dict.fromkeys(families.BERT_ATTENTION, split_heads.split_bert_attention),
-    **dict.fromkeys(families.FEED_FORWARD, huggingface.split_layer_feed_forward),
-}
-# Modules whose weight is divided even where their forward is another around that of the type.
-_ROOTS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def parallelize(
@@ -190,7 +145,7 @@ def parallelize(
             stages = PipelineStages(model, grid, pipeline, layers_per_stage)
     with comm.together(grid.comm):
         plan = Plan(model, grid, _chosen(model, replicate))
-        _decide(model, plan, plan.replicated, stages and stages.trunk)
+        decide(model, plan, stages and stages.trunk)
         if zero is not None and grid.data.size > 1 and plan.spreads:
             raise ValueError(
                 f"zero = {zero} averages over replicas, and the ranks that have the same experts are others where "
@@ -239,71 +194,6 @@ def parallelize(
     return model
 
 
-def _decide(model, plan, replicated, trunk):
-    refused, to_replicate, unknown = [], False, []
-    for path, module in model.named_modules():
-        try:
-            check_buffers(module)
-            owner = None if altered(module) else _found(_OWNERS, module)
-            if owner is None or module in replicated:
-                norms.check_statistics(plan, module)
-            if module in replicated:
-                plan.whole(module)
-                norms.replicate_batch_norm(plan, module)
-            elif not altered(module) and replicated.isdisjoint(module.modules()) and module is not trunk:
-                _unit(plan, module)
-            if isinstance(module, nn.TransformerEncoderLayer):
-                plan.change(module, activation_relu_or_gelu=0)  # keeps torch from its fused kernel, for whole weights
-            if isinstance(module, nn.TransformerEncoder):
-                encoder.pad_encoder(plan, module)
-            if module in plan.claimed or not _owns(module):
-                continue
-            if owner is None and (root := _root(module)):
-                plan.roots[module] = root
-                _OWNERS[root](plan, module)
-            if owner is None:
-                unknown.append((path, module))
-            else:
-                owner(plan, module)
-        except ValueError as error:
-            to_replicate |= not isinstance(error, Refused)
-            refused.append(_named(path, module, error))
-    for path, module in unknown:
-        try:
-            plan.keep(module)
-        except ValueError as error:
-            refused.append(_named(path, module, error))
-    if refused:
-        raise ValueError(
-            f"parallelize cannot divide {'; '.join(refused)}."
-            + " List paths or types in replicate=[...] to leave them whole on every rank" * to_replicate
-        )
-
-
-def _unit(plan, module):
-    if split_by_rule(plan, module):
-        return
-    if unit := _found(_UNITS, module):
-        unit(plan, module)
-    elif is_experts(module):
-        split_experts(plan, module)
-    elif module not in plan.claimed:
-        if is_of_huggingface(module):
-            split_heads.split_attention(plan, module)
-        feed_forward.split_feed_forward_block(plan, module)
-
-
-def _root(module) -> type | None:
-    """The type that the module's forward goes around, where that may be divided beneath it."""
-    if module._parameters.get("weight") is None or altered(module) or getattr(module, "groups", 1) != 1:
-        return None
-    return next((root for root in _ROOTS if works_as(type(module), root, own="forward")), None)
-
-
-def _named(path, module, error):
-    return f"{path or 'the model itself'} ({type(module).__name__}): {error}"
-
-
 def _report(model):
     """One line: what of the weights is not divided."""
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.shard.replicated}
@@ -318,19 +208,6 @@ def _report(model):
             ", ".join(largest[:_NAMED]),
             more,
         )
-
-
-def _found(table, module):
-    """The entry of a table for the module's type; of Hugging Face's, by name."""
-    kind = type(module)
-    for base in kind.__mro__:
-        if base in table and works_as(kind, base):
-            return table[base]
-    return table.get(kind.__name__) if is_of_huggingface(module) else None
-
-
-def _owns(module) -> bool:
-    return any(value is not None for value in (*module._parameters.values(), *module._buffers.values()))
 
 
 def _chosen(model, replicate) -> set:
