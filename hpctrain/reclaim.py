@@ -68,18 +68,17 @@ def _free_comm(comm: MPI.Comm) -> None:
 
 
 @functools.cache
-def _keyval() -> int:
-    from mpi4py import MPI
-
-    return MPI.Comm.Create_keyval()
+def _keyval(create: Callable[[], int]) -> int:
+    return create()
 
 
 def made_of(comm: MPI.Intracomm) -> list[Holdings]:
     """Of all grids of a communicator that are not freed, in the order in which they were made; kept with it."""
-    made = comm.Get_attr(_keyval())
+    key = _keyval(comm.Create_keyval)
+    made = comm.Get_attr(key)
     if not isinstance(made, list):  # none yet
         made = []
-        comm.Set_attr(_keyval(), made)
+        comm.Set_attr(key, made)
     return made
 
 
