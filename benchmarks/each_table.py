@@ -217,9 +217,9 @@ def checkpoint():
 def sequence():
     def row(line):
         way, length, ranks = line["case"].split(", ")
-        return length, ranks, way
+        return {"sequence": "attention", "sequence_gpt": "a GPT's step"}[line["benchmark"]], length, ranks, way
 
-    return pivot(lines("sequence"), row, lambda line: line["peer"], ["length", "on", "ours"])
+    return pivot(lines("sequence"), row, lambda line: line["peer"], ["of", "length", "on", "ours"])
 
 
 def experts():
