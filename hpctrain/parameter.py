@@ -59,6 +59,11 @@ def shard_of(parameter: torch.Tensor) -> Shard:
     return vars(parameter)["shard"]
 
 
+def grad_sync_of(parameter: torch.Tensor) -> GradSync:
+    """The parameter's `grad_sync`, where a strategy keeps gradients in buckets."""
+    return vars(parameter)["grad_sync"]
+
+
 def forget_grad_sync(parameter: torch.nn.Parameter) -> None:
     """The bucket of an earlier strategy is of no more use: layers must defer no sum to it."""
     vars(parameter).pop("grad_sync", None)

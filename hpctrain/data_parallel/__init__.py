@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,7 +68,7 @@ def is_mixed(method: str, dtype: torch.dtype | None, precision: Precision) -> bo
 
 
 # All of hpctrain.choices.STRATEGIES but zero3: function (options, precision or None, parameters, grid, optimizer).
-_MAKERS = {
+_MAKERS: dict[str, Callable[..., DataParallelStrategy]] = {
     "ddp": lambda _, precision, *given: (
         MixedDataParallel(*given, precision=precision) if precision else DataParallel(*given)
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from hpctrain import comm
 from hpctrain.data_parallel.buckets import BUCKET_BYTES
 from hpctrain.data_parallel.clipping import clip, local_squares
 from hpctrain.data_parallel.parameter_server import ParameterServer, ServedBucket
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 
 _CLOCK, _GRADIENT, _WEIGHTS, _STALENESS = range(4)  # tags
 
@@ -63,17 +63,17 @@ class AsyncParameterServer(ParameterServer):
         self._steps = 0
         self.histogram = torch.zeros((self.workers - 1) * (2 * staleness + 1) + 1, dtype=torch.int64)
 
-    def _bucket(self, parameters, plane):
+    def _bucket(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None) -> ServedBucket:
         return ServedBucket(parameters, plane, self.grid.data, self.workers)
 
     def loss_and_grad_norm(self, loss: torch.Tensor) -> tuple[float, float]:
         if self.serves:
             return 0.0, 0.0
         totals = torch.stack([loss, local_squares(self.parameters, self.grid.coords).sum().sqrt()])
-        loss, norm = (self.workers * totals).tolist()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise RuntimeError(f"loss {loss} and gradient norm {norm} of worker {self.grid.data.rank} are not finite")
-        return loss, norm
+        total, norm = (self.workers * totals).tolist()
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            raise RuntimeError(f"loss {total} and gradient norm {norm} of worker {self.grid.data.rank} are not finite")
+        return total, norm
 
     def step(self, norm: float, max_norm: float) -> None:
         self._steps += 1
@@ -85,12 +85,12 @@ class AsyncParameterServer(ParameterServer):
             self._push_and_pull()
 
     @contextlib.contextmanager
-    def full_weights(self):
+    def full_weights(self) -> Iterator[None]:
         """All workers have taken the same number of steps; everybody takes the latest weights, and keeps them."""
         self.weights_changed()
         yield
 
-    def weights_changed(self):
+    def weights_changed(self) -> None:
         super().weights_changed()
         self._pulled = [self._updates] * self.workers
 
@@ -99,7 +99,9 @@ class AsyncParameterServer(ParameterServer):
         return {"staleness": self.histogram.tolist()}
 
     def _push_and_pull(self) -> None:
-        data, leaving, arriving = self.grid.data, [], []
+        data = self.grid.data
+        leaving: list[comm.Work] = []
+        arriving: list[comm.Work] = []
         for server in range(self.workers, data.size):
             leaving.append(comm.send_start(torch.tensor([self._steps]), data, server, _CLOCK))
             for bucket in self.buckets:
@@ -112,7 +114,7 @@ class AsyncParameterServer(ParameterServer):
 
     def _serve(self) -> None:
         """Take pushes until every worker has taken as many steps as this server's trainer."""
-        answers = []
+        answers: list[comm.Work] = []
         while min(self._clock) < self._steps:
             worker = comm.probe(self.grid.data, _CLOCK)
             self._take(worker)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -81,7 +81,7 @@ def sum_over_holders(gradient: torch.Tensor, holders: Sequence[int], pipeline: A
     torch.add(functools.reduce(torch.add, earlier), last, out=gradient)
 
 
-def summed_over(parameter: torch.nn.Parameter, grid: Grid):
+def summed_over(parameter: torch.nn.Parameter, grid: Grid) -> Axis | None:
     """The ranks of the tensor axis over which the parameter's gradient is a partial sum; None where it is whole."""
     shard = shard_of(parameter)
     if not shard.partial:
@@ -90,7 +90,7 @@ def summed_over(parameter: torch.nn.Parameter, grid: Grid):
     return grid.plane(*axes) if axes else None
 
 
-def grouped(parameters: Iterable[torch.nn.Parameter], grid: Grid, limit: int):
+def grouped(parameters: Iterable[torch.nn.Parameter], grid: Grid, limit: int) -> Iterator[list[torch.nn.Parameter]]:
     """Groups of parameters for one bucket each, in the order in which they are closed: when they reach `limit` bytes.
 
     In a group all have the same dtype, the same holders and the same replication: ranks that hold the same parameters
@@ -98,7 +98,7 @@ def grouped(parameters: Iterable[torch.nn.Parameter], grid: Grid, limit: int):
     divide it, not those of this rank: all of a stage must agree on the groups, since some are summed over tensor axes
     between the collectives of backward, and experts' over other ranks than those of the weights around them.
     """
-    open_groups: dict[tuple, list] = {}
+    open_groups: dict[tuple, list[torch.nn.Parameter]] = {}
     filled: Counter = Counter()
     for parameter in parameters:
         shard = shard_of(parameter)

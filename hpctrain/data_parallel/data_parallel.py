@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from hpctrain import comm
 from hpctrain.data_parallel.buckets import BUCKET_BYTES, AllReducedGradBucket, GradBucket, grouped, summed_over
 from hpctrain.data_parallel.strategy import DataParallelStrategy
-from hpctrain.grid import Grid
-from hpctrain.parameter import on_arrival
+from hpctrain.grid import Axis, Grid
+from hpctrain.parameter import grad_sync_of, on_arrival, shard_of
 
 
 class DataParallel(DataParallelStrategy):
@@ -32,6 +32,8 @@ class DataParallel(DataParallelStrategy):
         bucket_bytes: size at which a bucket is closed.
     """
 
+    buckets: Sequence[GradBucket]
+
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter],
@@ -48,15 +50,15 @@ class DataParallel(DataParallelStrategy):
         for parameter in self.parameters:
             on_arrival(parameter, self._arrived)
 
-    def _bucket(self, parameters, plane) -> GradBucket:
-        return AllReducedGradBucket(parameters, plane, self.grid.alike(parameters[0].shard))
+    def _bucket(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None) -> GradBucket:
+        return AllReducedGradBucket(parameters, plane, self.grid.alike(shard_of(parameters[0])))
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""
         self._unused.clear()
         for parameter in self.parameters:
             parameter.grad = None
-            parameter.grad_sync.begin_step()
+            grad_sync_of(parameter).begin_step()
         self._begin()  # anew, where the last backward failed on its way
 
     def _begin(self) -> None:
@@ -68,7 +70,7 @@ class DataParallel(DataParallelStrategy):
     def enable_grad_sync(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """The next backward completes these gradients, by default all: start each bucket as soon as it is full."""
         for parameter in self.parameters if parameters is None else parameters:
-            parameter.grad_sync.enable()
+            grad_sync_of(parameter).enable()
 
     def _is_unused(self, parameter):
         return parameter in self._unused
@@ -76,10 +78,11 @@ class DataParallel(DataParallelStrategy):
     def finish_grad_sync(self) -> None:
         """Wait until every gradient is the sum over all ranks that share its parameter."""
         for parameter in self.parameters:
-            parameter.grad_sync.add_deferred(parameter)  # its layer had no part in the last backward
+            grad_sync = grad_sync_of(parameter)
+            grad_sync.add_deferred(parameter)  # its layer had no part in the last backward
             if parameter.grad is None:  # nothing was computed from it
                 self._unused.add(parameter)
-                parameter.grad = parameter.grad_sync.view.zero_()
+                parameter.grad = grad_sync.view.zero_()
         for bucket in self.buckets[self._launched :]:
             bucket.launch()
         self._begin()

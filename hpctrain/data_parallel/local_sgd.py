@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from hpctrain.data_parallel import optimizer_state
 from hpctrain.data_parallel.buckets import BUCKET_BYTES, AllReducedGradBucket
 from hpctrain.data_parallel.clipping import local_squares, replica_totals
 from hpctrain.data_parallel.data_parallel import DataParallel
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 from hpctrain.shard import Shard
 from hpctrain.shard_entries import Described, Entry
 
@@ -58,13 +58,14 @@ class LocalSGD(DataParallel):
         self._steps = torch.zeros((), dtype=torch.int64)  # since the last average
         self._buffers: dict[tuple, comm.AllReduceBuffer] = {}
 
-    def _bucket(self, parameters, plane):
+    def _bucket(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None) -> AllReducedGradBucket:
         return AllReducedGradBucket(parameters, plane, self.grid.sequence)
 
     def finish_grad_sync(self) -> None:
         super().finish_grad_sync()
         if self.grid.replica.size > 1 and self.parameters:
-            torch._foreach_mul_([p.grad for p in self.parameters], float(self.grid.replica.size))
+            gradients = [p.grad for p in self.parameters if p.grad is not None]  # of all
+            torch._foreach_mul_(gradients, float(self.grid.replica.size))
 
     def loss_and_grad_norm(self, loss: torch.Tensor) -> tuple[float, float]:
         grid = self.grid
@@ -72,32 +73,33 @@ class LocalSGD(DataParallel):
         comm.all_reduce(totals[:1], grid.sequence)
         self._norm = totals[1].sqrt().item()
         comm.all_reduce(totals, grid.replica)
-        loss, square = totals.tolist()
-        return loss, (square / grid.replica.size) ** 0.5
+        total, square = totals.tolist()
+        return total, (square / grid.replica.size) ** 0.5
 
     def step(self, norm: float, max_norm: float) -> None:
         super().step(self._norm, max_norm)
         self._steps += 1
         if self._steps == self.every:
             self._steps.zero_()
-            self._average(self.parameters + self._states() if self.average_state else self.parameters)
+            self._average([*self.parameters, *(self._states() if self.average_state else ())])
 
     @contextlib.contextmanager
-    def full_weights(self):
+    def full_weights(self) -> Iterator[None]:
         """Within it the weights are the average; afterwards each replica has its own again."""
         if self._steps == 0:
             yield
             return
-        own = [p.detach().clone() for p in self.parameters]
-        self._average(self.parameters)
+        weights: list[torch.Tensor] = [*self.parameters]
+        own = [p.detach().clone() for p in weights]
+        self._average(weights)
         yield
         with torch.no_grad():
-            torch._foreach_copy_(self.parameters, own)
+            torch._foreach_copy_(weights, own)
 
-    def to_save(self, names: dict[torch.nn.Parameter, str]):
+    def to_save(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
         return [self._count(), *optimizer_state.own_to_save(names, self.optimizer, self.grid)]
 
-    def to_load(self, names: dict[torch.nn.Parameter, str], saved: dict[str, Described]):
+    def to_load(self, names: dict[torch.nn.Parameter, str], saved: dict[str, Described]) -> list[Entry]:
         self._steps.zero_()
         counts = [self._count()] if optimizer_state.SINCE_AVERAGE in saved else []  # otherwise of another method
         return counts + optimizer_state.own_to_load(names, self.optimizer, saved, self.grid)

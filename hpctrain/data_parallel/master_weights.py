@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from hpctrain import comm
 from hpctrain.data_parallel.clipping import square
 from hpctrain.data_parallel.optimizer_state import ParameterSlice
+from hpctrain.grid import Axis
 from hpctrain.parameter import shard_of
 from hpctrain.shard_entries import Entry
 
@@ -84,6 +86,23 @@ class MasterWeights:
             self.weights.copy_(self.master)
 
 
+class ZeroBucket(Protocol):
+    """Parameters of which this rank updates a range.
+
+    Attributes: `alike`, the ranks that hold the same parameters; `gradient`, that of the range.
+    """
+
+    alike: Axis
+    masters: MasterWeights
+    gradient: torch.Tensor
+
+    def spread_start(self) -> comm.Work:
+        """Begin to give the updated weights to the other ranks."""
+
+
+B = TypeVar("B", bound=ZeroBucket)
+
+
 def shard_optimizer(optimizer: torch.optim.Optimizer | None, given: list[ParameterSlice]) -> None:
     """Replace the parameters in the optimizer's groups, and in its state, by this rank's pieces of them. The groups'
     options stay."""
@@ -110,7 +129,7 @@ def cut_state(value: Any, piece: slice) -> Any:
     return value.reshape(-1)[piece.start : piece.stop].clone() if whole else value
 
 
-def step_by_bucket(optimizer: torch.optim.Optimizer, buckets: list, factor: float):
+def step_by_bucket(optimizer: torch.optim.Optimizer, buckets: Sequence[B], factor: float) -> Iterator[B]:
     """Let the optimizer update the `masters` of each bucket by its `gradient` times `factor`; yields buckets done.
 
     Gradients in another precision than the weights are converted one bucket at a time, so that no more than one is

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from hpctrain import comm
 from hpctrain.data_parallel.zero import ReduceScatteredGradBucket, Zero1
+from hpctrain.grid import Axis
+from hpctrain.parameter import shard_of
 
 
 class MixedDataParallel(Zero1):
@@ -15,20 +21,20 @@ class MixedDataParallel(Zero1):
 
     shards_state = False
 
-    def _bucket(self, parameters, plane):
-        alike = self.grid.alike(parameters[0].shard)
+    def _bucket(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None) -> ReduceScatteredGradBucket:
+        alike = self.grid.alike(shard_of(parameters[0]))
         return _MixedGradBucket(parameters, plane, alike, self.precision.of(parameters[0].dtype))
 
 
 class _MixedGradBucket(ReduceScatteredGradBucket):
     """A bucket of whose gradients every rank has all sums, and updates all weights."""
 
-    def _own(self):
+    def _own(self) -> slice:
         return slice(0, len(self._weights.local))
 
-    def launch(self):
+    def launch(self) -> None:
         super().launch()
         self.work = self.work.then(lambda _: self._summands.spread_start(self._comm_dtype).wait())
 
-    def spread_start(self):
+    def spread_start(self) -> comm.Work:
         return comm.done()

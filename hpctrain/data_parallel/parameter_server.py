@@ -15,11 +15,11 @@ from hpctrain.data_parallel.data_parallel import DataParallel
 from hpctrain.data_parallel.master_weights import shard_optimizer
 from hpctrain.data_parallel.optimizer_state import ParameterSlice
 from hpctrain.grid import Axis, Grid
-from hpctrain.parameter import annotate
+from hpctrain.parameter import annotate, shard_of
 from hpctrain.shard import Shard, split_sizes
 
 if TYPE_CHECKING:
-    from hpctrain.shard_entries import Described
+    from hpctrain.shard_entries import Described, Entry
 
 
 class ParameterServer(DataParallel):
@@ -41,6 +41,8 @@ class ParameterServer(DataParallel):
         ValueError: on every rank, for a data axis without a worker or a server, or whose ranks share sequences, and
             where experts are spread over ranks.
     """
+
+    buckets: Sequence[ServedBucket]
 
     def __init__(
         self,
@@ -66,16 +68,16 @@ class ParameterServer(DataParallel):
             shard_optimizer(optimizer, self.pieces)
         self.slices = [piece.local for piece in self.pieces]
 
-    def _bucket(self, parameters, plane):
+    def _bucket(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None) -> ServedBucket:
         return SummedServedBucket(parameters, plane, self.grid.data, self.workers)
 
     def loss_and_grad_norm(self, loss: torch.Tensor) -> tuple[float, float]:
-        counted = [piece.local.grad for piece in self.pieces if piece.parameter.shard.owned(self.grid.coords)]
-        totals = torch.stack([loss, square(counted)])
+        counted = [piece.local.grad for piece in self.pieces if shard_of(piece.parameter).owned(self.grid.coords)]
+        totals = torch.stack([loss, square([gradient for gradient in counted if gradient is not None])])
         for axis in (self.grid.tensor, self.grid.pipeline, self.grid.data):
             comm.all_reduce(totals, axis)
-        loss, total = totals.tolist()
-        return loss, total**0.5
+        total, squared = totals.tolist()
+        return total, squared**0.5
 
     def step(self, norm: float, max_norm: float) -> None:
         if self.serves:
@@ -84,13 +86,13 @@ class ParameterServer(DataParallel):
             self.optimizer.step()
         self.weights_changed()
 
-    def to_save(self, names: dict[torch.nn.Parameter, str]):
+    def to_save(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
         # The servers' weights are the latest: nothing is communicated, as another rank may fail at the same time.
         trained, frozen = self._divided(names)
         pieces = optimizer_state.pieces_to_save(trained, self.pieces, self.optimizer, self.grid, weights=True)
         return pieces + optimizer_state.parameters_to_save(frozen, self.grid)
 
-    def to_load(self, names: dict[torch.nn.Parameter, str], saved: dict[str, Described]):
+    def to_load(self, names: dict[torch.nn.Parameter, str], saved: dict[str, Described]) -> list[Entry]:
         pieces = optimizer_state.pieces_to_load(names, self.pieces, self.optimizer, saved, weights=False)
         return optimizer_state.parameters_to_load(names, saved) + pieces
 

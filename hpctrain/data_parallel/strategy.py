@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -29,7 +29,7 @@ class DataParallelStrategy:
     Args:
         parameters: of this rank's stage, in the same order on all ranks of the data axis; each carries its `Shard`.
         grid: the process grid.
-        optimizer: over these parameters; its learning rate may be set before each step.
+        optimizer: over these parameters; its learning rate may be set before each step. None where the caller updates.
     """
 
     alike = True  # after an update all replicas have the same weights, to the bit
@@ -40,9 +40,15 @@ class DataParallelStrategy:
     def __init__(
         self, parameters: Iterable[torch.nn.Parameter], grid: Grid, optimizer: torch.optim.Optimizer | None = None
     ):
-        self.parameters, self.grid, self.optimizer = list(parameters), grid, optimizer
+        self.parameters, self.grid, self._optimizer = list(parameters), grid, optimizer
         for parameter in self.parameters:
             forget_grad_sync(parameter)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What updates the weights, where it is not the caller."""
+        assert self._optimizer is not None, "the strategy was made without an optimizer"
+        return self._optimizer
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:
@@ -52,7 +58,7 @@ class DataParallelStrategy:
         """The next backward completes the gradients of these parameters, by default of all."""
 
     @contextlib.contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Backwards within it are added up; the one after it is the last of the step. As that of torch's DDP."""
         yield
         self.enable_grad_sync()
@@ -67,7 +73,10 @@ class DataParallelStrategy:
         """On this rank."""
         return False
 
-    loss_scale = 1.0  # the loss is to be multiplied by it; `loss_and_grad_norm` are those without
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is to be multiplied by; `loss_and_grad_norm` are those without."""
+        return 1.0
 
     def overflows(self, loss: float, norm: float) -> bool:
         """Whether these say that the step is to be left out, as the gradient overflowed; called once a step."""
@@ -80,8 +89,8 @@ class DataParallelStrategy:
         """The loss over all ranks, of which this rank's share is given as float64, and the norm of the gradient."""
         totals = replica_totals(loss, local_squares(self.parameters, self.grid.coords), self.grid)
         comm.all_reduce(totals[:1], self.grid.data)
-        loss, square = totals.tolist()
-        return loss, square**0.5
+        total, square = totals.tolist()
+        return total, square**0.5
 
     def step(self, norm: float, max_norm: float) -> None:
         """Change the weights by the gradient, scaled down to `max_norm` where that is not 0."""
@@ -94,7 +103,7 @@ class DataParallelStrategy:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def averaged_weights(self):
+    def averaged_weights(self) -> Iterator[None]:
         """Within it, what the optimizer updates is the moving average of the weights that it keeps, if it does, and so
         is what every rank computes with. Collective."""
         averages = {p: state["ema"] for p, state in self.optimizer.state.items() if "ema" in state}

@@ -15,35 +15,37 @@ from hpctrain.data_parallel import optimizer_state
 from hpctrain.data_parallel.buckets import BUCKET_BYTES, GradBucket, sum_over_holders
 from hpctrain.data_parallel.clipping import clipping_factor, replica_totals
 from hpctrain.data_parallel.data_parallel import DataParallel
-from hpctrain.data_parallel.master_weights import MasterWeights, shard_optimizer, step_by_bucket
+from hpctrain.data_parallel.master_weights import MasterWeights, ZeroBucket, shard_optimizer, step_by_bucket
+from hpctrain.data_parallel.optimizer_state import ParameterSlice
 from hpctrain.data_parallel.precision import AS_GIVEN, LossScale, Precision
 from hpctrain.data_parallel.strategy import DataParallelStrategy
 from hpctrain.grid import Axis, Grid
-from hpctrain.parameter import annotate
+from hpctrain.parameter import annotate, shard_of
 from hpctrain.shard_entries import Described, Entry
 
 
 class ZeroStrategy(DataParallelStrategy):
     """What the three stages have in common: each rank updates its range of every bucket."""
 
+    buckets: Sequence[ZeroBucket]
     shards_state = True  # each rank has the master weights and the optimizer's state of its range, otherwise of all
     scaling: LossScale | None = None
     _scaled = 1.0
 
     @property
-    def loss_scale(self):
+    def loss_scale(self) -> float:
         return self.scaling.scale if self.scaling else 1.0
 
-    def overflows(self, loss: float, norm: float):
+    def overflows(self, loss: float, norm: float) -> bool:
         return self.scaling is not None and self.scaling.overflows(loss, norm)
 
-    def report(self):
+    def report(self) -> dict:
         if self.scaling is None:
             return {}
         skipped = {"skipped": "the gradient overflows in fp16"} if self.scaling.overflowed else {}
         return {"loss_scale": self.loss_scale, **skipped}
 
-    def loss_and_grad_norm(self, loss: torch.Tensor):
+    def loss_and_grad_norm(self, loss: torch.Tensor) -> tuple[float, float]:
         squares = torch.zeros(2, dtype=torch.float64)
         for bucket in self.buckets:
             # The ranks of a stage count ranges of their own, or, where each has all, experts' apart from the rest.
@@ -51,30 +53,30 @@ class ZeroStrategy(DataParallelStrategy):
             squares[int(apart)] += bucket.masters.square(bucket.gradient, self.grid.coords)
         totals = replica_totals(loss, squares, self.grid)
         comm.all_reduce(totals if self.shards_state else totals[:1], self.grid.data)
-        loss, square = totals.tolist()
+        total, square = totals.tolist()
         self._scaled = self.loss_scale  # which may change before the update
-        return loss / self._scaled, square**0.5 / self._scaled
+        return total / self._scaled, square**0.5 / self._scaled
 
-    def step(self, norm: float, max_norm: float):
+    def step(self, norm: float, max_norm: float) -> None:
         factor = (clipping_factor(norm, max_norm) if max_norm else 1.0) / self._scaled
         begun = [bucket.spread_start() for bucket in step_by_bucket(self.optimizer, self.buckets, factor)]
         for work in begun:
             work.wait()
 
-    def weights_changed(self):
+    def weights_changed(self) -> None:
         for bucket in self.buckets:
             bucket.masters.after_step()
         for work in [bucket.spread_start() for bucket in self.buckets]:
             work.wait()
 
-    def to_save(self, names: dict[torch.nn.Parameter, str]):
-        pieces = [p for p in self._pieces() if self.shards_state or self.grid.alike(p.parameter.shard).rank == 0]
+    def to_save(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
+        pieces = [p for p in self._pieces() if self.shards_state or self.grid.alike(shard_of(p.parameter)).rank == 0]
         scale = self.scaling.entries() if self.scaling and self.grid.rank == 0 else []
         trained, frozen = self._divided(names)
         entries = optimizer_state.pieces_to_save(trained, pieces, self.optimizer, self.grid, weights=True)
         return entries + optimizer_state.parameters_to_save(frozen, self.grid) + scale
 
-    def to_load(self, names: dict[torch.nn.Parameter, str], saved: dict[str, Described]):
+    def to_load(self, names: dict[torch.nn.Parameter, str], saved: dict[str, Described]) -> list[Entry]:
         trained, frozen = self._divided(names)
         entries = optimizer_state.pieces_to_load(trained, self._pieces(), self.optimizer, saved, weights=True)
         entries += optimizer_state.parameters_to_load(frozen, saved)
@@ -82,11 +84,11 @@ class ZeroStrategy(DataParallelStrategy):
             entries += [entry for entry in self.scaling.entries() if entry.name in saved]
         return entries + self._weights_to_load(trained)
 
-    def _weights_to_load(self, names):
+    def _weights_to_load(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
         """What the model computes with: of every rank, and rounded where the masters are in another precision."""
-        return [Entry(f"model/{name}", p.shard, p.detach()) for p, name in names.items()]
+        return [Entry(f"model/{name}", shard_of(p), p.detach()) for p, name in names.items()]
 
-    def _pieces(self):
+    def _pieces(self) -> list[ParameterSlice]:
         return [piece for bucket in self.buckets for piece in bucket.masters.pieces]
 
 
@@ -105,6 +107,8 @@ class Zero1(ZeroStrategy, DataParallel):
         precision: of the weights and gradients.
     """
 
+    buckets: Sequence[ReduceScatteredGradBucket]
+
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter],
@@ -117,8 +121,8 @@ class Zero1(ZeroStrategy, DataParallel):
         super().__init__(parameters, grid, optimizer, bucket_bytes)
         shard_optimizer(optimizer, self._pieces())
 
-    def _bucket(self, parameters, plane):
-        alike = self.grid.alike(parameters[0].shard)
+    def _bucket(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None) -> ReduceScatteredGradBucket:
+        alike = self.grid.alike(shard_of(parameters[0]))
         return ReduceScatteredGradBucket(parameters, plane, alike, self.precision.of(parameters[0].dtype))
 
 
@@ -139,17 +143,17 @@ class ReduceScatteredGradBucket(GradBucket):
                 annotate(parameter, grad_dtype=precision.reduce)
         super().__init__(parameters, plane)
 
-    def _own(self):
+    def _own(self) -> slice:
         return self._weights.own
 
     def _allocate(self, numel):
         return self._summands.local
 
-    def launch(self):
+    def launch(self) -> None:
         super().launch()
         self.work = self._summands.sum_start(self._comm_dtype)
 
-    def sum_over_holders(self, pipeline: Axis):
+    def sum_over_holders(self, pipeline: Axis) -> None:
         sum_over_holders(self.gradient, self.holders, pipeline)
 
     def spread_start(self) -> comm.Work:

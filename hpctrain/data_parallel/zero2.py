@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -13,7 +13,8 @@ from hpctrain.data_parallel.master_weights import MasterWeights, shard_optimizer
 from hpctrain.data_parallel.precision import AS_GIVEN, Precision
 from hpctrain.data_parallel.zero import ZeroStrategy, scaling_of
 from hpctrain.grid import Axis, Grid
-from hpctrain.parameter import on_arrival
+from hpctrain.parameter import on_arrival, shard_of
+from hpctrain.shard import split_sizes
 
 
 class Zero2(ZeroStrategy):
@@ -32,6 +33,9 @@ class Zero2(ZeroStrategy):
 
     Args: as of `Zero1`.
     """
+
+    buckets: Sequence[ShardedGradBucket]
+    _bucket_of: Mapping[torch.nn.Parameter, ShardedGradBucket]
 
     def __init__(
         self,
@@ -55,24 +59,26 @@ class Zero2(ZeroStrategy):
                 if over:
                     max(over, key=lambda bucket: bucket.nbytes).reserve()
         self._turn = 0  # of the buckets, in a round
-        self._round = comm.done()  # how many ranks have another round
+        self._round: comm.Work[torch.Tensor] | comm.Work[None] = comm.done()  # how many ranks have another round
         self._summing: ShardedGradBucket | None = None  # the bucket whose sum is under way
         for parameter in self.parameters:
             on_arrival(parameter, self._arrived)
 
-    def _groups(self, bucket_bytes):
+    def _groups(self, bucket_bytes: int) -> Iterator[list[torch.nn.Parameter]]:
         return grouped(reversed(self.parameters), self.grid, bucket_bytes)
 
-    def _bucket(self, parameters, plane, precision):
-        return ShardedGradBucket(parameters, plane, self.grid.alike(parameters[0].shard), precision)
+    def _bucket(
+        self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, precision: Precision
+    ) -> ShardedGradBucket:
+        return ShardedGradBucket(parameters, plane, self.grid.alike(shard_of(parameters[0])), precision)
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         super().zero_grad()
         self._turn = 0  # anew, where the last backward failed on its way
         for bucket in self.buckets:
             bucket.clear()
 
-    def finish_grad_sync(self):
+    def finish_grad_sync(self) -> None:
         while self._turn:
             self._launch_next()
         while self.buckets and self._another_round():
@@ -82,7 +88,7 @@ class Zero2(ZeroStrategy):
         for bucket in self.buckets:
             if not bucket.launches:
                 bucket.gradient.zero_()
-            sum_over_holders(bucket.gradient, bucket.parameters[0].shard.holders, self.grid.pipeline)
+            sum_over_holders(bucket.gradient, shard_of(bucket.parameters[0]).holders, self.grid.pipeline)
 
     def _is_unused(self, parameter):
         return not self._bucket_of[parameter].arrived[parameter]
@@ -103,7 +109,7 @@ class Zero2(ZeroStrategy):
         which complete gradients over that axis first."""
         if self.grid.pipeline.size == 1:
             return True
-        before = [] if self._summing is None else [self._summing.work]
+        before: list[comm.Work] = [] if self._summing is None else [self._summing.work]
         if self._turn == 0:  # a rank without elements of a bucket's sums receives nothing, and would run ahead
             before.append(self._round)
         is_done = all([work.test() for work in before])
@@ -124,7 +130,7 @@ class Zero2(ZeroStrategy):
         self._launch(self.buckets[self._turn])
         self._turn = (self._turn + 1) % len(self.buckets)
 
-    def _launch(self, bucket) -> None:
+    def _launch(self, bucket: ShardedGradBucket) -> None:
         self._settle()
         bucket.launch()
         self._summing = bucket
@@ -147,16 +153,17 @@ class ShardedGradBucket:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, alike: Axis, precision: Precision):
         self.parameters, self.plane, self.alike = parameters, plane, alike
         self._sizes = [p.detach().numel() for p in parameters]
-        self._hold(precision.compute)
+        self._counts = split_sizes(sum(self._sizes), alike.size)
+        self.masters = self._make_masters(precision.compute)
         self.gradient = self.masters.weights.new_zeros(len(self.masters.weights), dtype=precision.reduce)
         self._summand = self.gradient.new_empty(0, dtype=precision.comm_dtype)
-        self.work = comm.done()
+        self.work: comm.Work[torch.Tensor] | comm.Work[None] = comm.done()
         self.clear()
 
-    def _hold(self, dtype) -> None:
-        """Make room for the weights."""
-        self.weights = comm.ReplicatedBuffer(self.alike, sum(self._sizes), self.parameters[0], dtype)
-        self.masters = MasterWeights(self.parameters, self.weights.local, self.weights.own)
+    def _make_masters(self, dtype: torch.dtype | None) -> MasterWeights:
+        """And room for the weights."""
+        self._replicated = comm.ReplicatedBuffer(self.alike, sum(self._sizes), self.parameters[0], dtype)
+        return MasterWeights(self.parameters, self._replicated.local, self._replicated.own)
 
     def clear(self) -> None:
         self.arrived: Counter = Counter()
@@ -186,7 +193,7 @@ class ShardedGradBucket:
                 parameter.grad = None
         if self.plane is not None:
             comm.all_reduce(summands, self.plane)
-        self.work = scratch.reduce_start(summands, self.weights.counts, self.gradient.dtype)
+        self.work = scratch.reduce_start(summands, self._counts, self.gradient.dtype)
         self.launches += 1
 
     def add(self) -> None:
@@ -199,4 +206,4 @@ class ShardedGradBucket:
 
     def spread_start(self) -> comm.Work:
         """Begin to give the updated weights to the other ranks."""
-        return self.weights.spread_start()
+        return self._replicated.spread_start()

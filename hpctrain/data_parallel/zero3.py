@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -13,8 +14,9 @@ from hpctrain.data_parallel.buckets import BUCKET_BYTES, grouped
 from hpctrain.data_parallel.master_weights import MasterWeights
 from hpctrain.data_parallel.precision import AS_GIVEN, Precision
 from hpctrain.data_parallel.zero2 import ShardedGradBucket, Zero2
-from hpctrain.grid import Grid
-from hpctrain.parameter import annotate
+from hpctrain.grid import Axis, Grid
+from hpctrain.parameter import annotate, shard_of
+from hpctrain.shard_entries import Entry
 
 
 class Zero3(Zero2):
@@ -43,6 +45,8 @@ class Zero3(Zero2):
     """
 
     alike = False  # ranks hold different parts of the weights
+    buckets: Sequence[_FullyShardedBucket]
+    _bucket_of: Mapping[torch.nn.Parameter, _FullyShardedBucket]
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class Zero3(Zero2):
         inside = {module: [p for p in module.parameters() if uses[p] == 1 and p.requires_grad] for module in modules}
         self._parameters_of = {**inside, model: [p for p in trained if uses[p] != 1]}
         super().__init__(trained, grid, optimizer, bucket_bytes, precision)
-        by_messages = any(comm.path_of(grid.alike(p.shard), p) is comm.Path.MESSAGES for p in trained)
+        by_messages = any(comm.path_of(grid.alike(shard_of(p)), p) is comm.Path.MESSAGES for p in trained)
         self._by_messages = any(grid.comm.allgather(by_messages))  # copies may be on one node where data is not
         self._tracker = ModuleTracker()
         self._backwards = 0  # that came to what is outside of the layers, in this step
@@ -71,9 +75,8 @@ class Zero3(Zero2):
         self._places = ["the end of a step", *(p for layer in self._layers for p in (layer.forward, layer.backward))]
         self._layer_of = {p: layer for layer in self._layers for b in layer.buckets for p in b.parameters}
         order = self._layers[:-1]  # the last one is what the model has outside of them
-        first, last = (order[0], order[-1]) if order else (None, None)
-        after = [*order[1:], None, first] if order else [None]
-        before = [None, *order[:-1], last] if order else [None]
+        after: list[_Layer | None] = [*order[1:], None, order[0]] if order else [None]
+        before: list[_Layer | None] = [None, *order] if order else [None]
         for module, layer, following, preceding in zip(self._parameters_of, self._layers, after, before):
             if layer.buckets:
                 module.register_forward_pre_hook(layer.forward_hook(following))
@@ -82,22 +85,24 @@ class Zero3(Zero2):
             annotate(p, gathered=layer)
         self.loaded()  # ranks that share the weights wrote all of them, which nobody may do when others have gone on
 
-    def _groups(self, bucket_bytes):
+    def _groups(self, bucket_bytes: int) -> Iterator[list[torch.nn.Parameter]]:
         *layers, rest = self._parameters_of.values()  # the rest has gradients from both ends of backward
         for parameters in [*reversed(layers), rest]:
             yield from grouped(reversed(parameters), self.grid, bucket_bytes)
 
-    def _buckets_of(self, parameters):
+    def _buckets_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[_FullyShardedBucket]:
         return list(dict.fromkeys(self._bucket_of[p] for p in parameters))
 
-    def _bucket(self, parameters, plane, precision):
-        return _FullyShardedBucket(parameters, plane, self.grid.alike(parameters[0].shard), precision)
+    def _bucket(
+        self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, precision: Precision
+    ) -> _FullyShardedBucket:
+        return _FullyShardedBucket(parameters, plane, self.grid.alike(shard_of(parameters[0])), precision)
 
     def _arrived(self, parameter):
         super()._arrived(parameter)
         self._layer_of[parameter].arrived(parameter)
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         super().zero_grad()
         self._backwards = 0
         self._release()  # where the last backward failed on its way
@@ -132,11 +137,11 @@ class Zero3(Zero2):
             while self.buckets[self._turn] is not layer.first:
                 self._launch_next()
 
-    def _advance(self):
+    def _advance(self) -> None:
         if not self._by_messages:
             super()._advance()
 
-    def finish_grad_sync(self):
+    def finish_grad_sync(self) -> None:
         self.come_to(self._places[0])
         super().finish_grad_sync()
         self._release()
@@ -158,17 +163,17 @@ class Zero3(Zero2):
                 "zero2, where replicas may differ"
             )
 
-    def _release(self):
+    def _release(self) -> None:
         self._reached = []
         for layer in self._layers:
             layer.awaited.clear()
             layer.release()
 
-    def loaded(self):
+    def loaded(self) -> None:
         for bucket in self.buckets:  # where ranks read each other's ranges in place, all must have filled theirs
             bucket.weights.changed_start().wait()
 
-    def _weights_to_load(self, names):
+    def _weights_to_load(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
         return [entry for bucket in self.buckets for entry in bucket.masters.entries(names)]
 
 
@@ -179,7 +184,7 @@ class _Layer:
     `awaited`, how many gradients of each parameter are to come from backwards that have begun.
     """
 
-    def __init__(self, owner, name, buckets):
+    def __init__(self, owner: Zero3, name: str, buckets: list[_FullyShardedBucket]):
         self.owner, self.buckets = owner, buckets
         self.forward, self.backward = f"the forward of {name}", f"the backward of {name}"
         self.first = next((bucket for bucket in owner.buckets if bucket in buckets), None)
@@ -187,7 +192,7 @@ class _Layer:
         # A gather is a collective: whether there is to be one depends on the layers that forward and backward came to,
         # alike on all ranks, and not on gradients that a rank still waits for.
         self._in_use = False
-        self._gathers: list[comm.Work] | None = None  # None where the weights are not there
+        self._gathers: list[comm.Work] = []  # none where the weights are not there
 
     def gather_start(self) -> None:
         if not self._in_use:
@@ -204,12 +209,12 @@ class _Layer:
         self._free()
 
     def _free(self) -> None:
-        if self._in_use or self._gathers is None or any(count > 0 for count in self.awaited.values()):
+        if self._in_use or any(count > 0 for count in self.awaited.values()):
             return
         for work, bucket in zip(self._gathers, self.buckets):
             work.wait()
             bucket.weights.release()
-        self._gathers = None
+        self._gathers = []
 
     def __enter__(self) -> None:
         self.gather()
@@ -254,18 +259,19 @@ class _Layer:
 class _FullyShardedBucket(ShardedGradBucket):
     """A bucket whose weights are not always there."""
 
-    def _hold(self, dtype):
+    def _make_masters(self, dtype: torch.dtype | None) -> MasterWeights:
         self.weights = comm.ShardedBuffer(self.alike, sum(self._sizes), self.parameters[0], dtype)
-        self.masters = MasterWeights(self.parameters, self.weights.whole, self.weights.own, self.weights.local)
+        masters = MasterWeights(self.parameters, self.weights.whole, self.weights.own, self.weights.local)
         self.weights.release()
+        return masters
 
-    def spread_start(self):
+    def spread_start(self) -> comm.Work:
         return self.weights.changed_start()
 
 
-def _layers(model) -> list[torch.nn.Module]:
+def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The outermost items of lists and dicts of modules, in the order of the model."""
-    found = []
+    found: list[torch.nn.Module] = []
     for child in model.children():
         if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)):
             found += child.children()
