@@ -17,6 +17,7 @@ from hpctrain.digest import digest
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate
 from hpctrain.pipeline.draws import DrawCheck, refuse_dropout
+from hpctrain.pipeline.executor import StageWork
 from hpctrain.pipeline.partitioners import LayerCosts, check_counts, partition
 
 CHECKED = 3  # steps in which the ranks compare their microbatches
@@ -161,7 +162,7 @@ class PipelineStages:
     def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
         return self.model.parameters()
 
-    def work(self, microbatches: list) -> _Work:
+    def work(self, microbatches: list) -> StageWork:
         if self._steps < CHECKED:
             self._compare(microbatches)
             if self._steps == 0:
@@ -246,8 +247,8 @@ class PipelineStages:
         return loss
 
 
-class _Work:
-    """Of a step; see `pipeline.executor.StageWork`."""
+class _Work(StageWork):
+    """Of a step."""
 
     def __init__(self, stages: PipelineStages, microbatches: list):
         self.stages, self.microbatches = stages, microbatches

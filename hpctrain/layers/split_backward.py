@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,12 @@ from hpctrain.layers.box import BoxProduct
 from hpctrain.layers.experts.experts import Experts
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.plane import PlaneProduct
+
+
+class HasModules(Protocol):
+    """A torch.nn.Module, or what stands for one."""
+
+    def modules(self) -> Iterator[torch.nn.Module]: ...
 
 
 class SplitBackward:
@@ -38,7 +45,7 @@ class SplitBackward:
     Source: Qi et al., "Zero bubble pipeline parallelism" (ICLR 2024), §2.
     """
 
-    def __init__(self, model: torch.nn.Module, axis: Axis | None = None):
+    def __init__(self, model: HasModules, axis: Axis | None = None):
         products: list[BoxProduct | PlaneProduct | Experts] = [
             module.product for module in model.modules() if isinstance(module, Linear)
         ]

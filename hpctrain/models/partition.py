@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpctrain.layers.algorithm import Algorithm
-    from hpctrain.models.staged import StagedTransformer
 
 
 def profile_blocks(
@@ -38,8 +37,7 @@ def profile_blocks(
     shorter, like = spec.shorter(shape)
     pieces = shorter.layers
     here = {(0, stage): 0 for stage in range(pieces)}
-    built = spec.build(grid, shorter, placement=here, algorithm=algorithm, key=RngKey(0), dtype=dtype, device=device)
-    model = cast("StagedTransformer", built)  # or what gives the same
+    model = spec.build(grid, shorter, placement=here, algorithm=algorithm, key=RngKey(0), dtype=dtype, device=device)
     tokens = Tokens.of(grid, sequences, shape.context, algorithm=algorithm)
     ids = torch.randint(shape.vocabulary, (sequences * shape.context,), generator=torch.Generator().manual_seed(0))
     ids = ids.to(device)

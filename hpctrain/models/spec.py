@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hpctrain.layers import Tokens
     from hpctrain.layers.algorithm import Algorithm
     from hpctrain.models.huggingface import Format
+    from hpctrain.models.staged_model import StagedModel
     from hpctrain.randomness import RngKey
 
 # Keys of [model] that every kind has; of the others a spec names those that it has.
@@ -71,8 +72,8 @@ class ModelSpec(abc.ABC):
         self, grid: Grid, shape: Any, layers_per_stage: Sequence[int] | None = None,
         placement: Mapping[tuple[int, int], int] | None = None, *, algorithm: str | Algorithm = "agarwal",
         recompute: str = "none", key: RngKey, dtype: torch.dtype | None = None, device: torch.device | None = None,
-    ) -> torch.nn.Module:  # fmt: skip
-        """This rank's pipeline stages, with what `models.staged.StagedTransformer` gives the trainer; see there."""
+    ) -> StagedModel:  # fmt: skip
+        """This rank's pipeline stages; arguments as of `models.staged.StagedTransformer`."""
 
     def tokens(
         self, grid: Grid, sequences: int, length: int, first: int = 0, step: int = 0,

@@ -18,6 +18,7 @@ from hpctrain.layers.embedding import scatter_rows
 from hpctrain.layers.parameter import Factory
 from hpctrain.layers.recompute import recomputed
 from hpctrain.models.between_boxes import BetweenBoxes
+from hpctrain.models.staged_model import StagedModel
 from hpctrain.parameter import annotate, shard_of
 from hpctrain.randomness import RngKey
 from hpctrain.shard import split, split_sizes
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 STD = 0.02  # standard deviation of initial embeddings and of the projection onto the vocabulary
 
 
-class StagedTransformer(torch.nn.Module, abc.ABC):
+class StagedTransformer(StagedModel[Tokens]):
     """This rank's part of a transformer: its pipeline stages, and of these its tensor shards.
 
     Parts: the token embedding `wte`, `blocks`, the final norm `ln_f`, the projection onto the vocabulary `head` and the
@@ -46,10 +47,7 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
             keys and values and their mixture) or "block" (of which only the input is kept).
         key: names the initial weights and dropout masks; both depend on nothing else.
 
-    Attributes:
-        stages: {stage: range of its blocks}, of this rank.
-        last: the last stage of the whole model.
-        factory: dtype and device for the layers.
+    Attributes: `factory`, dtype and device for the layers, and those of `StagedModel`.
 
     Raises:
         ValueError: when layers_per_stage does not fit the shape and the placement, or recompute is unknown.
@@ -135,7 +133,6 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
         return scatter_rows(self.wte.lookup(ids), tokens)
 
     def parameters_of(self, stage: int) -> Iterator[torch.nn.Parameter]:
-        """Those that a stage of this rank computes with."""
         modules = [self.blocks[str(i)] for i in self.stages[stage]]
         modules += self.embedding_modules() if stage == 0 else []
         modules += [self.ln_f, self.head] if stage == self.last else []
@@ -158,28 +155,25 @@ class StagedTransformer(torch.nn.Module, abc.ABC):
             x = self.head(self.ln_f(x, tokens), tokens)
         return x
 
-    def loss(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
+    def loss(self, output: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
         """This rank's share of the sum of -log p(target), times `scale`; see `CrossEntropy`."""
-        return self.cross_entropy(logits, targets, scale)
+        return self.cross_entropy(output, targets, scale)
 
     def tokens(self, sequences: int, length: int, documents: Sequence[Sequence[int]] = ()) -> Tokens:
         """This rank's part of a batch of sequences, for `forward`; `documents` as of `Tokens.of`."""
         return Tokens.of(self.grid, sequences, length, algorithm=self.algorithm, documents=documents)
 
-    def last_logits(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """Those of the last position of one sequence, (vocabulary,), on every rank of the tensor axis and of those that
-        share the sequence; collective."""
+    def last_logits(self, output: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         # The sequence lies on the first rank over which rows are spread; every rank has its part of the vocabulary.
         algorithm, vocabulary = self.algorithm, self.shape.vocabulary
         parts = [algorithm.inner(vocabulary, rank=rank) for rank in range(algorithm.columns.size)]
         counts = tuple(part.stop - part.start for part in parts)
-        here = logits[-1:].flatten() if len(logits) else logits.new_empty(counts[algorithm.columns.rank])
+        here = output[-1:].flatten() if len(output) else output.new_empty(counts[algorithm.columns.rank])
         comm.broadcast(here.contiguous(), algorithm.rows)
         whole = comm.all_gather(here, algorithm.columns, counts).contiguous()
         return comm.broadcast(whole, self.grid.sequence, root=tokens.holder_of_last).cpu()
 
     def message_spec(self, tokens: Tokens, stage: int) -> tuple[tuple[int, int], torch.dtype, torch.device | None]:
-        """Shape, dtype and device of what a stage gives to this rank's next one."""
         shape = self.between.shape(tokens, self.placement[0, stage])
         return shape, next(self.parameters()).dtype, self.device
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,12 +30,14 @@ from hpctrain.pipeline.simulate import Costs
 MOST_EDGES = 1 << 14  # two tags each, below those that hpctrain.comm uses itself
 
 
-class StageWork(Protocol):
+class StageWork(abc.ABC):
     """What the executor asks of a model. An action names replica, stage, microbatch, token slice and version."""
 
+    @abc.abstractmethod
     def message_spec(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device | None]:
         """Shape, dtype and device of the activation that a receive brings along `action.edge`."""
 
+    @abc.abstractmethod
     def forward(self, action: Action, inputs: list[torch.Tensor]) -> torch.Tensor | Sequence[torch.Tensor]:
         """The stage's output from what came along its edges, in the order of `graph.into[stage]`.
 
@@ -45,16 +48,20 @@ class StageWork(Protocol):
     def carried(self, action: Action) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Only asked where microbatches are cut into slices: what else the forward of `action` gave to later slices,
         and the gradients that those have left for it."""
+        raise NotImplementedError
 
     def reduce(self, action: Action) -> None:
         """Only called by schedules with several versions of the weights, as are the two below: the gradients of the
         stage's next update are complete on this rank."""
+        raise NotImplementedError
 
     def update(self, action: Action) -> None:
         """Make version `action.version` of the stage's weights."""
+        raise NotImplementedError
 
     def free(self, action: Action) -> None:
         """Version `action.version` is used no more."""
+        raise NotImplementedError
 
 
 class Executor:

@@ -10,7 +10,9 @@ import torch
 
 from hpctrain import comm
 from hpctrain.parameter import annotate
+from hpctrain.pipeline.actions import Action
 from hpctrain.pipeline.draws import DrawCheck, refuse_dropout
+from hpctrain.pipeline.executor import StageWork
 from hpctrain.pipeline.schedules import Schedule
 from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard
@@ -170,17 +172,18 @@ class Network(torch.nn.Module):
                     f"{shape} of {dtype} is expected"
                 )
 
-    def work(self, microbatches: list) -> _Work:
-        """These microbatches, pairs (input, target), as the executor's `StageWork`."""
+    def work(self, microbatches: list) -> StageWork:
+        """That of these microbatches, pairs (input, target), for the executor."""
         return _Work(self, microbatches)
 
 
-class _Work:
+class _Work(StageWork):
     def __init__(self, network: Network, microbatches: list):
         self.network, self.microbatches = network, microbatches
 
-    def message_spec(self, action):
+    def message_spec(self, action: Action):
+        assert action.edge is not None
         return self.network.message_spec(action.edge, self.microbatches[action.microbatch])
 
-    def forward(self, action, inputs):
+    def forward(self, action: Action, inputs: list[torch.Tensor]):
         return self.network(action.stage, inputs, self.microbatches[action.microbatch])

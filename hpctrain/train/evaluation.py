@@ -13,7 +13,9 @@ import torch
 from hpctrain import comm
 from hpctrain.data import ShardedTokens
 from hpctrain.grid import Grid
-from hpctrain.pipeline import Executor, forward_only
+from hpctrain.models.staged_model import StagedModel
+from hpctrain.pipeline import forward_only
+from hpctrain.pipeline.executor import Executor
 from hpctrain.train.batches import IGNORED, Microbatch, document_lengths
 from hpctrain.train.stages import Stages
 
@@ -56,7 +58,7 @@ def documents_of(tokens: ShardedTokens) -> Iterator[tuple[int, int]]:
 
 
 def evaluate(
-    model: torch.nn.Module, grid: Grid, tokens: ShardedTokens, context: int, batch: int, by_document: bool = False,
+    model: StagedModel, grid: Grid, tokens: ShardedTokens, context: int, batch: int, by_document: bool = False,
     masked: bool = False,
 ) -> list[Loss]:  # fmt: skip
     """The loss of all tokens, or of every document, in windows of `context` tokens: every token is predicted once, from
@@ -115,7 +117,9 @@ def _windows(tokens, starts, stop: int, context: int) -> tuple[torch.Tensor, tor
     return ids, targets
 
 
-def _microbatch(model, ids: torch.Tensor, targets: torch.Tensor, end_of_document: int | None) -> Microbatch:
+def _microbatch(
+    model: StagedModel, ids: torch.Tensor, targets: torch.Tensor, end_of_document: int | None
+) -> Microbatch:
     """This rank's part; with the token that ends documents, where these see themselves alone."""
     known = {} if end_of_document is None else {"documents": document_lengths(ids, end_of_document)}
     tokens = model.tokens(len(ids), ids.shape[1], **known)

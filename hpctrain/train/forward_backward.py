@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,9 +11,16 @@ from hpctrain import comm
 from hpctrain.data_parallel import DataParallel, DataParallelStrategy
 from hpctrain.grid import Grid
 from hpctrain.layers import SplitBackward
-from hpctrain.pipeline import Executor, Schedule, forward_only, one_f_one_b
+from hpctrain.models.staged_model import StagedModel
+from hpctrain.pipeline import Schedule, forward_only, one_f_one_b
+from hpctrain.pipeline.actions import Action
+from hpctrain.pipeline.executor import Executor, StageWork
 from hpctrain.train.stages import Stages
 from hpctrain.train.versions import Versions
+
+if TYPE_CHECKING:
+    from hpctrain.convert.pipeline import PipelineStages
+    from hpctrain.pipeline.network import Network
 
 
 class WholeModel:
@@ -58,8 +66,8 @@ class PipelinedModel:
     """
 
     def __init__(
-        self, model: torch.nn.Module, grid: Grid, schedule: Schedule | int, strategy: DataParallelStrategy,
-        max_norm: float = 0.0, slices: Sequence[int] = (),
+        self, model: StagedModel | Network | PipelineStages, grid: Grid, schedule: Schedule | int,
+        strategy: DataParallelStrategy, max_norm: float = 0.0, slices: Sequence[int] = (),
     ):  # fmt: skip
         if isinstance(schedule, int):
             schedule = one_f_one_b(grid.pipeline.size, schedule)
@@ -95,17 +103,17 @@ class PipelinedModel:
             later.update(mine)  # of two stages that share a parameter, the later one completes it
         return completed
 
-    def _trained(self, stage):
+    def _trained(self, stage: int) -> Iterator[torch.nn.Parameter]:
         return (p for p in self.model.parameters_of(stage) if p.requires_grad)
 
     def train(self, microbatches: list) -> list[torch.Tensor]:
         """The losses of the microbatches whose last stage is here; their sum is that of the step."""
         if self.updates:
+            assert isinstance(self.model, StagedModel)  # others keep one version of their weights
             losses = self._train.run(Versions(self.model, microbatches, self.strategy))
             return [loss / len(self.schedule.updates) for loss in losses]
         losses = self._train.run(self._work(microbatches, self.slices, self.strategy.loss_scale), self._last_backward)
-        if hasattr(self.model, "check_draws"):
-            self.model.check_draws()
+        self.model.check_draws()
         return losses
 
     def evaluate(self, microbatches: list) -> list[torch.Tensor]:
@@ -122,14 +130,14 @@ class PipelinedModel:
                 f"{len(microbatches)}; some may be empty"
             )
 
-    def _work(self, microbatches, slices=(), scale=1.0):
-        if not hasattr(self.model, "work"):
+    def _work(self, microbatches: list, slices: Sequence[int] = (), scale: float = 1.0) -> StageWork:
+        if isinstance(self.model, StagedModel):
             return Stages(self.model, microbatches, slices, scale)
         if scale != 1:
             raise ValueError(f"{type(self.model).__name__} does not scale its loss, which float16 needs; use bfloat16")
         return self.model.work(microbatches)
 
-    def _last_backward(self, action) -> None:
+    def _last_backward(self, action: Action) -> None:
         self.strategy.enable_grad_sync(self._completed[action.replica, action.stage])
 
 

@@ -8,12 +8,15 @@ from hpctrain import comm
 from hpctrain.grid import Grid
 from hpctrain.layers.context.sharded_kv_cache import ShardedKVCache
 from hpctrain.layers.kv_cache import InferenceCache
-from hpctrain.pipeline import Executor, forward_only
+from hpctrain.models.staged_model import StagedModel
+from hpctrain.pipeline import forward_only
+from hpctrain.pipeline.actions import Action
+from hpctrain.pipeline.executor import Executor, StageWork
 from hpctrain.randomness import RngKey
 
 
 def generate(
-    model: torch.nn.Module, grid: Grid, prompt: list[int], count: int, vocabulary: int, key: RngKey,
+    model: StagedModel, grid: Grid, prompt: list[int], count: int, vocabulary: int, key: RngKey,
     temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0, end: int | None = None,
     documents: int | None = None,
 ) -> list[int]:  # fmt: skip
@@ -32,7 +35,8 @@ def generate(
     """
     executor = Executor(grid.pipeline, forward_only(grid.pipeline.size, 1, model.placement))
     ids, context, first = list(prompt), model.shape.context, 0
-    cache = passed = None  # passed: tokens that the cache has, from the first of the document on
+    cache: InferenceCache | ShardedKVCache | None = None
+    passed: int | None = None  # tokens that the cache has, from the first of the document on
     cached = hasattr(model.tokens(1, 1), "part")
     model.eval()
     with torch.no_grad():
@@ -88,17 +92,17 @@ def chosen_by(logits: torch.Tensor, draw: float, temperature: float, top_k: int 
     return min(reached, int(kept.nonzero().max()))
 
 
-class _LastLogits:
+class _LastLogits(StageWork):
     """The stages over one sequence, of which the last returns the logits of the last position, (vocabulary,)."""
 
-    def __init__(self, model, window, tokens):
+    def __init__(self, model: StagedModel, window: torch.Tensor, tokens):
         self.model, self.tokens = model, tokens
         self.ids = window[tokens.positions()].repeat(tokens.sequences).to(model.device)
 
-    def message_spec(self, action):
+    def message_spec(self, action: Action):
         return self.model.message_spec(self.tokens, action.stage)
 
-    def forward(self, action, inputs):
+    def forward(self, action: Action, inputs: list[torch.Tensor]):
         y = self.model(inputs[0] if inputs else self.ids, self.tokens, action.stage)
         if action.stage < self.model.last:
             return y

@@ -21,6 +21,7 @@ from hpctrain.grid_shape import grid_arguments
 from hpctrain.layers import algorithm_of
 from hpctrain.models.export import TOKENIZER, TOKENIZER_SETTINGS
 from hpctrain.models.pretrained import load, read_settings
+from hpctrain.models.staged_model import StagedModel
 from hpctrain.randomness import RngKey
 from hpctrain.train.dtypes import dtypes
 from hpctrain.train.training_data import find_packed, source_paths
@@ -39,7 +40,7 @@ class Trained:
 
     config: Config
     grid: Grid
-    model: torch.nn.Module
+    model: StagedModel
     tokenizer: Any
 
 
@@ -88,7 +89,8 @@ def exported_in(source: Path) -> Path | None:
 def configuration(source: Path, overrides: list[str], ranks: int) -> Config:
     """Of a run folder, or as a config.json has it."""
     if files.status(source / "config.toml"):
-        path, given = source / "config.toml", list(_PLAIN)
+        path: Path | None = source / "config.toml"
+        given = list(_PLAIN)
     elif files.status(source / "config.json"):
         settings = read_settings(source / "config.json")
         formats = {kind: models.get(kind).huggingface for kind in ("gpt2", "llama", "mixtral")}
@@ -131,8 +133,8 @@ def _described_tokenizer(source: Path, config: Config) -> tuple[str, str]:
     packed, tokenizer = find_packed(config)
     if tokenizer is not None:
         return tokenizer.description, config.data.tokenizer
-    path = source_paths(config, packed)[0]
-    return read_index(Path(path)).tokenizer, path
+    data = source_paths(config, packed)[0]
+    return read_index(Path(data)).tokenizer, data
 
 
 def _load_checkpoint(model: torch.nn.Module, root: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from hpctrain import comm
 from hpctrain.data_parallel import DataParallel, DataParallelStrategy
 from hpctrain.grid import Grid
+from hpctrain.models.staged_model import StagedModel
 from hpctrain.pipeline import AMPNet
 from hpctrain.pipeline.ampnet import Engine, MessageNetwork, Record, Transform, Weights, chain_of
 from hpctrain.pipeline.ampnet.metrics import Metrics
@@ -29,19 +30,22 @@ class MessageDriven:
     updates = True
 
     def __init__(
-        self, model: torch.nn.Module, grid: Grid, options: AMPNet, strategy: DataParallelStrategy, max_norm: float
-    ):
+        self, model: StagedModel | MessageNetwork, grid: Grid, options: AMPNet, strategy: DataParallelStrategy,
+        max_norm: float,
+    ):  # fmt: skip
         with comm.together(grid.comm):  # not every rank holds weights that are shared
             _check(model, grid, strategy, max_norm)
         self.grid, self.options, self.metrics = grid, options, Metrics()
-        own = isinstance(model, MessageNetwork)
-        graph, placement = (model.graph, model.placement) if own else chain_of(model)
+        graph, placement = (model.graph, model.placement) if isinstance(model, MessageNetwork) else chain_of(model)
         self._engine = Engine(
             grid.pipeline, grid.comm, graph, placement, options.max_active_keys, model.device, self.metrics
         )
-        self._nodes = {name: node for name, node in self._engine.local.items() if isinstance(node, Transform)}
-        for node in self._nodes.values():
-            node.weights = Weights(dict(node.module.named_parameters()), strategy.optimizer, options)
+        self._weights: dict[str, Weights] = {}  # by node
+        for name, node in self._engine.local.items():
+            if isinstance(node, Transform):
+                assert node.module is not None  # this rank owns the node
+                parameters = dict(node.module.named_parameters())
+                node.weights = self._weights[name] = Weights(parameters, strategy.optimizer, options)
         self.record: Record | None = None
         self.replay: Record | None = None
 
@@ -62,16 +66,17 @@ class MessageDriven:
         """Since the last call: by node the longest queue, messages, seconds of work, and the staleness of gradients so
         far (how many were 0, 1, 2, … updates old); by rank the part of the time in which it did not wait. Collective.
         """
-        metrics, nodes = self.metrics, {}
+        metrics = self.metrics
+        nodes: dict[str, dict[str, Any]] = {}
         for name in self._engine.local:
             nodes[name] = {
                 "queue": metrics.longest[name],
                 "messages": metrics.messages[name],
                 "seconds": metrics.work[name],
             }
-        for name, node in self._nodes.items():
-            stale = node.weights.staleness
-            if node.weights.trained:
+        for name, weights in self._weights.items():
+            stale = weights.staleness
+            if weights.trained:
                 nodes[name]["staleness"] = [stale[age] for age in range(1 + max(stale, default=0))]
         everybody = self.grid.pipeline.comm.allgather((nodes, metrics.occupancy, metrics.idle_seconds))
         metrics.clear()

@@ -20,6 +20,8 @@ from hpctrain.layers.experts.experts import Experts
 from hpctrain.models import ModelSpec
 from hpctrain.models.partition import layers_per_stage
 from hpctrain.models.pretrained import load
+from hpctrain.models.staged import StagedTransformer
+from hpctrain.models.staged_model import StagedModel
 from hpctrain.pipeline import Schedule
 from hpctrain.plan import predict
 from hpctrain.randomness import RngKey
@@ -76,7 +78,7 @@ class Session:
     key: RngKey
     data: TrainingData
     spec: ModelSpec
-    model: torch.nn.Module
+    model: StagedModel
     schedule: Schedule
     trainer: Trainer
     state: TrainingState
@@ -174,7 +176,7 @@ def about(session: Session) -> dict[str, Any]:
 
 def _model(
     config: Config, grid: Grid, device: torch.device, schedule: Schedule, key: RngKey
-) -> tuple[ModelSpec, torch.nn.Module, Precision]:
+) -> tuple[ModelSpec, StagedModel, Precision]:
     """Its kind, this rank's stages of it, and the precision that it is trained in."""
     spec = models.get(config.model.kind)
     shape = spec.shape(vars(config.model))
@@ -190,7 +192,7 @@ def _model(
         algorithm=algorithm_of(grid, config.tensor.algorithm, config.tensor.overlap),
         recompute=config.train.recompute, key=key, dtype=dtype, device=device,
     )  # fmt: skip
-    if hasattr(model, "cross_entropy"):  # where the last stage is
+    if isinstance(model, StagedTransformer) and model.last in model.stages:
         model.cross_entropy.label_smoothing = config.train.label_smoothing
         model.cross_entropy.z_loss = config.train.z_loss
     for module in model.modules():
@@ -202,7 +204,7 @@ def _model(
     return spec, model, precision
 
 
-def _trainer(config: Config, grid: Grid, model: torch.nn.Module, schedule: Schedule, precision: Precision) -> Trainer:
+def _trainer(config: Config, grid: Grid, model: StagedModel, schedule: Schedule, precision: Precision) -> Trainer:
     train = config.train
     optimizer = make_optimizer(
         model.parameters(), train.weight_decay, train.optimizer, train.momentum, train.betas, train.eps, train.ema_decay

@@ -5,24 +5,31 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from hpctrain.layers import Tokens
 from hpctrain.layers.kv_cache import KVCache
+from hpctrain.models.staged_model import StagedModel
 from hpctrain.pipeline.actions import Action
+from hpctrain.pipeline.executor import StageWork
+
+if TYPE_CHECKING:
+    from hpctrain.train.batches import Microbatch
 
 
-class Stages:
-    """The stages of a model such as `models.staged.StagedTransformer`; see `pipeline.executor.StageWork`.
+class Stages(StageWork):
+    """The stages of a model on microbatches.
 
     Args:
-        microbatches: of `train.batches.Microbatch`.
         slices: lengths of the token slices that every sequence is cut into; none where it is not.
         scale: what losses are multiplied by.
     """
 
-    def __init__(self, model: torch.nn.Module, microbatches: list, slices: Sequence[int] = (), scale: float = 1.0):
+    def __init__(
+        self, model: StagedModel, microbatches: Sequence[Microbatch], slices: Sequence[int] = (), scale: float = 1.0
+    ):
         self.model, self.microbatches, self.scale = model, microbatches, scale
         starts = [0, *itertools.accumulate(slices)]
         self.parts = [slice(*ends) for ends in itertools.pairwise(starts)]
@@ -37,7 +44,7 @@ class Stages:
         kv_cache = self.kv_caches.setdefault(action.microbatch_unit, KVCache())
         return tokens.part(self.parts[action.slice], kv_cache)
 
-    def message_spec(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    def message_spec(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device | None]:
         return self.model.message_spec(self.tokens(action), action.stage)
 
     def forward(self, action: Action, inputs: list[torch.Tensor]) -> torch.Tensor:

@@ -13,8 +13,11 @@ from hpctrain import comm
 from hpctrain.choices import MIXING_OPTIMIZERS
 from hpctrain.data_parallel import DataParallel, DataParallelStrategy, Zero3
 from hpctrain.grid import Grid
-from hpctrain.layers.experts.balance import LoadBalance
+from hpctrain.layers.experts.balance import Load, LoadBalance
+from hpctrain.models.staged_model import StagedModel
 from hpctrain.pipeline import AMPNet, Schedule
+from hpctrain.pipeline.ampnet import MessageNetwork
+from hpctrain.pipeline.network import Network
 from hpctrain.shard import check_shards
 from hpctrain.train import expert_load
 from hpctrain.train.forward_backward import PipelinedModel, WholeModel
@@ -79,19 +82,24 @@ class Trainer:
         _check_kind(model, grid, schedule, loss)
         self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
         self.strategy = strategy or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)
-        asynchronous = schedule if isinstance(schedule, AMPNet) else getattr(schedule, "asynchronous", None)
+        if isinstance(schedule, Schedule) and schedule.asynchronous:
+            schedule = schedule.asynchronous
         stages = getattr(model, "hpctrain_pipeline", None)  # of ht.parallelize
-        if stages is not None:
+        self._passes: PipelinedModel | WholeModel | MessageDriven
+        if isinstance(schedule, AMPNet):
+            assert isinstance(model, (StagedModel, MessageNetwork))
+            self._passes = MessageDriven(model, grid, schedule, self.strategy, max_norm)
+        elif stages is not None:
             if isinstance(self.strategy, Zero3):
                 raise ValueError("zero3 gathers the weights of whole models, got pipeline stages; use Zero1 or Zero2")
             self._passes = PipelinedModel(stages.with_loss(loss), grid, schedule or 1, self.strategy, max_norm, slices)
         elif loss is not None:
             self._passes = WholeModel(model, loss, self.strategy)
-        elif asynchronous:
-            self._passes = MessageDriven(model, grid, asynchronous, self.strategy, max_norm)
         else:
+            assert isinstance(model, (StagedModel, Network))
             self._passes = PipelinedModel(model, grid, schedule or 1, self.strategy, max_norm, slices)
-        self._balance, self._loads, self._loss_scale = LoadBalance(model, grid), {}, 1.0
+        self._balance, self._loss_scale = LoadBalance(model, grid), 1.0
+        self._loads: dict[str, Load] = {}
         self._named_unused = False
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         # What parallelize made gives the one loss on every rank of a replica; others give each rank its share.
@@ -202,8 +210,7 @@ def _check_kind(model, grid, schedule, loss) -> None:
                 "microbatch), and a schedule with a flush, such as 1f1b, or the number of microbatches"
             )
         return
-    staged = hasattr(model, "placement")
-    if loss is None and not staged:
+    if loss is None and not isinstance(model, (StagedModel, Network, MessageNetwork)):
         raise ValueError(f"{kind} is not cut into pipeline stages: give the Trainer loss=, a function (model, batch)")
     if loss is not None and grid.pipeline.size > 1:
         raise ValueError(
@@ -212,3 +219,6 @@ def _check_kind(model, grid, schedule, loss) -> None:
         )
     if loss is not None and schedule is not None:
         raise ValueError("schedule is for a model that is cut into pipeline stages, which has a loss of its own")
+    asynchronous = schedule if isinstance(schedule, AMPNet) else getattr(schedule, "asynchronous", None)
+    if loss is None and isinstance(model, Network if asynchronous else MessageNetwork):
+        raise ValueError(f"a Network is run by a Schedule and a MessageNetwork by an AMPNet, got a {kind}")

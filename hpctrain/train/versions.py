@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from torch.func import functional_call
 
 from hpctrain.data_parallel import DataParallelStrategy
 from hpctrain.layers import Tokens
 from hpctrain.layers.parameter import accumulate
+from hpctrain.models.staged_model import StagedModel
 from hpctrain.pipeline.actions import Action
 from hpctrain.train.stages import Stages
+
+if TYPE_CHECKING:
+    from hpctrain.train.batches import Microbatch
 
 
 class Versions(Stages):
@@ -20,7 +27,7 @@ class Versions(Stages):
     Source: Narayanan et al., "PipeDream" (SOSP 2019), §3.3, weight stashing.
     """
 
-    def __init__(self, model: torch.nn.Module, microbatches: list, strategy: DataParallelStrategy):
+    def __init__(self, model: StagedModel, microbatches: Sequence[Microbatch], strategy: DataParallelStrategy):
         super().__init__(model, microbatches)
         self.strategy = strategy
         self.parameters = dict(model.named_parameters())

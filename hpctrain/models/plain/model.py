@@ -15,6 +15,7 @@ from hpctrain.convert import parallelize
 from hpctrain.grid import Grid
 from hpctrain.models.plain.shape import PlainShape
 from hpctrain.models.staged import set_holders, stage_blocks, stage_holders
+from hpctrain.models.staged_model import StagedModel
 from hpctrain.parameter import annotate
 from hpctrain.pipeline.draws import DrawCheck, refuse_dropout
 from hpctrain.randomness import RngKey
@@ -44,7 +45,7 @@ class WholeSequences:
         return torch.arange(self.length)
 
 
-class PlainModel(torch.nn.Module):
+class PlainModel(StagedModel[WholeSequences]):
     """This rank's stages of what a `PlainSpec`'s function returns: one module, or a list of parts.
 
     Args:
@@ -171,14 +172,14 @@ class PlainModel(torch.nn.Module):
                 )
 
     def parameters_of(self, stage: int) -> Iterator[torch.nn.Parameter]:
-        """Those that a stage of this rank computes with."""
         if stage == 0 == self.last:
             yield from self.parameters()
         else:
             for i in self.stages[stage]:
                 yield from self.layers[str(i)].parameters()
 
-    def tokens(self, sequences: int, length: int) -> WholeSequences:
+    def tokens(self, sequences: int, length: int, documents: Sequence[Sequence[int]] = ()) -> WholeSequences:
+        assert not documents, "nobody but the modules knows what a token attends to"
         return WholeSequences(sequences, length, 0, 0)
 
     def forward(self, x: torch.Tensor, tokens: WholeSequences, stage: int | None = None) -> torch.Tensor:
@@ -206,9 +207,8 @@ class PlainModel(torch.nn.Module):
             return output.sum() * 0.0
         return self.mean_loss(output, targets) * (targets.numel() * scale)
 
-    def last_logits(self, logits: torch.Tensor, tokens: WholeSequences) -> torch.Tensor:
-        """Those of the last position, (vocabulary,), on every rank of the tensor axis."""
-        return logits[-1, -1].cpu()
+    def last_logits(self, output: torch.Tensor, tokens: WholeSequences) -> torch.Tensor:
+        return output[-1, -1].cpu()
 
     def message_spec(
         self, tokens: WholeSequences, stage: int = 0
