@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_flatten
 
 from hpctrain import comm
 from hpctrain.convert.elsewhere import NO_NUMBERS, Cut, Elsewhere, Progress, absentees, entering, here
+from hpctrain.convert.trunk import Beside, Trunk, beside_trunk, block_costs, find_trunk
 from hpctrain.digest import digest
 from hpctrain.grid import Grid
-from hpctrain.parameter import annotate
+from hpctrain.parameter import annotate, shard_of
 from hpctrain.pipeline.draws import DrawCheck, refuse_dropout
 from hpctrain.pipeline.executor import StageWork
 from hpctrain.pipeline.partitioners import LayerCosts, check_counts, partition
@@ -48,15 +49,15 @@ class PipelineStages:
         grid.check_whole_sequences("pipeline= of ht.parallelize")
         self.model, self.grid = model, grid
         refuse_dropout("the model", model)
-        path, trunk = _trunk(model, path, ranks)
+        path, trunk = find_trunk(model, path, ranks)
         self.trunk = trunk
         first: dict[int, str] = {}
         saved = model.state_dict(keep_vars=True)
         self.saved = list(saved)
         state = [*saved.items(), *model.named_parameters(remove_duplicate=False)]
         self.names = {name: first.setdefault(id(tensor), name) for name, tensor in state}
-        beside = list(_beside(model, path))
-        costs = _costs(trunk, beside)
+        beside = list(beside_trunk(model, path))
+        costs = block_costs(trunk, beside)
         if layers_per_stage is None:
             layers = LayerCosts(costs, [2 * cost for cost in costs])
             layers_per_stage = partition("dp", layers, ranks, 4 * ranks)
@@ -84,12 +85,12 @@ class PipelineStages:
                 trunk._modules[name] = Elsewhere(block, where, self._progress, place)
         model.register_forward_pre_hook(self._check_called)
 
-    def _find_holders(self, trunk, beside, blocks) -> dict[str, list[int]]:
+    def _find_holders(self, trunk: Trunk, beside: list[Beside], blocks: list[range]) -> dict[str, list[int]]:
         """The stages of every parameter, by its first name; the same on all ranks."""
         inside = {}
         for stage, places in enumerate(blocks):
             modules = [trunk[place] for place in places]
-            modules += [child for _, _, child, before in beside if stage == (0 if before else self.last)]
+            modules += [each.child for each in beside if stage == (0 if each.before else self.last)]
             inside[stage] = list(dict.fromkeys(p for module in modules for p in module.parameters()))
         of_any = {p for parameters in inside.values() for p in parameters}
         everywhere = [p for p in self.model.parameters() if p not in of_any]
@@ -110,7 +111,7 @@ class PipelineStages:
         for name, p in self.model.named_parameters():
             stages = self._holders[self.names[name]]
             holders = tuple(stages) if len(stages) > 1 else ()
-            annotate(p, shard=dataclasses.replace(p.shard, holders=holders))
+            annotate(p, shard=dataclasses.replace(shard_of(p), holders=holders))
 
     # What the model's forward comes to --------------------------------------------------------------------------------
 
@@ -191,16 +192,16 @@ class PipelineStages:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         with torch.no_grad(), comm.together(self.grid.comm):
-            received = None
+            received = awaited = None
             if stage:
                 shape, dtype, device = self.message_spec(microbatch)
-                received = torch.zeros(shape, dtype=dtype, device=device)
+                received, awaited = torch.zeros(shape, dtype=dtype, device=device), (*shape, dtype)
             sent = self._call(microbatch, received, stage)
         for module, training in modes:
             module.training = training
             if isinstance(module, Elsewhere):
                 module.stub.train(training)
-        mine = None if stage == self.last else (tuple(sent.shape), sent.dtype), stage and (*received.shape, dtype)
+        mine = None if stage == self.last else (tuple(sent.shape), sent.dtype), awaited
         everyone = self.grid.pipeline.comm.allgather(mine)
         with comm.together(self.grid.comm):
             for number, ((given, _), (_, awaited)) in enumerate(itertools.pairwise(everyone)):
@@ -219,6 +220,7 @@ class PipelineStages:
         return self._draws.call(stage, self.model.training, self._call, microbatch, received, stage)
 
     def _call(self, microbatch, received, stage=None):
+        assert self._loss is not None
         progress = self._progress
         progress.key, progress.place = (_shapes(microbatch), self.model.training), 0
         progress.live = stage == 0
@@ -261,60 +263,8 @@ class _Work(StageWork):
         return self.stages.forward(action.stage, received, self.microbatches[action.microbatch])
 
 
-def _trunk(model, path, ranks) -> tuple[str, nn.Module]:
-    lists = (nn.ModuleList, nn.Sequential)
-    if path is not None:
-        found = dict(model.named_modules()).get(path)
-        if not isinstance(found, lists):
-            raise ValueError(f"pipeline must be the path of a ModuleList or Sequential of blocks, got {path!r}")
-        return path, found
-    candidates = dict(_outermost(model, "", lists, ranks))
-    if len(candidates) != 1:
-        names = ", ".join(repr(name) for name in candidates) or "none"
-        raise ValueError(
-            f"a pipeline of {ranks} stages cuts one ModuleList or Sequential of at least as many blocks, and the model "
-            f"has {names}; name it by pipeline='path', or use pipeline=1 in the grid"
-        )
-    return next(iter(candidates.items()))
-
-
-def _outermost(module, path, kinds, least):
-    if isinstance(module, kinds) and len(module) >= least:
-        yield path, module
-        return
-    for name, child in module.named_children():
-        yield from _outermost(child, f"{path}.{name}".lstrip("."), kinds, least)
-
-
-def _beside(model, path):
-    """(parent, name, module, whether it is registered before the trunk) of the modules with weights next to the way to
-    the trunk."""
-    parent = model
-    for name in path.split(".") if path else ():
-        before = True
-        for other, child in parent.named_children():
-            if other == name:
-                before = False
-            elif next(child.parameters(), None) is not None:
-                yield parent, other, child, before
-        parent = parent._modules[name]
-
-
 def _path_of(model, module) -> str:
     return next(path for path, each in model.named_modules() if each is module)
-
-
-def _costs(trunk, beside) -> list[int]:
-    """Of the blocks, by the weights that they multiply with; those beside the trunk count with the first or last."""
-    costs = [_cost(block) for block in trunk]
-    for *_, child, before in beside:
-        costs[0 if before else -1] += _cost(child)
-    return costs
-
-
-def _cost(module) -> int:
-    tables = {p for each in module.modules() if isinstance(each, nn.Embedding) for p in each.parameters()}
-    return 1 + sum(p.numel() for p in module.parameters() if p not in tables)
 
 
 def _shapes(microbatch) -> tuple:
