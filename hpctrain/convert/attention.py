@@ -37,14 +37,17 @@ def kept(shape: Sequence[int], p: float, dim: int, part: slice | torch.Tensor, l
     return mine.to(like.dtype) / (1 - p)
 
 
-class SplitDropout:
+class SplitDropout(torch.nn.Dropout):
     """Mixin for nn.Dropout on features that are divided.
 
     Attributes: `features`, of the whole; `part`, those of this rank.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return drop(x, self, self.features, self.part)
+    features: int
+    part: slice
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return drop(input, self, self.features, self.part)
 
 
 def drop(x: torch.Tensor, module: torch.nn.Dropout, features: int, part: slice) -> torch.Tensor:
@@ -68,11 +71,16 @@ def drop_heads(p: float, heads: int, part: slice):
     return drop
 
 
-class SplitMultiheadAttention:
+class SplitMultiheadAttention(torch.nn.MultiheadAttention):
     """Mixin for nn.MultiheadAttention.
 
     Attributes: `axis`; `part`, the heads of this rank; `counts`, heads by rank; `gathers`, whether `out_proj` is whole.
     """
+
+    axis: Axis
+    part: slice
+    counts: tuple[int, ...]
+    gathers: bool
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_padding_mask: torch.Tensor | None = None,

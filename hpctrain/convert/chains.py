@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
 
 
-class Chained:
+class Chained(nn.Sequential):
     """Mixin for nn.Sequential. Its modules, called one by one, take and return whole activations nevertheless.
 
     Attributes:
@@ -24,7 +24,8 @@ class Chained:
         divided: {position: (features, this rank's part)} of the modules whose output stays divided.
     """
 
-    planned = ()
+    planned: tuple[nn.Module, ...] = ()
+    divided: dict[int, tuple[int, slice]]
 
     def forward(self, x: torch.Tensor):
         if any(map(is_hooked, self)) or [id(module) for module in self] != [id(module) for module in self.planned]:
@@ -42,7 +43,9 @@ class Chained:
 
 def split_chain(plan: Plan, module: torch.nn.Module) -> None:
     """Find pairs of linear layers whose hidden features are at least as many as those that go in and out."""
-    divided, first, between = {}, None, []
+    divided: dict[int, tuple[int, slice]] = {}
+    first: int | None = None
+    between: list[int] = []
     for position, child in enumerate(module):
         if is_plain(child, nn.Linear) and child not in plan.claimed and not plan.is_shared(child.weight):
             if first is not None and module[first].out_features >= max(module[first].in_features, child.out_features):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
 
 
-class PaddedEncoder:
+class PaddedEncoder(nn.TransformerEncoder):
     """Mixin for nn.TransformerEncoder, whose layers take padded tensors only.
 
     Where torch would leave the padding out, as a nested tensor, and fill its place with zeros before the last norm,
@@ -19,6 +19,8 @@ class PaddedEncoder:
 
     Attributes: `nests`, whether torch found the layers fit for nested tensors.
     """
+
+    nests: bool
 
     def forward(
         self,

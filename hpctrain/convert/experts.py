@@ -18,7 +18,7 @@ from hpctrain.convert.boundary import enter, gather, leave, take
 from hpctrain.convert.plain import altered, is_pointwise
 from hpctrain.convert.pretrained import is_pretrained
 from hpctrain.convert.sharding import local
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 from hpctrain.layers.experts.dispatch import Dispatch, choose
 from hpctrain.layers.experts.grouped import products, weight_gradients
 from hpctrain.shard import split_sizes
@@ -31,11 +31,13 @@ _STACKS = ("gate_up_proj", "down_proj")
 _KIND = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
 
 
-class SplitExperts:
+class SplitExperts(torch.nn.Module):
     """Mixin for experts in two stacks of matrices: each rank has some hidden features of every one.
 
     Attribute: `axis`.
     """
+
+    axis: Axis
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         with local():
@@ -43,7 +45,7 @@ class SplitExperts:
             return leave(super().forward(x, top_k_index, weights), self.axis)
 
 
-class SpreadExperts:
+class SpreadExperts(torch.nn.Module):
     """Mixin for the same, of which each rank has some experts.
 
     All ranks of the tensor axis have the same tokens, and each takes a part of them to the experts. The backward of
@@ -51,6 +53,10 @@ class SpreadExperts:
 
     Attributes: `tensor`, `expert`, the axes; `experts`, of all ranks.
     """
+
+    tensor: Axis
+    expert: Axis
+    experts: int
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         with local():

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain import comm
-from hpctrain.grid import Grid
-from hpctrain.parameter import on_arrival
+from hpctrain.grid import Axis, Grid
+from hpctrain.parameter import on_arrival, shard_of
 
 as_tensors = torch._C.DisableTorchFunctionSubclass  # `with as_tensors():` parts are ordinary tensors
 
@@ -35,8 +35,8 @@ class Part:
     """
 
     name: str
-    grid: object
-    axes: tuple = ()
+    grid: Grid
+    axes: tuple[Axis, ...] = ()
     complete: Callable[[], None] | None = None
 
     @property
@@ -243,7 +243,7 @@ def mark_gradients(model: torch.nn.Module, grid: Grid, complete: Callable[[], No
     for name, parameter in model.named_parameters():
         sharding = getattr(parameter, "sharding", None)
         part = Part(name, grid, () if sharding is None else (sharding.axis,), complete)
-        summed = grid.alike(parameter.shard).size == 1
+        summed = grid.alike(shard_of(parameter)).size == 1
         if (part.divided or not summed) and parameter.is_floating_point():
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # a hook on a frozen one is refused; it may be trained later

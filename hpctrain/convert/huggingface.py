@@ -35,6 +35,8 @@ class FusedHeads(SharedEntry, SplitConv1D):
     Attributes: `padding`, the features of that head's queries, keys and values; 0 where there are heads.
     """
 
+    padding: int
+
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
         return F.pad(super().multiply(x, bias), (0, self.padding))
 

@@ -14,17 +14,21 @@ from hpctrain.convert.boundary import gather
 from hpctrain.convert.plain import altered
 from hpctrain.convert.plan import Plan, Refused
 from hpctrain.convert.sharding import local
+from hpctrain.grid import Axis
 from hpctrain.layers.batch_norm import batch_norm
 from hpctrain.shard import split_sizes
 
 
-class Gathered:
+class Gathered(nn.Module):
     """Mixin for a module that is given its whole weights for the time of its forward.
 
     Attributes:
         axis: the ranks that hold the weights.
         divided: {name of a parameter: (dim, counts by rank)}.
     """
+
+    axis: Axis
+    divided: dict[str, tuple[int, tuple[int, ...]]]
 
     def forward(self, *args: Any, **kwargs: Any):
         parts = dict(self._parameters)
@@ -37,23 +41,25 @@ class Gathered:
             self._parameters.update(parts)
 
 
-class GatheredBatchNorm(Gathered):
+class GatheredBatchNorm(Gathered, nn.modules.batchnorm._BatchNorm):
     """Statistics are of the whole batch, on all replicas, as one rank would take them.
 
     Attributes: `data`, the axis of replicas.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    data: Axis
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.data.size == 1 or not (self.training or self.running_mean is None):
-            return super().forward(x)
-        self._check_input_dim(x)
+            return super().forward(input)
+        self._check_input_dim(input)
         parts = self._parameters
         with local():
             weight, bias = (
                 gather(parts[name], self.axis, self.divided[name][1], 0) if name in self.divided else parts[name]
                 for name in ("weight", "bias")
             )
-            return batch_norm(self, x, weight, bias, [self.data])
+            return batch_norm(self, input, weight, bias, [self.data])
 
 
 def split_norm(plan: Plan, module: torch.nn.Module) -> None:

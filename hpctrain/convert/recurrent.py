@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from hpctrain.convert.norms import Gathered, divide_longest
 from hpctrain.convert.sharding import local
 
 if TYPE_CHECKING:
-    import torch
-
     from hpctrain.convert.plan import Plan
 
 
-class GatheredRecurrent(Gathered):
+class GatheredRecurrent(Gathered, nn.RNNBase):
     """Mixin for a module that keeps a list of its weights, which it renews when they are others."""
 
     def forward(self, *args: Any, **kwargs: Any):
@@ -27,5 +27,5 @@ class GatheredRecurrent(Gathered):
                 self._init_flat_weights()  # lets go of the whole ones
 
 
-def split_recurrent(plan: Plan, module: torch.nn.Module) -> None:
+def split_recurrent(plan: Plan, module: nn.Module) -> None:
     plan.swap_class(module, GatheredRecurrent, axis=plan.axis, divided=divide_longest(plan, module))

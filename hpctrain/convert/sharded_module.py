@@ -13,13 +13,15 @@ from hpctrain.convert.sharded_parameter import ReplicatedParameter, ShardedParam
 from hpctrain.convert.sharding import local
 
 
-class ShardedModule:
+class ShardedModule(torch.nn.Module):
     """Mixin for a module whose own weights are divided, before its type.
 
     Attributes: `path`, its name in the model; `sharded_weights`, {name of a weight: that in the model}.
     """
 
     prefix = "Split"  # of the type's name
+    path: str
+    sharded_weights: dict[str, str]
 
     def apply(self, fn: Callable):
         """`fn` is given the module with its whole weights, and each rank keeps its part of what it made of them."""

@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.convert import boundary
 from hpctrain.convert.refusals import hook_refused
+from hpctrain.grid import Axis
 from hpctrain.shard import Shard
 
 local = torch._C.DisableTorchFunctionSubclass  # within it, weights are the shards that this rank holds; 0.2 µs
@@ -30,7 +31,7 @@ class Sharding:
     """
 
     path: str
-    axis: object
+    axis: Axis
     shard: Shard
     dim: int
     counts: tuple[int, ...]

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from hpctrain.convert.boundary import enter, gather, leave
 from hpctrain.convert.sharding import local
+from hpctrain.grid import Axis
 from hpctrain.layers.embedding import look_up
 from hpctrain.shard import split_sizes
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
 
 
-class SplitEmbedding:
+class SplitEmbedding(nn.Embedding):
     """Mixin for nn.Embedding.
 
     Attributes:
@@ -25,9 +27,14 @@ class SplitEmbedding:
         counts: rows or features by rank.
     """
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    axis: Axis
+    by_row: bool
+    part: slice
+    counts: tuple[int, ...]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         with local():
-            return self._look_up(ids, self._parameters["weight"])
+            return self._look_up(input, self._parameters["weight"])
 
     def _look_up(self, ids, weight):
         axis = self.axis
@@ -40,11 +47,14 @@ class SplitEmbedding:
         return leave(found.view(*ids.shape, self.embedding_dim), axis)
 
 
-class SplitEmbeddingBag:
+class SplitEmbeddingBag(nn.EmbeddingBag):
     """Mixin for nn.EmbeddingBag: each rank has its features of all rows.
 
     Attributes: `axis`; `counts`, of features by rank.
     """
+
+    axis: Axis
+    counts: tuple[int, ...]
 
     def forward(
         self,
