@@ -8,10 +8,7 @@ from running import ROOT
 
 NAMED = ("self", "cls", "ctx")
 # mypy still finds something there
-NOT_CLEAN = """convert.* data_parallel data_parallel.asynchronous data_parallel.data_parallel data_parallel.local_sgd
-    data_parallel.parameter_server data_parallel.strategy data_parallel.zero data_parallel.zero2 data_parallel.zero3
-    train.evaluation train.forward_backward train.generate train.inference train.message_driven train.session
-    train.stages train.trainer"""
+NOT_CLEAN = "convert.*"
 
 
 def unannotated(tree, of=""):
