@@ -8,7 +8,7 @@ from hpctrain import comm
 from hpctrain.convert.gradients import as_tensors, is_summed, mark_summed
 from hpctrain.data_parallel.buckets import sum_gradients, summed_over
 from hpctrain.grid import Grid
-from hpctrain.parameter import annotate
+from hpctrain.parameter import annotate, shard_of
 
 
 def sum_over_replicas(model: torch.nn.Module, grid: Grid) -> list[torch.nn.Parameter] | None:
@@ -40,7 +40,8 @@ class MeanGradients:
         used = sum_over_replicas(self._model, self._grid)
         if used:
             with as_tensors():
-                torch._foreach_div_([parameter.grad for parameter in used], self._grid.replica.size)
+                gradients = [parameter.grad for parameter in used if parameter.grad is not None]  # of all
+                torch._foreach_div_(gradients, self._grid.replica.size)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing is left to do."""
@@ -58,9 +59,9 @@ class MeanGradients:
 def _used(parameters, grid) -> tuple[list[torch.nn.Parameter], bool]:
     """The parameters that have a gradient on any rank that shares them; where others have none, it is zero there. And
     whether any of these is no sum over the replicas yet."""
-    by_axis: dict = {grid.data: [parameter for parameter in parameters if parameter.shard.alike == "data"]}
+    by_axis: dict = {grid.data: [parameter for parameter in parameters if shard_of(parameter).alike == "data"]}
     for parameter in parameters:
-        if parameter.shard.alike == "copies":
+        if shard_of(parameter).alike == "copies":
             by_axis.setdefault(grid.copies, []).append(parameter)
         if (plane := summed_over(parameter, grid)) is not None:
             by_axis.setdefault(plane, []).append(parameter)

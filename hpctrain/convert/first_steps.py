@@ -30,13 +30,14 @@ class FirstSteps:
     """
 
     def __init__(self, model: torch.nn.Module, grid: Grid, modules: Iterable[torch.nn.Module], steps: int):
-        self._axes, self._left, self._model = (grid.tensor, grid.sequence), steps, model
+        self._axes, self._left = (grid.tensor, grid.sequence), steps
+        self._model: torch.nn.Module | None = model
         self._paths = {
             module: path or "the model itself" for path, module in model.named_modules() if module in modules
         }
         self._hook = model.register_forward_pre_hook(self._begin, with_kwargs=True)
         self._within = contextlib.ExitStack()
-        self._generators = None
+        self._generators: dict[str, int] | None = None  # their states as the call began
 
     def _begin(self, model, arguments, options):
         if torch.compiler.is_compiling() or self._generators is not None:
@@ -61,7 +62,7 @@ class FirstSteps:
             return
         before = self._generators
         self._close()
-        if output is None:  # it failed
+        if output is None or before is None:  # it failed
             return
         after = generator_states()
         compare(self._axes, "ends the call", {f"the generator of {k}": v for k, v in before.items() if after[k] != v})
@@ -81,7 +82,7 @@ class FirstSteps:
 class _Gradient:
     """A hook on an output."""
 
-    def __init__(self, axes, name: str):
+    def __init__(self, axes: tuple[Axis, Axis], name: str):
         self._axes, self._name = axes, name
 
     def __call__(self, gradient) -> None:
@@ -108,7 +109,7 @@ def _difference(axis, name, what, reported, before) -> str:
         if found:
             return found
     first, mine, _ = everyone[0]
-    differ = {}  # what differs: the ranks
+    differ: dict[str, list[int]] = {}  # what differs: the ranks
     for rank, (other, theirs, _) in enumerate(everyone):
         names = [key for key in {**mine, **theirs} if not _alike(mine.get(key), theirs.get(key))]
         if other != first:

@@ -276,7 +276,7 @@ def mark_summed(parameters: Iterable[torch.nn.Parameter]) -> None:
         if type(gradient) is PartialGradient:
             gradient.summed = True
         elif gradient is not None:
-            gradient.summed_version = gradient._version
+            vars(gradient)["summed_version"] = gradient._version
 
 
 def is_summed(gradient: torch.Tensor) -> bool:

@@ -70,13 +70,13 @@ def check_buffers(module: torch.nn.Module) -> None:
 
 def give_buffers(module: torch.nn.Module) -> None:
     """Fill the module's own buffers that are on the meta device."""
-    lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+    lost = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     if lost and type(module).__name__ == "LlamaRotaryEmbedding":
         with torch.device("cpu"):
             module._buffers.update(type(module)(module.config)._buffers)
-    elif lost:
-        for name in lost:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+    elif lost and hasattr(module, "reset_running_stats"):  # others are refused by `check_buffers`
+        for name, buffer in lost.items():
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
         module.reset_running_stats()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from hpctrain.convert.initial import initial_numbers
 from hpctrain.convert.refusals import hook_refused
-from hpctrain.convert.sharded_module import sharded_type
+from hpctrain.convert.sharded_module import ShardedModule, sharded_type
 from hpctrain.convert.sharded_parameter import ReplicatedParameter, attach
 from hpctrain.convert.sharding import Sharding, hooked
 from hpctrain.grid import Grid
@@ -43,7 +44,7 @@ class Plan:
         self.grid, self.axis, self.data, self.sequence = grid, grid.tensor, grid.data, grid.sequence
         self.config = getattr(model, "config", None)
         self.names: dict[int, str] = {}
-        self._shared = set()
+        self._shared: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if self.names.setdefault(id(parameter), name) != name:
                 self._shared.add(id(parameter))
@@ -52,7 +53,11 @@ class Plan:
         self.roots: dict[torch.nn.Module, type] = {}
         self.kept: list[torch.nn.Module] = []
         self.spreads = False
-        self.claimed, self._shardings, self._places, self._changes, self._draws = set(), {}, {}, [], {}
+        self.claimed: set[torch.nn.Module] = set()
+        self._shardings: dict[int, Sharding] = {}  # by the identity of parameters, as the two below
+        self._places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+        self._draws: dict[int, Callable] = {}
+        self._changes: list[tuple[torch.nn.Module, type | None, dict[str, Any]]] = []
 
     def parts(self, length: int, unit: int = 1) -> list[slice]:
         """Every rank's range of `length`, balanced, cut at multiples of `unit`."""
@@ -84,7 +89,7 @@ class Plan:
 
     def spread(self, module: torch.nn.Module, name: str) -> None:
         """Each rank of `grid.expert` keeps some of the experts of a parameter, which are its dim 0."""
-        self.spreads, shape, axis = True, module._parameters[name].shape, self.grid.expert
+        self.spreads, shape, axis = True, module.get_parameter(name).shape, self.grid.expert
         counts = split_sizes(shape[0], axis.size)
         self._keep(module, name, expert_shard(tuple(shape), axis.size, axis.rank), 0, counts, axis)
 
@@ -160,7 +165,7 @@ class Plan:
         """
         for identity, places in self._places.items():
             module, name = places[0]
-            sharding, parameter = self._shardings[identity], module._parameters[name]
+            sharding, parameter = self._shardings[identity], module.get_parameter(name)
             if parameter.is_meta:
                 data = torch.empty(sharding.shard.shape, dtype=parameter.dtype, device="cpu")
                 fill_slice(data, sharding.shard, self._draws[identity](key / self.names[identity]))
@@ -180,9 +185,10 @@ class Plan:
             if mixin is not None:
                 path = self.paths[module]
                 names = (name for name, parameter in module._parameters.items() if parameter is not None)
-                module.sharded_weights = {name: f"{path}.{name}".lstrip(".") for name in names}
+                sharded_weights = {name: f"{path}.{name}".lstrip(".") for name in names}
                 module.__class__ = sharded_type(mixin, type(module), self.roots.get(module))
-                module.path = path or "the model itself"
+                assert isinstance(module, ShardedModule)
+                module.path, module.sharded_weights = path or "the model itself", sharded_weights
             for name, value in attributes.items():
                 setattr(module, name, value)
 

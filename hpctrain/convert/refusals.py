@@ -34,7 +34,7 @@ def hook_refused(path: str) -> str:
 
 def place() -> str:
     """The line of the user's code that led here, as "line 12 of train.py"."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if _library(frame) not in _LIBRARIES:
             return f"line {frame.f_lineno} of {frame.f_code.co_filename}"

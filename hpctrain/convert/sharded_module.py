@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -77,7 +77,7 @@ class ShardedModule(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def full_weights(module: torch.nn.Module):
+def full_weights(module: torch.nn.Module) -> Iterator[None]:
     """The module's own weights are whole within the block; each rank keeps its part of what they are at its end.
 
     The parameters stay the same objects, and their parts in the same memory. Collective over the tensor axis.

@@ -20,15 +20,17 @@ from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
 from hpctrain.convert.refusals import place, refused, unpicklable, wants_whole
 from hpctrain.convert.sharding import Sharding, hooked, local
 from hpctrain.parameter import annotate
+from hpctrain.shard import Shard
 
 
-class Sharded:
+class Sharded(torch.Tensor):
     """Mixin for a tensor of which this rank has a part (see above). Attribute: `sharding`.
 
     Gathering is collective over the tensor axis: as the model itself, all its ranks must read the weight, or none.
     """
 
     __slots__ = ()
+    sharding: Sharding
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -71,9 +73,15 @@ class Sharded:
 class ShardedParameter(Sharded, torch.nn.Parameter):
     """A weight. Attributes: `shard` and `whole_shape`, of its sharding."""
 
+    shard: Shard
+    whole_shape: tuple[int, ...]
+
 
 class ReplicatedParameter(torch.nn.Parameter):
     """A weight that every rank has whole. Attributes: `shard` and `whole_shape`, which copies keep."""
+
+    shard: Shard
+    whole_shape: tuple[int, ...]
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
@@ -86,7 +94,7 @@ class ReplicatedParameter(torch.nn.Parameter):
         return super().detach().as_subclass(ReplicatedParameter if is_new else torch.Tensor)
 
 
-class ShardedTensor(Sharded, torch.Tensor):
+class ShardedTensor(Sharded):
     """What was made of a weight element by element, without a gradient, as optimizers do."""
 
 
@@ -143,11 +151,12 @@ def whole(parameter: ShardedParameter) -> torch.Tensor:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
+_SHAPE = vars(torch._C.TensorBase)["shape"]
 _SIZES = {getattr(torch.Tensor, name) for name in ("size", "numel", "nelement", "__len__")}
-_SIZES.add(torch.Tensor.shape.__get__)
+_SIZES.add(_SHAPE.__get__)
 _VIEWS = {torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag}
-_DATA = torch.Tensor.data.__get__
-_OF_THE_WHOLE = {torch.Tensor.shape, *_VIEWS}  # of the attributes
+_DATA = vars(torch._C.TensorBase)["data"].__get__
+_OF_THE_WHOLE = {_SHAPE, *_VIEWS}  # of the attributes
 # What asks or makes something of the part: memory, gradients, what the state of an optimizer is made of.
 _OF_THE_PART = {
     "grad", "detach", "detach_", "requires_grad_", "retain_grad", "share_memory_", "zeros_like", "ones_like",

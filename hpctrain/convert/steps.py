@@ -82,7 +82,7 @@ def undivided_replicas(model: torch.nn.Module, what: str):
     return replicas
 
 
-def grid_of(model: torch.nn.Module, grid: Grid):
+def grid_of(model: torch.nn.Module, grid: Grid | None) -> Grid:
     """The grid of a model; `grid` itself where it is given."""
     grid = grid or getattr(model, "hpctrain_grid", None)
     if grid is None:

@@ -19,10 +19,11 @@ from hpctrain.convert.sharded_parameter import ReplicatedParameter, ShardedParam
 from hpctrain.data_parallel import Zero1, Zero2, Zero3
 from hpctrain.data_parallel.clipping import clipping_factor
 from hpctrain.data_parallel.master_weights import cut_state
+from hpctrain.data_parallel.optimizer_state import ParameterSlice
 from hpctrain.grid import Grid
-from hpctrain.parameter import annotate
+from hpctrain.parameter import annotate, shard_of
 
-_GRAD = torch.Tensor.grad
+_GRAD = vars(torch._C.TensorBase)["grad"]
 
 
 class SpreadGradient:
@@ -69,16 +70,18 @@ class ZeroGradients:
         for p in trained:
             p.register_post_accumulate_grad_hook(self._arrives)  # before the strategy's
         self.strategy = Zero3(model, grid, None) if level == 3 else {1: Zero1, 2: Zero2}[level](trained, grid, None)
-        self._pieces, self._views = {}, {}
+        self._pieces: dict[torch.nn.Parameter, ParameterSlice] = {}
+        self._views: dict[torch.nn.Parameter, torch.Tensor] = {}
         for bucket in self.strategy.buckets:
             for piece, view in bucket.masters.of_pieces(bucket.gradient):
                 self._pieces[piece.parameter], self._views[piece.parameter] = piece, view
-        self._parts, self._memory = {}, {}
+        self._parts: dict[torch.nn.Parameter, Part] = {}
+        self._memory: dict[torch.nn.Parameter, tuple] = {}
         for name, p in model.named_parameters():
             if p.requires_grad:
                 p.__class__ = _Sharded if isinstance(p, ShardedParameter) else _Replicated
                 divided = (p.sharding.axis,) if isinstance(p, ShardedParameter) else ()
-                self._parts[p] = Part(name, grid, (*divided, grid.alike(p.shard)))
+                self._parts[p] = Part(name, grid, (*divided, grid.alike(shard_of(p))))
                 self._views.setdefault(p, p.detach().new_empty(0))
                 self._memory[p] = _memory(p, level)
                 annotate(p, replicas=self)
