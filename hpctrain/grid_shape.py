@@ -96,10 +96,11 @@ def describe_shape(shape: dict[str, int], expert: int = 1) -> str:
     return f"data {data} × pipeline {pipeline} × tensor {tensor}{experts}"
 
 
-def grid_arguments(shape: dict[str, int]):
+def grid_arguments(shape: dict[str, int]) -> tuple[int | tuple[int, int, int], int, tuple[int, int, int]]:
     """(data, pipeline, tensor) as `Grid` takes them."""
-    data = tuple(shape[axis] for axis in JOINED["data"])
-    return data[0] if data[1:] == (1, 1) else data, shape["pipeline"], tuple(shape[axis] for axis in TENSOR)
+    replica, ring, ulysses = (shape[axis] for axis in JOINED["data"])
+    x, y, z = (shape[axis] for axis in TENSOR)
+    return replica if ring == ulysses == 1 else (replica, ring, ulysses), shape["pipeline"], (x, y, z)
 
 
 def check_ranks(shape: dict[str, int], ranks: int) -> None:

@@ -51,7 +51,8 @@ def make(
     mixed = is_mixed(options.method, dtype, precision)
     if options.method == "zero3":
         return Zero3(model, grid, optimizer, precision=precision)
-    return _MAKERS[options.method](options, precision if mixed else None, parameters, grid, optimizer)
+    given = {"parameters": parameters, "grid": grid, "optimizer": optimizer}
+    return _MAKERS[options.method](options, precision if mixed else None, given)
 
 
 def is_mixed(method: str, dtype: torch.dtype | None, precision: Precision) -> bool:
@@ -67,17 +68,17 @@ def is_mixed(method: str, dtype: torch.dtype | None, precision: Precision) -> bo
     return mixed
 
 
-# All of hpctrain.choices.STRATEGIES but zero3: function (options, precision or None, parameters, grid, optimizer).
+# All of hpctrain.choices.STRATEGIES but zero3: function (options, precision or None, arguments of all).
 _MAKERS: dict[str, Callable[..., DataParallelStrategy]] = {
-    "ddp": lambda _, precision, *given: (
-        MixedDataParallel(*given, precision=precision) if precision else DataParallel(*given)
+    "ddp": lambda _, precision, given: (
+        MixedDataParallel(**given, precision=precision) if precision else DataParallel(**given)
     ),
-    "zero1": lambda _, precision, *given: Zero1(*given, precision=precision or AS_GIVEN),
-    "zero2": lambda _, precision, *given: Zero2(*given, precision=precision or AS_GIVEN),
-    "parameter_server": lambda options, _, *given: (
-        AsyncParameterServer(*given, options.servers, options.staleness)
+    "zero1": lambda _, precision, given: Zero1(**given, precision=precision or AS_GIVEN),
+    "zero2": lambda _, precision, given: Zero2(**given, precision=precision or AS_GIVEN),
+    "parameter_server": lambda options, _, given: (
+        AsyncParameterServer(**given, servers=options.servers, staleness=options.staleness)
         if options.staleness
-        else ParameterServer(*given, options.servers)
+        else ParameterServer(**given, servers=options.servers)
     ),
-    "local_sgd": lambda options, _, *given: LocalSGD(*given, options.average_every, options.average_state),
+    "local_sgd": lambda options, _, given: LocalSGD(**given, every=options.average_every, state=options.average_state),
 }

@@ -118,7 +118,7 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter], grid: Grid, limit: i
     those of other pipeline stages. The same buckets, summed in the same order, as in `DataParallel`, with memory for
     one of them."""
     for group in grouped(reversed(parameters), grid, limit):
-        gradients = [parameter.grad for parameter in group]
+        gradients = [parameter.grad for parameter in group if parameter.grad is not None]  # of all
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         for axis in (summed_over(group[0], grid), grid.alike(shard_of(group[0]))):
             if axis is not None:

@@ -138,7 +138,7 @@ class ReduceScatteredGradBucket(GradBucket):
         self.masters = MasterWeights(parameters, self._weights.local, own)
         self.gradient = self._summands.local[own]
         self._comm_dtype = precision.comm_dtype
-        if precision.reduce != precision.compute:
+        if precision.reduce is not None and precision.reduce != precision.compute:
             for parameter in parameters:
                 annotate(parameter, grad_dtype=precision.reduce)
         super().__init__(parameters, plane)

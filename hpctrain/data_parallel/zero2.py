@@ -157,7 +157,7 @@ class ShardedGradBucket:
         self.masters = self._make_masters(precision.compute)
         self.gradient = self.masters.weights.new_zeros(len(self.masters.weights), dtype=precision.reduce)
         self._summand = self.gradient.new_empty(0, dtype=precision.comm_dtype)
-        self.work: comm.Work[torch.Tensor] | comm.Work[None] = comm.done()
+        self.work = comm.done(self.gradient)
         self.clear()
 
     def _make_masters(self, dtype: torch.dtype | None) -> MasterWeights:
@@ -198,7 +198,7 @@ class ShardedGradBucket:
 
     def add(self) -> None:
         """Wait for the sum, and add it to this step's."""
-        part, self.work = self.work.wait(), comm.done()
+        part, self.work = self.work.wait(), comm.done(self.gradient)
         if self.launches > 1:
             self.gradient += part
         else:

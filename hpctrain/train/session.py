@@ -110,7 +110,7 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
         if world.rank == 0 and config.run.machine:
             predict(config, config.run.machine)  # that it can be compared at the end
     grid = Grid(*grid_arguments(config.grid_shape), config.grid.expert, comm=world, boxes=config.boxes)
-    watched = grid.comm
+    watched: MPI.Intracomm | comm.WatchedComm = grid.comm
     if config.comm.watchdog:
         watched = comm.WatchedComm(comm.Watchdog(grid, config.comm.watchdog))
     if config.comm.check:
