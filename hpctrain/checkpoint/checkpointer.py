@@ -41,7 +41,7 @@ class Checkpointer:
     Attributes: `saved`, step of the newest checkpoint, or None.
     """
 
-    def __init__(self, root: Path, world: MPI.Intracomm, keep: int = 2, background: bool = True):
+    def __init__(self, root: Path, world: MPI.Intracomm | comm.WatchedComm, keep: int = 2, background: bool = True):
         if sys.byteorder != "little":
             raise ValueError("checkpoints hold little-endian numbers, this machine's are big-endian")
         self.root, self.world, self.keep, self.background = root, world, keep, background

@@ -37,7 +37,8 @@ class Save:
     """
 
     def __init__(
-        self, root: Path, world: MPI.Intracomm, keep: int, background: bool, step: int, entries: list[Entry],
+        self, root: Path, world: MPI.Intracomm | comm.WatchedComm, keep: int, background: bool, step: int,
+        entries: list[Entry],
         about: dict,
     ):  # fmt: skip
         self.root, self.world, self.keep, self.background = root, world, keep, background
