@@ -30,7 +30,7 @@ class Annotations(TypedDict, total=False):
     A strategy of `data_parallel` sets, anew for the next strategy over the same parameters:
         grad_sync: where the gradient is to lie, and how far its sum is in this step; see `GradSync`. Only of strategies
             that keep gradients in buckets.
-        arrival: handle of the one hook that is called when a gradient has been added to the parameter's.
+        arrival: what is called when a gradient has been added to the parameter's; see `on_arrival`.
         gathered: of ZeRO-3, `with parameter.gathered:` the parameter has memory to be read; collective over data.
         grad_dtype: torch's own attribute: the dtype of gradients, where it is not that of the parameter.
     """
@@ -41,7 +41,7 @@ class Annotations(TypedDict, total=False):
     sharding: object
     replicas: object
     grad_sync: GradSync
-    arrival: torch.utils.hooks.RemovableHandle
+    arrival: Callable
     gathered: AbstractContextManager
     grad_dtype: torch.dtype
 
@@ -70,7 +70,15 @@ def forget_grad_sync(parameter: torch.nn.Parameter) -> None:
 
 
 def on_arrival(parameter: torch.nn.Parameter, hook: Callable) -> None:
-    """Call `hook` whenever a gradient has been added to the parameter's, and no longer that of an earlier strategy."""
-    if (earlier := getattr(parameter, "arrival", None)) is not None:
-        earlier.remove()
-    annotate(parameter, arrival=parameter.register_post_accumulate_grad_hook(hook))
+    """Call `hook` whenever a gradient has been added to the parameter's, and no longer that of an earlier strategy.
+
+    The parameter keeps it, and torch only a function: Python's collector does not see what torch keeps, so that a
+    strategy there, which has the parameter, would never be freed.
+    """
+    if not hasattr(parameter, "arrival"):
+        parameter.register_post_accumulate_grad_hook(_arrived)
+    annotate(parameter, arrival=hook)
+
+
+def _arrived(parameter: torch.nn.Parameter) -> None:
+    vars(parameter)["arrival"](parameter)

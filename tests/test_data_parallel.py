@@ -1,5 +1,8 @@
 """Buckets: sums are complete, whatever the bucket size, the order of arrival and the number of uses."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -7,7 +10,7 @@ import torch.utils.checkpoint
 from hpctrain import Grid, RngKey, comm
 from hpctrain.choices import ALL_REDUCE
 from hpctrain.comm.algorithms import reducer
-from hpctrain.data_parallel import DataParallel, Zero2
+from hpctrain.data_parallel import DataParallel, Zero1, Zero2, Zero3
 from hpctrain.layers import Linear, Tokens
 from hpctrain.shard import Shard
 
@@ -250,3 +253,21 @@ def test_a_gradient_that_comes_twice(world, reentrant):
         x.sum().backward()
     replicas.finish_grad_sync()
     assert reentrant or weight.grad.tolist() == [world.size] * 3
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("make", [DataParallel, Zero1, Zero2, Zero3])
+def test_dropped_strategies_are_freed(world, make):
+    """With the parameters that they wait for, which torch keeps them from if it is given a method of theirs."""
+    grid = Grid(data=world.size)
+    layers = model(grid)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    strategy = make(layers if make is Zero3 else layers.parameters(), grid, optimizer)
+    strategy.enable_grad_sync()
+    layers[0](torch.ones(4, 6, dtype=torch.float64), Tokens.of(grid, 1, 4)).sum().backward()
+    _, norm = strategy.loss_and_grad_norm(torch.zeros((), dtype=torch.float64))
+    strategy.step(norm, 1.0)
+    watched = [weakref.ref(strategy), *map(weakref.ref, layers.parameters())]
+    del layers, optimizer, strategy
+    gc.collect()
+    assert [gone() for gone in watched] == [None] * len(watched)

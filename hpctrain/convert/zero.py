@@ -68,7 +68,7 @@ class ZeroGradients:
         self.model, self.grid, self.level = model, grid, level
         trained = [p for p in model.parameters() if p.requires_grad]
         for p in trained:
-            p.register_post_accumulate_grad_hook(self._arrives)  # before the strategy's
+            p.register_post_accumulate_grad_hook(_arrives)  # before the strategy's
         self.strategy = Zero3(model, grid, None) if level == 3 else {1: Zero1, 2: Zero2}[level](trained, grid, None)
         self._pieces: dict[torch.nn.Parameter, ParameterSlice] = {}
         self._views: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -97,7 +97,8 @@ class ZeroGradients:
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
-    def _arrives(self, parameter) -> None:
+    def begin(self) -> None:
+        """The first gradient of a backward is here."""
         if not self._came:
             self._came = True
             self._remember()
@@ -221,6 +222,10 @@ class ZeroGradients:
 
     def __deepcopy__(self, memo):
         return None  # a copy is no replica that anybody trains
+
+
+def _arrives(parameter) -> None:
+    parameter.replicas.begin()
 
 
 def _memory(parameter, level) -> tuple:
