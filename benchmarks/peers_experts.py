@@ -62,7 +62,7 @@ def megatron_layer(dispatcher, weights, experts, top_k, ffn):
     with torch.no_grad():
         layer.router.weight.copy_(weights["router.weight"])
         for number, expert in enumerate(layer.experts.local_experts):
-            expert.linear_fc1.weight.copy_(weights["experts.up"][rank * local + number])
+            expert.linear_fc1.weight.copy_(weights["experts.up"][rank * local + number].flatten(0, 1))
             expert.linear_fc2.weight.copy_(weights["experts.down"][rank * local + number])
     return lambda x: layer(x.unsqueeze(1))[0].squeeze(1)
 
@@ -96,7 +96,7 @@ def deepspeed_layer(drops, weights, experts, top_k, ffn):
     with torch.no_grad():
         layer.deepspeed_moe.gate.wg.weight.copy_(weights["router.weight"])
         for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts, rank * (experts // ranks)):
-            expert.up.weight.copy_(weights["experts.up"][number])
+            expert.up.weight.copy_(weights["experts.up"][number].flatten(0, 1))
             expert.down.weight.copy_(weights["experts.down"][number])
     return lambda x: layer(x.unsqueeze(0))[0].squeeze(0)
 
@@ -112,6 +112,6 @@ def transformers_layer(weights, experts, top_k, ffn):
     layer = MixtralSparseMoeBlock(config)
     with torch.no_grad():
         layer.gate.weight.copy_(weights["router.weight"])
-        layer.experts.gate_up_proj.copy_(weights["experts.up"])
+        layer.experts.gate_up_proj.copy_(weights["experts.up"].flatten(1, 2))
         layer.experts.down_proj.copy_(weights["experts.down"])
     return lambda x: layer(x.unsqueeze(0))[0]

@@ -140,12 +140,14 @@ class Grid:
         pipeline: stages that the layers are cut into.
         tensor: ranks that share each layer: `t` for (t, 1, 1), or (x, y, z).
         expert: ranks that the experts of a mixture are spread over: a divisor of data × tensor.
+        expert_tensor: neighbours among these ranks that divide each of their experts between them: a divisor of
+            `expert`; 1 for whole experts. Megatron's expert tensor parallelism.
         comm: the communicator to arrange, `MPI.COMM_WORLD` by default.
 
     `grid.data`, `grid.pipeline`, `grid.tensor` and `grid.tensor.x`, `.y`, `.z` are `Axis` objects, and so are the parts
     of data: `grid.replica`, `.ring`, `.ulysses`, and `.sequence`, which is ring × ulysses. All of data hold the same
     weights, but for experts. `grid.plane("x", "z")` gives the ranks that differ along several tensor axes; `grid.shape`
-    is the size of each of AXES, and `grid.coords` this rank's place.
+    is the size of each of AXES, and `grid.coords` this rank's place; `grid.expert_tensor` is as it was given.
 
     Experts divide the ranks of a pipeline stage once more: of its data × tensor ranks, in their order, each `expert`
     neighbours hold all experts between them, along `grid.expert`, and the ranks along `grid.copies` hold the same ones.
@@ -161,7 +163,8 @@ class Grid:
 
     Raises:
         ValueError: on every rank, when a size is not a positive integer, the product of data, pipeline and tensor is
-            not the number of ranks, `expert` does not divide data × tensor, or boxes are of other numbers of ranks.
+            not the number of ranks, `expert` does not divide data × tensor, nor `expert_tensor` that, or boxes are of
+            other numbers of ranks.
     """
 
     def __init__(
@@ -170,6 +173,7 @@ class Grid:
         pipeline: int = 1,
         tensor: int | tuple[int, int, int] = (1, 1, 1),
         expert: int = 1,
+        expert_tensor: int = 1,
         comm: MPI.Intracomm | None = None,
         boxes: Sequence[tuple[int, int, int]] | None = None,
     ):
@@ -178,7 +182,7 @@ class Grid:
         from mpi4py import MPI  # starts MPI, so not at import
 
         comm = MPI.COMM_WORLD if comm is None else comm
-        check_expert(self.shape, expert)
+        check_expert(self.shape, expert, expert_tensor)
         check_ranks(self.shape, comm.size)
         reclaim(comm)
 
@@ -186,7 +190,7 @@ class Grid:
         self._made = made_of(comm)
         self.comm = comm.Create_cart(tuple(self.shape.values()), periods=[True] * len(AXES), reorder=False)
         self.rank, self.size = self.comm.rank, self.comm.size
-        self._expert = expert
+        self._expert, self.expert_tensor = expert, expert_tensor
         self.coords = self.place_of(self.rank)
         self.shape |= dict(zip(TENSOR, self.boxes[self.coords["pipeline"]]))
         shared = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -316,7 +320,7 @@ class Grid:
         alike = len({*self.boxes}) == 1
         boxes = "" if alike else f"; boxes of the stages {', '.join(map(str, self.boxes))}"
         lines = [
-            f"grid of {self.size} ranks: {describe_shape(self.shape, self.expert.size)}" + boxes,
+            f"grid of {self.size} ranks: {describe_shape(self.shape, self.expert.size, self.expert_tensor)}" + boxes,
             "  rank  " + "  ".join(titles.values()),
         ]
         for rank, after in zip(shown, (*shown[1:], self.size)):

@@ -81,7 +81,7 @@ def _size(option, size):
     return size
 
 
-def describe_shape(shape: dict[str, int], expert: int = 1) -> str:
+def describe_shape(shape: dict[str, int], expert: int = 1, expert_tensor: int = 1) -> str:
     """
     >>> describe_shape(grid_shape(2, 1, 4))
     'data 2 × pipeline 1 × tensor (4, 1, 1)'
@@ -89,11 +89,14 @@ def describe_shape(shape: dict[str, int], expert: int = 1) -> str:
     'data (1, 2, 1) × pipeline 1 × tensor (4, 1, 1)'
     >>> describe_shape(grid_shape(4, 2, 2), expert=4)
     'data 4 × pipeline 2 × tensor (2, 1, 1), experts over 4 ranks in 2 copies'
+    >>> describe_shape(grid_shape(4, 1, 1), expert=4, expert_tensor=2)
+    'data 4 × pipeline 1 × tensor (1, 1, 1), experts over 4 ranks, each over 2, in 1 copy'
     """
     data, pipeline, tensor = grid_arguments(shape)
     copies = size_of(shape, "stage") // expert
-    experts = f", experts over {expert} ranks in {copies} cop{'y' if copies == 1 else 'ies'}" if expert > 1 else ""
-    return f"data {data} × pipeline {pipeline} × tensor {tensor}{experts}"
+    each = f", each over {expert_tensor}," if expert_tensor > 1 else ""
+    experts = f", experts over {expert} ranks{each} in {copies} cop{'y' if copies == 1 else 'ies'}"
+    return f"data {data} × pipeline {pipeline} × tensor {tensor}{experts if expert > 1 else ''}"
 
 
 def grid_arguments(shape: dict[str, int]) -> tuple[int | tuple[int, int, int], int, tuple[int, int, int]]:
@@ -138,21 +141,32 @@ def check_boxes(shape: dict[str, int], boxes: Any, option: str = "boxes") -> tup
     return found
 
 
-def check_expert(shape: dict[str, int], expert: int) -> None:
-    """Raise ValueError unless the ranks of a stage are a multiple of `expert`.
+def check_expert(shape: dict[str, int], expert: int, expert_tensor: int = 1) -> None:
+    """Raise ValueError unless the ranks of a stage are a multiple of `expert`, and that of `expert_tensor`.
 
     >>> check_expert(grid_shape(3, 2, 2), 4)
     Traceback (most recent call last):
     ValueError: grid.expert must divide the 6 ranks of a pipeline stage, data × tensor: 1, 2, 3 or 6, got 4
+    >>> check_expert(grid_shape(3, 2, 2), 3, 2)
+    Traceback (most recent call last):
+    ValueError: grid.expert_tensor must divide grid.expert = 3, whose ranks divide each expert: 1 or 3, got 2
     """
     ranks = size_of(shape, "stage")
-    if ranks % _size("grid.expert", expert) == 0:
-        return
-    *others, largest = (n for n in range(1, ranks + 1) if ranks % n == 0)
-    choices = f"{', '.join(map(str, others))} or {largest}" if others else "1"
-    raise ValueError(
-        f"grid.expert must divide the {ranks} ranks of a pipeline stage, data × tensor: {choices}, got {expert}"
-    )
+    if ranks % _size("grid.expert", expert):
+        raise ValueError(
+            f"grid.expert must divide the {ranks} ranks of a pipeline stage, data × tensor: {_divisors(ranks)}, got "
+            f"{expert}"
+        )
+    if expert % _size("grid.expert_tensor", expert_tensor):
+        raise ValueError(
+            f"grid.expert_tensor must divide grid.expert = {expert}, whose ranks divide each expert: "
+            f"{_divisors(expert)}, got {expert_tensor}"
+        )
+
+
+def _divisors(number):
+    *others, largest = (n for n in range(1, number + 1) if number % n == 0)
+    return f"{', '.join(map(str, others))} or {largest}" if others else "1"
 
 
 def nearest_grids(shape: dict[str, int], ranks: int, count: int = 3) -> list[dict[str, int]]:

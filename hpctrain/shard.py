@@ -43,8 +43,11 @@ class Shard:
         return first and (not self.holders or coords["pipeline"] == self.holders[0])
 
 
-def expert_shard(global_shape: tuple[int, ...], ranks: int, rank: int) -> Shard:
-    """Of a parameter of experts, which are its dim 0, on a rank of the axis `expert`, of so many.
+def expert_shard(
+    global_shape: tuple[int, ...], ranks: int, rank: int, tensor: int = 1, divided: int | None = None
+) -> Shard:
+    """Of a parameter of experts, which are its dim 0, on a rank of the axis `expert`, of so many. Each `tensor`
+    neighbours of these have the same experts, whose dim `divided` they share.
 
     Every rank of a stage has tokens of its own. Where none has the others' experts, those that have the same lie along
     `copies`; where all have all of them, they are weights as any others, replicated over the tensor axes.
@@ -52,11 +55,16 @@ def expert_shard(global_shape: tuple[int, ...], ranks: int, rank: int) -> Shard:
     >>> expert_shard((5, 8, 4), 2, 1)
     Shard(global_shape=(5, 8, 4), slices=(slice(3, 5, None), slice(0, 8, None), slice(0, 4, None)), replicated=(),
           holders=(), partial=True, alike='copies')
+    >>> expert_shard((5, 8, 4), 4, 1, tensor=2, divided=1).slices
+    (slice(0, 3, None), slice(4, 8, None), slice(0, 4, None))
     """
-    slices = (split(global_shape[0], ranks, rank), *(slice(0, length) for length in global_shape[1:]))
+    group, part = divmod(rank, tensor)
+    slices = [split(global_shape[0], ranks // tensor, group), *(slice(0, length) for length in global_shape[1:])]
+    if divided is not None:
+        slices[divided] = split(global_shape[divided], tensor, part)
     if ranks == 1:
-        return Shard(global_shape, slices, replicated=("x", "y", "z"))
-    return Shard(global_shape, slices, alike="copies")
+        return Shard(global_shape, tuple(slices), replicated=("x", "y", "z"))
+    return Shard(global_shape, tuple(slices), alike="copies")
 
 
 def check_shards(model: torch.nn.Module) -> None:

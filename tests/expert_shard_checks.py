@@ -1,7 +1,8 @@
 """A toy mixture on a grid and by itself: a dense layer, then experts, of which token t takes number t modulo them.
 
 No token is sent: the ranks that hold all experts between them know the same tokens, and each computes the loss of those
-that its own experts take. So every gradient is the partial sum that it is in a real mixture.
+that its own experts take, of ranks that divide an expert each of its own features. So every gradient is the partial sum
+that it is in a real mixture.
 """
 
 import dataclasses
@@ -50,16 +51,16 @@ class Experts(torch.nn.Module):
         self.experts = experts
         for name in ("weight", "bias"):
             whole = initial(experts)[name]
-            shard = expert_shard(tuple(whole.shape), grid.expert.size, grid.expert.rank)
+            shard = expert_shard(tuple(whole.shape), grid.expert.size, grid.expert.rank, grid.expert_tensor, -1)
             self.register_parameter(name, parameter(whole, shard))
-        self.first = shard.slices[0].start
+        self.first, self.features = shard.slices[0].start, shard.slices[-1]
 
     def forward(self, x, target):
         y, tokens = target
         loss = 0.0 * (x.sum() + self.weight.sum() + self.bias.sum())  # backward reaches every layer on every rank
         for number, (weight, bias) in enumerate(zip(self.weight, self.bias), self.first):
             mine = tokens % self.experts == number
-            loss = loss + (x[mine] @ weight + bias - y[mine]).square().sum() / TOKENS
+            loss = loss + (x[mine] @ weight + bias - y[mine][:, self.features]).square().sum() / TOKENS
         return loss
 
 
@@ -168,17 +169,18 @@ def check(run, got, expected):
             torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-11, atol=1e-13)
 
 
-# (data, pipeline, tensor, expert) by number of ranks. Of 5 experts and 3, the ranks hold different numbers or none.
+# (data, pipeline, tensor, expert, expert_tensor) by number of ranks. Of 5 experts and 3, the ranks hold different
+# numbers or none.
 GRIDS = {
     1: [(1, 1, 1, 1)],
-    2: [(2, 1, 1, 2), (1, 1, (1, 2, 1), 2), ((1, 2, 1), 1, 1, 2), (2, 1, 1, 1), (1, 1, 2, 1)],
+    2: [(2, 1, 1, 2), (1, 1, (1, 2, 1), 2, 2), ((1, 2, 1), 1, 1, 2), (2, 1, 1, 1), (1, 1, 2, 1)],
     3: [(3, 1, 1, 3)],
     4: [
-        (4, 1, 1, 4), (4, 1, 1, 2), (2, 1, (1, 1, 2), 2), (2, 1, (1, 2, 1), 4), ((1, 1, 2), 1, 2, 4), (2, 2, 1, 2),
-        (1, 2, 2, 2), (2, 1, 2, 1),
+        (4, 1, 1, 4), (4, 1, 1, 2), (2, 1, (1, 1, 2), 2), (2, 1, (1, 2, 1), 4, 2), ((1, 1, 2), 1, 2, 4, 4),
+        (2, 2, 1, 2), (1, 2, 2, 2, 2), (2, 1, 2, 1),
     ],
     6: [(2, 1, 3, 2), (2, 1, (3, 1, 1), 3)],
-    8: [((2, 2, 1), 1, (1, 1, 2), 4), (8, 1, 1, 8), (2, 2, 2, 4), (2, 2, (1, 2, 1), 2)],
+    8: [((2, 2, 1), 1, (1, 1, 2), 4), (8, 1, 1, 8), (2, 2, 2, 4, 2), (2, 2, (1, 2, 1), 2)],
 }  # fmt: skip
 
 

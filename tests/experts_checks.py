@@ -33,13 +33,37 @@ def grids(ranks, way="shared memory"):
     for data, tensor in PLACES[ranks]:
         first = (data, tensor) == PLACES[ranks][0]
         for expert in sorted({n for n in (1, 2, ranks) if ranks % n == 0 and (n > 1 or first)}):
-            grid = Grid(data=data, tensor=tensor, expert=expert)
-            if way == "messages":
-                grid.transport.synchronous = True
-                for axis in grid.axes():
-                    axis.one_node = False
-            found.append(grid)
+            found.append(Grid(data=data, tensor=tensor, expert=expert))
+    if way == "messages":
+        use_messages(found)
     return found
+
+
+# (replica, ring, ulysses), (x, y, z), expert and expert_tensor for each number of ranks
+DIVIDED = {
+    2: [((2, 1, 1), (1, 1, 1), 2, 2), ((1, 1, 1), (2, 1, 1), 2, 2), ((1, 2, 1), (1, 1, 1), 2, 2),
+        ((1, 1, 1), (1, 2, 1), 2, 2)],
+    3: [((3, 1, 1), (1, 1, 1), 3, 3)],
+    4: [((4, 1, 1), (1, 1, 1), 4, 2), ((2, 1, 1), (2, 1, 1), 2, 2), ((2, 1, 1), (1, 2, 1), 4, 4),
+        ((1, 1, 2), (1, 1, 2), 4, 2)],
+}  # fmt: skip
+
+
+@functools.cache
+def divided(ranks, way="shared memory"):
+    """Grids of which each expert is on several ranks; by "messages" as of `grids`."""
+    found = [Grid(data, tensor=tensor, expert=n, expert_tensor=parts) for data, tensor, n, parts in DIVIDED[ranks]]
+    if way == "messages":
+        use_messages(found)
+    return found
+
+
+def use_messages(grids):
+    """With sends that wait."""
+    for grid in grids:
+        grid.transport.synchronous = True
+        for axis in grid.axes():
+            axis.one_node = False
 
 
 def spread(ranks, way="shared memory"):
@@ -136,8 +160,7 @@ class Serial:
 
     def expert(self, e, x):
         both = self.weights["experts.up"][e] @ x
-        ffn = self.of.experts.ffn
-        hidden = F.silu(both[:ffn]) * both[ffn:] if self.gated else F.gelu(both)
+        hidden = F.silu(both[0]) * both[1] if self.gated else F.gelu(both)
         return self.weights["experts.down"][e] @ hidden
 
     def choose(self, scores):

@@ -63,7 +63,7 @@ class Mixtures:
             weights = weights / weights.sum() if shape.normalized else weights
             up, down = w[name + ".experts.up"], w[name + ".experts.down"]
             parts = [
-                weight * shape.scale * reference.swiglu(*(up[e] @ x).chunk(2), down[e])
+                weight * shape.scale * reference.swiglu(*(up[e] @ x), down[e])
                 for weight, e in zip(weights, chosen)
                 if (t, e) in kept
             ]

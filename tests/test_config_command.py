@@ -35,7 +35,7 @@ def test_the_template_is_a_configuration_with_the_defaults(tmp_path, capsys):
 def test_one_section_and_one_option(capsys):
     assert main(["config", "grid"]) == 0
     assert tomllib.loads(capsys.readouterr().out) == {
-        "grid": {"data": 1, "pipeline": 1, "tensor": [1, 1, 1], "sequence": 1, "expert": 1}
+        "grid": {"data": 1, "pipeline": 1, "tensor": [1, 1, 1], "sequence": 1, "expert": 1, "expert_tensor": 1}
     }
     assert main(["config", "precision.master"]) == 0
     expected = """[precision]

@@ -13,9 +13,9 @@ from hpctrain.layers.whole_parameters import whole_parameters
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(4)]
 
-# (data, pipeline, tensor, expert): where it is saved, and where it is resumed, on as many of the ranks
-SAVED = [(4, 1, 1, 4), (2, 1, (1, 2, 1), 2), (2, 2, 1, 2)]
-RESUMED = [(4, 1, 1, 4), (3, 1, 1, 3), (1, 1, 2, 2), (1, 1, 1, 1), (4, 1, 1, 2), (3, 1, 1, 1), (2, 2, 1, 1)]
+# (data, pipeline, tensor, expert, expert_tensor): where it is saved, and where it is resumed, on as many of the ranks
+SAVED = [(4, 1, 1, 4), (2, 1, (1, 2, 1), 4, 2), (2, 2, 1, 2)]
+RESUMED = [(4, 1, 1, 4), (3, 1, 1, 3), (1, 1, 2, 2, 2), (1, 1, 1, 1), (4, 1, 1, 2), (3, 1, 1, 1), (2, 2, 1, 1)]
 
 
 def wholes(run):

@@ -19,6 +19,15 @@ GRID = ["grid.data=3", "grid.pipeline=2", "grid.tensor=2"]
             True, ["grid.expert=4"],
             "grid.expert must divide the 6 ranks of a pipeline stage, data × tensor: 1, 2, 3 or 6, got 4",
         ),
+        (
+            True, ["grid.expert=3", "grid.expert_tensor=2"],
+            "grid.expert_tensor must divide grid.expert = 3, whose ranks divide each expert: 1 or 3, got 2",
+        ),
+        (
+            True, ["grid.expert=2", "grid.expert_tensor=2", "experts.replicate_hot=1"],
+            "experts.replicate_hot = 1 sends whole experts along, which grid.expert_tensor = 2 divides; use 0, or "
+            "grid.expert_tensor=1",
+        ),
         (True, ["grid.expert=0"], "grid.expert must be at least 1, got 0"),
         (
             True, ["grid.expert=3", "data_parallel.method=local_sgd"],

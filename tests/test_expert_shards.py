@@ -136,3 +136,18 @@ def test_which_experts_a_rank_holds(world, experts, ranks, held):
         shard = expert_shard((experts, 4, 2), ranks, rank)
         assert shard.slices == (slice(start, stop), slice(0, 4), slice(0, 2))
         assert (shard.alike, shard.replicated) == (("copies", ()) if ranks > 1 else ("data", ("x", "y", "z")))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "held"),
+    [
+        (4, 2, [(0, 3, 0, 2), (0, 3, 2, 4), (3, 5, 0, 2), (3, 5, 2, 4)]),
+        (3, 3, [(0, 5, 0, 2), (0, 5, 2, 3), (0, 5, 3, 4)]),
+    ],
+)
+def test_which_part_of_experts_a_rank_holds(world, ranks, tensor, held):
+    for rank, (start, stop, first, last) in enumerate(held):
+        shard = expert_shard((5, 4, 2), ranks, rank, tensor, -2)
+        assert shard.slices == (slice(start, stop), slice(first, last), slice(0, 2))
+        assert (shard.alike, shard.replicated) == ("copies", ())

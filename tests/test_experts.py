@@ -173,7 +173,7 @@ def test_names_and_shapes(world):
     layer = Mixture(one_rank(), 4, 6, 5, 2, shared_experts=1, balance_bias=0.1, key=KEY)
     shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     assert shapes == {
-        "router.weight": (5, 4), "router.bias": (5,), "experts.up": (5, 12, 4), "experts.down": (5, 4, 6),
+        "router.weight": (5, 4), "router.bias": (5,), "experts.up": (5, 2, 6, 4), "experts.down": (5, 4, 6),
         "shared.up.weight": (12, 4), "shared.down.weight": (4, 6),
     }  # fmt: skip
     assert isinstance(layer.router, Router)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from experts_checks import block_of, grids, mixture, tokens_on
+from experts_checks import block_of, divided, grids, mixture, tokens_on
 from layer_checks import whole
 
 from hpctrain.layers.experts import dispatch as ways
@@ -16,34 +16,36 @@ ITEM = NUMBER = 8  # bytes of a float64, and of a count
 
 def whole_row_grids(world, way):
     """Those whose ranks all have whole rows as they come, so that `block_of` says which."""
-    return [g for g in grids(world.size, way) if g.tensor.y.size == 1 and g.expert.size > 1]
+    found = [*grids(world.size, way), *divided(world.size, way)]
+    return [g for g in found if g.tensor.y.size == 1 and g.expert.size > 1]
 
 
 def expected(grid, chosen, dispatch, way):
     """{operation: bytes received along expert}, forward and backward, of the ranks' (tokens, top_k) experts."""
-    n, me = grid.expert.size, grid.expert.rank
-    holder = [next(r for r in range(n) if e in range(EXPERTS)[split(EXPERTS, n, r)]) for e in range(EXPERTS)]
-    local = split(EXPERTS, n, me)
+    n, me, parts = grid.expert.size, grid.expert.rank, grid.expert_tensor
+    groups = [range(EXPERTS)[split(EXPERTS, n // parts, g)] for g in range(n // parts)]
+    holders = [[r for r in range(n) if e in groups[r // parts]] for e in range(EXPERTS)]
+    local, pairs_of_token = groups[me // parts], TOP_K * parts
     tokens = [len(each) for each in chosen]
-    pairs = [[[holder[e] for e in token] for token in of_rank] for of_rank in chosen]
+    pairs = [[[r for e in token for r in holders[e]] for token in of_rank] for of_rank in chosen]
     here = sum(token.count(me) for r, of_rank in enumerate(pairs) if r != me for token in of_rank)
     away = sum(len(token) - token.count(me) for token in pairs[me])
     copies_here = sum(me in token for r, of_rank in enumerate(pairs) if r != me for token in of_rank)
     copies_away = sum(len(set(token) - {me}) for token in pairs[me])
     others = sum(tokens) - tokens[me]
-    mine = local.stop - local.start
+    mine = len(local)
     row, weights = FEATURES * ITEM, ITEM
     # x and the output's gradient come here, the output and x's gradient come back; a weight comes, its gradient back
     by_pair = 2 * (here + away) * row + (here + away) * weights
     if dispatch == "all_to_all" and way == "messages":
         return {"all_to_all": by_pair + (n - 1) * mine * NUMBER}
     if dispatch == "all_to_all":
-        return {"all_to_all": by_pair, "all_gather": others * TOP_K * 4 + (n - 1) * NUMBER}
+        return {"all_to_all": by_pair, "all_gather": others * pairs_of_token * 4 + (n - 1) * NUMBER}
     if dispatch == "once":
         by_copy = 2 * (copies_here + copies_away) * row + (here + away) * weights
         return {"all_to_all": by_copy + here * 4 + (n - 1) * (mine + 1) * NUMBER}
-    gathered = others * (2 * row + TOP_K * weights + TOP_K * 4) + (n - 1) * NUMBER
-    return {"all_gather": gathered, "reduce_scatter": (n - 1) * tokens[me] * (2 * row + TOP_K * weights)}
+    gathered = others * (2 * row + pairs_of_token * (weights + 4)) + (n - 1) * NUMBER
+    return {"all_gather": gathered, "reduce_scatter": (n - 1) * tokens[me] * (2 * row + pairs_of_token * weights)}
 
 
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
@@ -87,3 +89,7 @@ def test_formula_in_cases_that_are_known(world):
     assert every["all_to_all"] == 6 * 101
     one = ways.elements_received(4, 1, 8, 100)
     assert one["once"] == pytest.approx(one["all_to_all"] + 3 / 4 / 4)
+    halves = ways.elements_received(4, 1, 8, 100, 2)  # one expert, on two of the ranks
+    assert halves["all_to_all"] == 2 * one["all_to_all"]
+    assert halves["once"] == pytest.approx(2 * one["once"])
+    assert ways.elements_received(4, 2, 8, 100, 4)["once"] == 3 * (100 + 2 * 1.25)  # each token goes to every rank once

@@ -9,6 +9,7 @@ import torch
 from hpctrain import Grid, RngKey
 from hpctrain.grid_shape import all_grids
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.models.mixtral import Mixtral, MixtralShape
 from hpctrain.train.generate import generate
 
 pytestmark = pytest.mark.mpi
@@ -82,6 +83,32 @@ def test_warm_text_does_not_depend_on_the_grid(world):
     assert alone != greedy()
     for data, pipeline, tensor in grids(world.size):
         assert sample(Grid(data, pipeline, tensor), temperature=1.0) == alone
+
+
+MIXTRAL = MixtralShape(
+    layers=3, width=15, heads=6, context=8, vocabulary=23, kv_heads=3, ffn=21, head_width=6, rope_base=10.0,
+    experts=5, top_k=2, expert_ffn=7,
+)  # fmt: skip
+
+
+@pytest.mark.ranks(2, 4)
+def test_experts_on_several_ranks(world, monkeypatch):
+    """Ranks that would draw another token, as by rounding, and one that ends the text, take the first one's."""
+    from mpi4py import MPI
+
+    def text(grid, **options):
+        model = Mixtral(grid, MIXTRAL, key=RngKey(3), dtype=torch.float64)
+        return generate(model, grid, PROMPT, COUNT, KNOWN, RngKey(8), 1.0, **options)
+
+    alone = text(Grid(comm=MPI.COMM_SELF))
+    end = next(token for token in range(KNOWN) if token not in alone)
+    for data, pipeline, tensor in grids(world.size)[::2]:
+        ranks = world.size // pipeline
+        with Grid(data, pipeline, tensor, ranks, 1 + (ranks == 4)) as grid, monkeypatch.context() as changed:
+            assert text(grid) == alone
+            if grid.pipeline.rank < pipeline - 1 or grid.expert.rank > 0:
+                changed.setattr("hpctrain.train.generate.chosen_by", lambda *_: end)
+            assert text(grid, end=end) == alone
 
 
 END = 4

@@ -32,6 +32,20 @@ DEEPSEEK = dataclasses.replace(
 )  # fmt: skip
 
 
+# Of each two ranks both have half of their experts' features, of 7.
+DIVIDED = {2: [(2, 1, 1, 2), (1, 1, 2, 2)], 4: [(4, 1, 1, 4), (2, 1, (1, 2, 1), 4), (2, 2, 1, 2)]}
+
+
+@pytest.mark.ranks(*DIVIDED)
+@pytest.mark.parametrize(("method", "recompute"), [("ddp", "none"), ("zero3", "block")])
+def test_experts_that_ranks_divide(world, method, recompute):
+    for data, pipeline, tensor, expert in DIVIDED[world.size]:
+        shape = dataclasses.replace(fitting(DEEPSEEK, pipeline), capacity=1.1)
+        with Grid(data, pipeline, tensor, expert=expert, expert_tensor=2) as grid:
+            model = made(grid, shape, recompute=recompute)
+            check_strategy(method, model, grid, shape, 2, serial(shape, 1.0))
+
+
 def experts_over(ranks):
     """Numbers of ranks that experts are spread over, of so many ranks of data and tensor: none, all, and between."""
     return sorted({1, ranks, *([ranks // 2] if ranks > 2 else [])})
@@ -96,7 +110,8 @@ def test_schedules(world, name):
     """Stages with two replicas, and split backwards."""
     stages = schedule(name, 2, 2).graph.stages
     shape = dataclasses.replace(DEEPSEEK, layers=stages + 1, dropout=0.3)
-    with Grid(1, 2, world.size // 2, expert=world.size // 2) as grid:
+    parts = world.size // 2 if name in ("zb-h1", "chimera") else 1
+    with Grid(1, 2, world.size // 2, expert=world.size // 2, expert_tensor=parts) as grid:
         check(grid, shape, count=2, clip=1.0, pipeline=name)
 
 

@@ -190,6 +190,24 @@ def test_balance_loss(world, doubles):
         model(IDS, output_router_logits=False)
 
 
+def test_generation_that_ends_at_different_steps(world, doubles):
+    """Replicas with other prompts, of which the later ones want more tokens."""
+    for sizes in GRIDS[world.size]:
+        grid, serial = grid_of(**sizes), made("Mixtral").eval()
+        model = ht.parallelize(copy.deepcopy(serial), grid)
+        prompt = IDS[rows_of(grid), : 3 + grid.data.rank % 2]
+        how = {"max_new_tokens": 1 + 2 * grid.data.rank, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        with doubles():
+            expected, got = (m.generate(prompt, use_cache=True, **how) for m in (serial, model))
+        assert torch.equal(got, expected)
+
+
+def test_experts_of_parts_are_refused(world):
+    message = "its experts are spread whole, got expert_tensor=2; use 1, or expert=1"
+    with ht.Grid(data=world.size, expert=2, expert_tensor=2) as grid, pytest.raises(ValueError, match=message):
+        ht.parallelize(made("Mixtral"), grid)
+
+
 def test_trainer_and_checkpoint(world, doubles, tmp_path):
     """Saved on one grid, taken up on another."""
     tmp_path = world.bcast(tmp_path)

@@ -121,6 +121,21 @@ def test_precisions_that_are_allowed():
         search(config(SMALL), 4, SLOW, precisions=("int8",))
 
 
+def test_experts_that_ranks_divide():
+    """Searched are the grids whose ranks do so as they are given to; of three experts four ranks have what they say."""
+    grid = ["grid.data=4", "grid.expert=4", "grid.expert_tensor=2"]
+    job, given = jobs.read(config([*MIXED, "model.layers=4", "model.experts=3", *grid]))
+    tried = Search(Estimator(job, CPU), given, 4)
+    found = [way for grid in tried.grids for layout in tried.layouts(grid) for way in ways(job, given, layout)]
+    assert {way.expert for way in found} == {2, 4}
+    assert {way.settings["grid.expert_tensor"] for way in found} == {2}
+    assert {way.pipeline for way in found} == {1, 2}  # not 4, whose stages have one rank
+    parts = {1: 1, 2: 1, 4: 3 / 4}  # of an expert, on the rank that has the most
+    for each, experts in parts.items():
+        held = tried.estimator.expert_elements(given._replace(expert_tensor=each), (1, 0))
+        assert held == experts * job.costs.expert_weights
+
+
 @pytest.mark.parametrize(
     ("job", "ranks", "machine"),
     [(SMALL, 8, SLOW), ([*LONG, "train.batch=6"], 6, CPU), (LARGE, 4, LEAN), (MIXED, 4, SLOW), (SMALL, 4, MEASURED),

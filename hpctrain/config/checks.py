@@ -102,7 +102,12 @@ def check_grid(config: Config, ranks: int) -> None:
 
 def check_experts(config: Config) -> None:
     """Raise ValueError for a grid that cannot spread experts as grid.expert says, or without any to spread."""
-    check_expert(config.grid_shape, expert := config.grid.expert)
+    check_expert(config.grid_shape, expert := config.grid.expert, config.grid.expert_tensor)
+    if config.grid.expert_tensor > 1 and config.experts.replicate_hot:
+        raise ValueError(
+            f"experts.replicate_hot = {config.experts.replicate_hot} sends whole experts along, which "
+            f"grid.expert_tensor = {config.grid.expert_tensor} divides; use 0, or grid.expert_tensor=1"
+        )
     if expert > 1 and not models.get(config.model.kind).experts:
         raise ValueError(
             f"grid.expert = {expert} spreads the experts of a mixture, which model.kind = {config.model.kind} has not "

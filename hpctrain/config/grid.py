@@ -28,6 +28,10 @@ class GridConfig:
         1, "ranks that the experts of a mixture are spread over: a divisor of data × tensor, of whose ranks each then "
         "holds only some of the experts; 1: all of them on every rank", low=1,
     )  # fmt: skip
+    expert_tensor: int = option(
+        1, "neighbours among the ranks of grid.expert that divide each of their experts between them: a divisor of it; "
+        "1: whole experts", low=1,
+    )  # fmt: skip
 
 
 @dataclass

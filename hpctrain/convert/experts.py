@@ -9,14 +9,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpctrain import comm
 from hpctrain.comm.functional import with_adjoint
 from hpctrain.convert.boundary import enter, gather, leave, take
 from hpctrain.convert.plain import altered, is_pointwise
-from hpctrain.convert.pretrained import is_pretrained
+from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
 from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis, Grid
 from hpctrain.layers.experts.dispatch import Dispatch, choose
@@ -69,6 +70,18 @@ class SpreadExperts(torch.nn.Module):
             dispatch = kind(self.expert, chosen, split_sizes(self.experts, self.expert.size))
             up, down = (self._parameters[name] for name in _STACKS)
             return gather(_apply(self, x, weights, up, down, dispatch), self.tensor, counts, 0)
+
+
+class SpreadPretrained(DividedPretrained):
+    """Mixin for a PreTrainedModel that generates, with such experts: of replicas whose sequences end at different
+    steps, those that have ended compute on, for nothing, until all have."""
+
+    def generate(self, *arguments: Any, **options: Any):
+        return super().generate(*arguments, **{**options, "synced_gpus": True})
+
+    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        going_on = torch.tensor([int(not this_peer_finished)])
+        return bool(comm.all_reduce(going_on, self.hpctrain_grid.world))
 
 
 def _apply(module, x, weights, up, down, dispatch):
@@ -162,6 +175,11 @@ def split_experts(plan: Plan, module: torch.nn.Module) -> None:
     if plan.grid.expert.size > 1:
         if plan.grid.pipeline.size > 1:
             raise ValueError(f"its experts are spread over ranks of one stage; got pipeline={plan.grid.pipeline.size}")
+        if plan.grid.expert_tensor > 1:
+            raise ValueError(
+                f"its experts are spread whole, got expert_tensor={plan.grid.expert_tensor}; use 1, or expert=1, where "
+                "the tensor ranks divide each of them"
+            )
         for name in _STACKS:
             plan.spread(module, name)
         plan.swap_class(

@@ -13,7 +13,7 @@ from torch import nn
 from hpctrain import comm
 from hpctrain.convert.averaging import MeanGradients
 from hpctrain.convert.decide import decide
-from hpctrain.convert.experts import refuse_router_losses
+from hpctrain.convert.experts import SpreadPretrained, refuse_router_losses
 from hpctrain.convert.first_steps import FirstSteps
 from hpctrain.convert.gradients import mark_gradients
 from hpctrain.convert.initial import check_model, give_buffers
@@ -161,7 +161,8 @@ def parallelize(
             if cuts and module is model:
                 plan.swap_class(module, CutSequences, hpctrain_grid=grid, hpctrain_current=current)
             else:
-                plan.swap_class(module, DividedPretrained, hpctrain_grid=grid)
+                together = plan.spreads and hasattr(module, "generate")
+                plan.swap_class(module, SpreadPretrained if together else DividedPretrained, hpctrain_grid=grid)
     if stages is None:
         _check_equal(model, grid)
     key = drawn_key(grid, None) if meta else None

@@ -64,8 +64,8 @@ def write_tokenizer(folder: Path, tokenizer: Any, context: int) -> None:
 def to_hugging_face(name: str, weight: torch.Tensor, format: Format, shape: Any) -> dict[str, torch.Tensor]:
     """A whole parameter as Hugging Face's tensors, by their names."""
     source = format.source(name, shape)
-    if weight.dim() == 3:
-        weight = weight.flatten(0, 1)
+    if weight.dim() > 2 and source.rows:  # of experts, one after the other
+        weight = weight.flatten(0, -2)
     if source.order is not None:
         ordered = torch.empty_like(weight)
         ordered[torch.from_numpy(source.order)] = weight

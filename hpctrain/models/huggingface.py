@@ -19,7 +19,7 @@ class Source:
         names: of their tensors, whose rows one after another are `order`ed into ours.
         rows: of each of these tensors; () where there is one.
         order: row i of ours is row order[i] of theirs; None for the same order. Rows of a weight of experts, (experts,
-            rows, columns), are those of one expert after the other.
+            …, columns), are those of one expert after the other.
         transposed: their matrices are (in, out), as of GPT-2's Conv1D; their rows are then those of the transpose.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,15 @@ def check_config(format: Format, shape: Any, folder: Path) -> None:
 def _fill(p: torch.nn.Parameter, source: Source, tensors: _Safetensors) -> None:
     """Read the slices of this rank."""
     shard = shard_of(p)
-    rows, *columns = shard.slices
-    whole = shard.global_shape
-    ours, first = p.view(shard.shape), 0
-    if len(whole) == 3:  # of experts, all of whose rows are here
-        rows, columns = slice(rows.start * whole[1], rows.stop * whole[1]), columns[1:]
-        ours, whole = ours.flatten(0, 1), (whole[0] * whole[1], whole[2])
+    *rows, last = shard.slices  # of experts, those of one after the other
+    rows, columns = (rows, [last]) if rows else ([last], [])
+    lengths = shard.global_shape[: len(rows)]
+    numbers = np.arange(math.prod(lengths)).reshape(lengths)[tuple(rows)].reshape(-1)
+    whole = (math.prod(lengths), *shard.global_shape[len(rows) :])
+    ours, first = p.view(shard.shape).flatten(0, len(rows) - 1), 0
     heights = source.rows or (whole[0],)
     transposed = source.transposed and len(whole) == 2
-    theirs = np.arange(rows.start, rows.stop) if source.order is None else source.order[rows]
+    theirs = numbers if source.order is None else source.order[numbers]
     for name, height in zip(source.names, heights, strict=True):
         stored = tensors.get(name)
         shape = (height, *whole[1:])

@@ -82,7 +82,7 @@ class Estimator:
     def parts(self, choice: Choice) -> Parts:
         """Of a microbatch."""
         distance = choice.pipeline if choice.ring > 1 else 1  # of the boxes of a ring
-        shape = choice.algorithm, choice.box, choice.ring, choice.ulysses, choice.expert
+        shape = choice.algorithm, choice.box, choice.ring, choice.ulysses, choice.expert, choice.expert_tensor
         key = *shape, distance, choice.recompute, self.job.sequences(choice)
         if key not in self._parts:
             box, costs = Box(self.job, self.machine, self.network, choice), self.job.costs
@@ -121,7 +121,8 @@ class Estimator:
         costs = self.job.costs
         if not costs.mixture:
             return 0.0
-        return layers[0] * -(-costs.mixture.experts // choice.expert) * costs.expert_weights
+        parts = -(-costs.mixture.experts * choice.expert_tensor // choice.expert)  # each 1 / expert_tensor of an expert
+        return layers[0] * parts * costs.expert_weights / choice.expert_tensor
 
     def placement(self, choice: Choice) -> tuple[list[list[int]], int]:
         """The stages of each rank of a pipeline, and its copies of the model."""

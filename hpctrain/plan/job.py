@@ -37,6 +37,7 @@ class Choice(NamedTuple):
     ring: int = 1
     ulysses: int = 1
     expert: int = 1
+    expert_tensor: int = 1
     partition: tuple[int, ...] = ()
 
     @property
@@ -65,6 +66,7 @@ class Choice(NamedTuple):
             "grid.data": [self.data, self.ring, self.ulysses] if shared else self.data,
             "grid.sequence": 1,
             "grid.expert": self.expert,
+            "grid.expert_tensor": self.expert_tensor,
             "grid.pipeline": self.pipeline,
             "grid.tensor": list(self.box),
             "train.microbatches": self.microbatches,
@@ -161,7 +163,7 @@ def read(config: Config) -> tuple[Job, Choice]:
     choice = Choice(
         grid["replica"], grid["pipeline"], grid["x"], grid["y"], grid["z"], train.microbatches, pipeline.schedule,
         pipeline.virtual_stages, train.recompute, config.data_parallel.method, config.tensor.algorithm,
-        grid["ring"], grid["ulysses"], config.grid.expert,
+        grid["ring"], grid["ulysses"], config.grid.expert, config.grid.expert_tensor,
         () if isinstance(pipeline.partition, str) else tuple(pipeline.partition),
     )  # fmt: skip
     return job, choice

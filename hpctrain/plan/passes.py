@@ -99,7 +99,7 @@ class Box:
             self.sequences = x * -(-self.sequences // x)
         self.rows = self.sequences * -(-job.costs.context // (self.ring * self.ulysses))
         self.rate = machine.peak_of(job.compute, job.matmul) * machine.device.product
-        self.expert = choice.expert
+        self.expert, self.expert_tensor = choice.expert, choice.expert_tensor
         heads = -(-job.groups // (y if self.plane else x * y)) * (job.heads // max(1, job.groups))
         self.heads = -(-heads // self.ulysses)  # of this rank
 
@@ -205,18 +205,19 @@ class Box:
         if mixture is None:
             return Mixed()
         tokens = self.rows / (self.x * self.y)
-        pairs, local = tokens * mixture.top_k, -(-mixture.experts // self.expert)
-        weights = size * local * costs.expert_weights
+        parts = self.expert_tensor  # ranks with some features of each expert, to all of which a token goes
+        pairs, local = tokens * mixture.top_k, -(-mixture.experts * parts // self.expert)
+        weights = size * local * costs.expert_weights / parts
         router = 2 * tokens * costs.router_weights / self.rate
         experts = 2 * pairs * costs.expert_weights / self.rate
         # every expert's weights are read, and rows are copied to their places and back
-        moved = weights + size * pairs * (6 * width + 5 * mixture.ffn)
+        moved = weights + size * pairs * (6 * parts * width + 5 * mixture.ffn)
         once = router + experts + self.elements(moved)
         # whole rows: in one all-to-all over y there and back; each pair to its expert and back
         rows = 2 * net.all_to_all(size * self.rows / self.x * width, self.groups["y"])
-        sent = 2 * net.all_to_all(size * pairs * width, self.groups["expert"])
-        kept = size * pairs * (width + 2 * mixture.ffn)
-        return Mixed(once, rows, sent, kept, size * pairs * (width + 3 * mixture.ffn), 12 + 3 * local)
+        sent = 2 * net.all_to_all(size * parts * pairs * width, self.groups["expert"])
+        kept = size * pairs * (parts * width + 2 * mixture.ffn)
+        return Mixed(once, rows, sent, kept, size * pairs * (parts * width + 3 * mixture.ffn), 12 + 3 * local)
 
     def block(self, recompute: str, dense: bool = False) -> Part:
         """One block of the model; `dense`, of those without a mixture where others have one."""

@@ -97,7 +97,7 @@ def received(job: Job, choice: Choice) -> dict[str, float]:
     found = [
         step_traffic(
             job.costs, choice.grid, job.batch, shape.schedule, job.itemsize, rank, choice.algorithm, job.overlap,
-            choice.partition or None, choice.method, choice.expert, job.reduce, job.comm,
+            choice.partition or None, choice.method, choice.expert, job.reduce, job.comm, choice.expert_tensor,
         )
         for rank in sorted(ranks)
     ]  # fmt: skip

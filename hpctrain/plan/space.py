@@ -37,6 +37,8 @@ def grids(job: Job, given: Choice, ranks: int) -> Iterator[Choice]:
         workers = data - job.servers
         if workers < 1 or workers > job.batch or pipeline > job.costs.layers:
             continue
+        if data * ring * ulysses * x * y * z % given.expert_tensor:
+            continue
         if given.partition and len(given.partition) != pipeline * max(1, given.virtual_stages):
             continue
         if 2 * ring * ulysses > max(2, job.costs.context):
@@ -116,10 +118,11 @@ def kept(choice: Choice, given: Choice, settings: tuple[str, ...]) -> bool:
 
 
 def expert_ranks(job: Job, given: Choice, layout: Choice) -> list[int]:
-    """Numbers of ranks that experts can be spread over so that none is without one."""
+    """Numbers of ranks that experts can be spread over so that none is without one, or without its part of one."""
     spread = given.method in ZERO
-    ranks = divisors(layout.replicas * math.prod(layout.box)) if job.experts > 1 else [1]
-    return [each for each in ranks if each <= job.experts and (spread or each == 1)]
+    parts = given.expert_tensor
+    ranks = divisors(layout.replicas * math.prod(layout.box)) if parts * job.experts > 1 else [1]
+    return [n for n in ranks if n <= parts * job.experts and n % parts == 0 and (spread or n == 1)]
 
 
 def schedules(layers: int, ranks: int) -> list[tuple[str, int]]:

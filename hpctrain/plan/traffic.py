@@ -28,6 +28,7 @@ def step_traffic(
     expert: int = 1,
     reduce: int | None = None,
     comm: int | None = None,
+    expert_tensor: int = 1,
 ) -> dict[str, float]:
     """Bytes that rank `rank` of the pipeline axis receives in one training step, {axis: bytes}.
 
@@ -51,6 +52,7 @@ def step_traffic(
         expert: ranks that experts are spread over. Of these the load is taken to be even, and all to be on one node.
         reduce, comm: bytes of a number of gradients, as they are summed over microbatches, and over the data axis;
             those of the line above where they are not given.
+        expert_tensor: ranks, of `expert`, that divide each expert.
     """
     reduce = reduce or itemsize
     comm, wide = comm or reduce, max(4, itemsize)
@@ -153,7 +155,7 @@ def step_traffic(
         tokens = rows / (x * y)
         # rows become whole, and are spread again; a pair's row comes to its expert, and back
         tensor += passes * mixed * 4 * part(y) * tokens * width
-        pairs = mixture.top_k * tokens
+        pairs = expert_tensor * mixture.top_k * tokens  # of a token and a part of an expert
         numbers = 4 * pairs / expert * width * itemsize + 2 * pairs / expert * max(4, itemsize)
         chosen = 8 + 4 * pairs  # how many tokens each rank has, and which experts
         between = passes * mixed * (expert - 1) * (numbers + chosen)

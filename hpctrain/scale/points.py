@@ -69,7 +69,8 @@ def points(
                 f"the grid of {path} has {base.ranks} ranks, but the study begins with {ranks[0]}; give the grid of "
                 f"the first point, as grid.data={ranks[0]}, or begin with --ranks 1 or {base.ranks}"
             )
-        fixed += ["grid.data=1", "grid.sequence=1", "grid.pipeline=1", "grid.tensor=[1, 1, 1]", "grid.expert=1"]
+        alone = ("data", "sequence", "pipeline", "expert", "expert_tensor")
+        fixed += [*(f"grid.{axis}=1" for axis in alone), "grid.tensor=[1, 1, 1]"]
         base = load_config(path, fixed)
     fastest = []
     for count in ranks:

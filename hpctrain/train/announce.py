@@ -52,7 +52,7 @@ def job_facts(session: Session) -> dict[str, Any]:
     return {
         "time": time.time(),
         "model": session.spec.describe(session.model.shape),
-        "grid": describe_shape(session.grid.shape, session.grid.expert.size),
+        "grid": describe_shape(session.grid.shape, session.grid.expert.size, session.grid.expert_tensor),
         "precision": session.config.precision.compute,
         "device": torch.cuda.get_device_name(session.device) if session.device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(),

@@ -23,7 +23,8 @@ def generate(
     """Up to `count` tokens that follow `prompt`, drawn below `vocabulary`; the same on every rank, and on every grid.
 
     Keys and values of earlier tokens are kept, spread over the ranks that share a sequence, until there are more tokens
-    than `context`, of which the last are seen. The replicas all do the same work.
+    than `context`, of which the last are seen. The replicas all do the same work, to rounding where they share experts:
+    what the first one draws is the next token of all, so that they end together.
 
     Args:
         temperature: of the softmax; 0 takes the likeliest token.
@@ -33,6 +34,7 @@ def generate(
         documents: the token that ends documents, of a model whose documents see themselves alone; None of one that sees
             all.
     """
+    drawing = model.placement[0, model.last] * grid.ulysses.size * grid.tensor.size  # the first rank of the last stage
     executor = Executor(grid.pipeline, forward_only(grid.pipeline.size, 1, model.placement))
     ids, context, first = list(prompt), model.shape.context, 0
     cache: InferenceCache | ShardedKVCache | None = None
@@ -54,7 +56,7 @@ def generate(
             chosen = torch.zeros(1, dtype=torch.int64)
             if logits:
                 chosen[0] = chosen_by(logits[0][:vocabulary].double(), draw, temperature, top_k, top_p)
-            comm.broadcast(chosen, grid.pipeline, root=model.placement[0, model.last])
+            comm.broadcast(chosen, grid.world, root=drawing)
             ids.append(int(chosen))
             if ids[-1] == end:
                 break

@@ -62,7 +62,7 @@ def open_trained(source: Path, overrides: list[str], world: MPI.Intracomm) -> Tr
         if spec.own_loss:
             raise ValueError(f"model.kind = {config.model.kind} has a loss and logits of its own")
         check_grid(config, world.size)
-    grid = Grid(*grid_arguments(config.grid_shape), config.grid.expert, comm=world)
+    grid = Grid(*grid_arguments(config.grid_shape), config.grid.expert, config.grid.expert_tensor, comm=world)
     device = comm.local_device(config.run.device, world)
     comm.decide_cuda_aware(grid, device)
     master, precision = dtypes(config.precision)
@@ -101,7 +101,7 @@ def configuration(source: Path, overrides: list[str], ranks: int) -> Config:
         path, given = None, [f"model.{key}={toml_value(value)}" for key, value in found.options(settings).items()]
     else:
         raise ValueError(f"{source} is neither a run folder (config.toml) nor one of Hugging Face's (config.json)")
-    alone = [f"grid.{axis}=1" for axis in ("data", "sequence", "pipeline", "tensor", "expert")]
+    alone = [f"grid.{axis}=1" for axis in ("data", "sequence", "pipeline", "tensor", "expert", "expert_tensor")]
     if any(override.startswith("grid.") for override in overrides):
         return load_config(path, [*given, *alone, *overrides])
     config = load_config(path, [*given, *overrides])

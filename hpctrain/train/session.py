@@ -109,7 +109,10 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
     with comm.together(world):
         if world.rank == 0 and config.run.machine:
             predict(config, config.run.machine)  # that it can be compared at the end
-    grid = Grid(*grid_arguments(config.grid_shape), config.grid.expert, comm=world, boxes=config.boxes)
+    grid = Grid(
+        *grid_arguments(config.grid_shape), config.grid.expert, config.grid.expert_tensor, comm=world,
+        boxes=config.boxes,
+    )  # fmt: skip
     watched: MPI.Intracomm | comm.WatchedComm = grid.comm
     if config.comm.watchdog:
         watched = comm.WatchedComm(comm.Watchdog(grid, config.comm.watchdog))

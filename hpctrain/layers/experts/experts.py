@@ -30,10 +30,14 @@ class Experts(torch.nn.Module):
     none where there are fewer than ranks. A rank of `grid.copies` holds the same ones. Tokens travel to their experts
     and back; see `dispatch`.
 
+    With `grid.expert_tensor` = T, each T neighbours along `grid.expert` have the same experts, and some hidden features
+    of each: a part of an expert is one of T × experts, to all of which a token travels. Their results are summed as
+    those of a token's experts are.
+
     Gradients of tokens travel back while those of the weights are computed.
 
     Args:
-        activation: "swiglu", silu(gate) · up with `up` (experts, {gate, up} × ffn, features), or "gelu", with `up`
+        activation: "swiglu", silu(gate) · up with `up` (experts, {gate, up}, ffn, features), or "gelu", with `up`
             (experts, ffn, features). `down` is (experts, features, ffn).
         capacity: in training an expert takes ⌈capacity · top_k · length / experts⌉ tokens of each sequence at most, and
             the other pairs count nothing; 0 for no limit. All grids drop the same, as a sequence is one group on each.
@@ -41,12 +45,16 @@ class Experts(torch.nn.Module):
         dispatch: how tokens travel, "all_to_all", "gather" or "once"; "auto" for what moves least.
         replicate_hot: in each microbatch so many of the experts with the most tokens, at most, have a replica on ranks
             with fewer, which takes some of them; see `replicas`. No effect but on time, and memory for their weights.
+            Of whole experts alone.
         std, std_out: standard deviations of the initial weights of `up` and `down`; by default as of `Linear`.
 
     Shapes: x (tokens, features), whole rows; see `WholeRows`.
 
     Raises:
-        ValueError: for options that are none of these; from forward when capacity is asked for of parts of sequences.
+        ValueError: for options that are none of these; from forward when capacity is asked for of parts of sequences,
+            and replicas of parts of experts.
+
+    Source of parts of experts: Liu et al., "MoE parallel folding" (2025), as Megatron-LM's expert tensor parallelism.
     """
 
     def __init__(
@@ -66,46 +74,71 @@ class Experts(torch.nn.Module):
         if capacity < 0:
             raise ValueError(f"capacity must be positive, or 0 for no limit, got {capacity}")
         self.axis, self.experts, self.features, self.ffn = grid.expert, experts, features, ffn
+        self.parts = grid.expert_tensor
         self.activation, self.dispatch, self.replicate_hot = activation, dispatch, replicate_hot
         self.capacity, self.capacity_policy = capacity, capacity_policy
         self.split_backward: ProductQueue | None = None  # of a model whose backwards are split
         key, factory = drawn_key(grid, key), Factory(dtype=dtype, device=device)
 
-        def made(name, rows, columns, std):
-            shard = expert_shard((experts, rows, columns), grid.expert.size, grid.expert.rank)
-            return parameter(shard, key / name, (3 * columns) ** -0.5 if std is None else std, **factory)
+        def made(name, shape, hidden, std):
+            shard = expert_shard((experts, *shape), grid.expert.size, grid.expert.rank, self.parts, hidden)
+            return parameter(shard, key / name, (3 * shape[-1]) ** -0.5 if std is None else std, **factory)
 
-        self.up = made("up", ACTIVATIONS[activation].unit * ffn, features, std)
-        self.down = made("down", features, ffn, std_out)
+        unit = ACTIVATIONS[activation].unit
+        self.up = made("up", (ffn, features) if unit == 1 else (unit, ffn, features), -2, std)
+        self.down = made("down", (features, ffn), -1, std_out)
 
     def forward(self, x: torch.Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """`meanwhile` is called while results travel back to their tokens; its backward comes while gradients travel to
         the experts."""
         (dispatch, replicas), first = routing.rows.tokens.decide(lambda: self._dispatch(x, routing))
         if first and self.training and self.capacity:
-            routing.record.add_dropped(routing.experts.numel() - dispatch.sent.sum())
+            routing.record.add_dropped(routing.experts.numel() - dispatch.sent.sum() // self.parts)
         flight = _Flight(dispatch, replicas)
-        out = _Experts.apply(x, routing.weights, self.up, self.down, flight, self)
+        weights = routing.weights[:, :, None].expand(-1, -1, self.parts).flatten(1)
+        out = _Experts.apply(x, weights, self.up, self.down, flight, self)
         if meanwhile is not None:
             meanwhile()
         return _Returned.apply(out, flight)
 
     def _dispatch(self, x, routing) -> tuple[Dispatch, Replicas | None]:
-        chosen, axis, replicas = routing.experts, self.axis, None
-        of_rank: Sequence[int] = split_sizes(self.experts, axis.size)
+        chosen, axis, replicas, top_k = routing.experts, self.axis, None, routing.experts.shape[1]
+        of_rank: Sequence[int] = split_sizes(self.experts, axis.size // self.parts)
         if self.capacity and self.training:
             chosen = chosen.where(kept_pairs(routing, self.experts, self.capacity, self.capacity_policy), self.experts)
+        if self.parts > 1:
+            if self.replicate_hot:
+                raise ValueError(
+                    f"replicate_hot sends whole experts along, got {self.replicate_hot} where grid.expert_tensor = "
+                    f"{self.parts} divides them; use 0"
+                )
+            chosen = parts_of_experts(of_rank, self.parts).to(chosen.device)[chosen].flatten(1)
+            of_rank = [count for count in of_rank for _ in range(self.parts)]
         if self.replicate_hot and axis.size > 1:
             counts = torch.bincount(chosen.flatten(), minlength=self.experts + 1)[: self.experts]
             table = comm.all_gather(counts[None], axis)
             if listed := chosen_replicas(table.sum(0).tolist(), of_rank, self.replicate_hot):
                 replicas = Replicas(axis, of_rank, listed)
                 chosen, of_rank = replicas.numbered(chosen, table), replicas.of_rank
-        kind = choose(axis, x, self.dispatch, chosen.shape[1], self.experts)
+        kind = choose(axis, x, self.dispatch, top_k, self.experts, self.parts)
         return kind(axis, chosen, of_rank), replicas
 
     def extra_repr(self):
         return f"{self.experts} × ({self.features}, {self.ffn}), {self.activation}, dispatch={self.dispatch}"
+
+
+def parts_of_experts(of_group: Sequence[int], parts: int) -> torch.Tensor:
+    """(experts + 1, parts): the numbers of each expert's parts, rank by rank, where each `parts` ranks have so many
+    experts; of an expert for what is dropped, the number of them all.
+
+    >>> parts_of_experts([2, 1], 2).tolist()
+    [[0, 2], [1, 3], [4, 5], [6, 6]]
+    """
+    numbers, first = [], 0
+    for count in of_group:
+        numbers += [[first + number + part * count for part in range(parts)] for number in range(count)]
+        first += parts * count
+    return torch.tensor([*numbers, [first] * parts])
 
 
 class _Flight:
@@ -128,7 +161,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, weights, up, down, flight, experts):
         dispatch, replicas = flight.dispatch, flight.replicas
         activation, counts = ACTIVATIONS[experts.activation], dispatch.counts
-        more = replicas.weights(up, down) if replicas else (up[:0], down[:0])
+        more = replicas.weights(_matrices(up), _matrices(down)) if replicas else (up[:0], down[:0])
         rows, weight = dispatch.to_experts(x).wait(), dispatch.weights_to_experts(weights)
         hidden = products(rows, _both(up, more[0]), counts, transposed=True)
         act = activation.forward(hidden, weight)
@@ -187,13 +220,21 @@ class _Returned(torch.autograd.Function):
         return grad, None
 
 
+def _matrices(weight: torch.Tensor) -> torch.Tensor:
+    """(experts, out, in)."""
+    return weight.flatten(1, -2)
+
+
 def _both(own: torch.Tensor, of_others: torch.Tensor) -> torch.Tensor:
-    return torch.cat([own, of_others]) if len(of_others) else own
+    return torch.cat([_matrices(own), of_others]) if len(of_others) else _matrices(own)
 
 
 def _weight_gradient(weight, grad, rows, counts, from_replicas):
     """In its bucket, where that can be; with those of the replicas that some of the experts have elsewhere."""
     sync = getattr(weight, "grad_sync", None)
     out = None if sync is None else sync.out()
-    total = weight_gradients(grad, rows, counts, torch.empty_like(weight) if out is None else out)
-    return total if from_replicas is None else total.index_add_(0, *from_replicas)
+    total = torch.empty_like(weight) if out is None else out
+    matrices = weight_gradients(grad, rows, counts, _matrices(total))
+    if from_replicas is not None:
+        matrices.index_add_(0, *from_replicas)
+    return total
