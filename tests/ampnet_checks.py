@@ -212,8 +212,8 @@ SHAPES = {
 
 
 def random_graph(seed):
-    """Blocks within blocks: transforms, loops of a number of turns that depends on the instance, branches that are
-    added up, choices, and rows that go their own ways. Every message has WIDTH columns."""
+    """Blocks within blocks, first a loop: transforms, loops of a number of turns that depends on the instance, branches
+    that are added up, choices, and rows that go their own ways. Every message has WIDTH columns."""
     rng, graph = random.Random(seed), MessageGraph()
     graph.add("source", Source())
     names = iter(f"n{i}" for i in range(1000))
@@ -223,10 +223,10 @@ def random_graph(seed):
         graph.add(name, node)
         return name
 
-    def block(end, depth, level, whole=True):
+    def block(end, depth, level, whole=True, kind=None):
         """Adds a block behind `end`, gives its own end. `level`: numbers in the state; `whole`: not cut into rows."""
         kinds = ["linear", "chain", "loop", "branch", "choice", "rows"] if depth else ["linear"]
-        kind = rng.choice(kinds if whole else [k for k in kinds if k != "rows"])
+        kind = kind or rng.choice(kinds if whole else [k for k in kinds if k != "rows"])
         if kind == "linear":
             name = add(Transform(linear()))
             graph.connect(end, name)
@@ -262,7 +262,7 @@ def random_graph(seed):
         return again
 
     graph.add("head", Loss(Head))
-    graph.connect(block("source", 3, 1), "head")
+    graph.connect(block(block("source", 2, 1, kind="loop"), 3, 1), "head")
     return graph
 
 

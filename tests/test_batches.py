@@ -51,7 +51,9 @@ def test_targets_are_the_tokens_that_follow(world, tokens):
         order = one_f_one_b(1, MICROBATCHES)
         training, validation = set(), set()
         for number in range(3):
-            held = sequences_of(samples.training_step(grid, number, BATCH, order, "cpu", number))
+            step = samples.training_step(grid, number, BATCH, order, "cpu", number)
+            assert {batch.tokens.share for batch in step} == {1 / BATCH}  # of what is a mean over the step's sequences
+            held = sequences_of(step)
             here = [starts[tuple(ids + targets[-1:])] for ids, targets, _ in held]
             assert all(ids[1:] == targets[:-1] for ids, targets, _ in held)
             assert {scale for *_, scale in held} <= {1 / (BATCH * CONTEXT)}
@@ -61,6 +63,7 @@ def test_targets_are_the_tokens_that_follow(world, tokens):
             assert sorted(given) == sorted(samples.training[number * BATCH : (number + 1) * BATCH].tolist())
             training |= set(given)
         for batch in samples.validation_batches(grid, BATCH, 100, order, "cpu"):
+            assert not any(each.tokens.share for each in batch)
             held = sequences_of(batch)
             validation |= {starts[tuple(ids + targets[-1:])] for ids, targets, _ in held}
             assert {scale for *_, scale in held} <= {1 / (samples.held_out * CONTEXT)}
