@@ -44,6 +44,7 @@ class On:
         ("cuda", torch.bfloat16, 64, (12, 0), True, "grouped_mm"),
         ("cuda", torch.bfloat16, 64, (8, 9), False, "mm"),  # torch has a loop there
         ("cuda", torch.bfloat16, 60, (9, 0), False, "mm"),  # rows of 120 bytes, which are no multiple of 16
+        ("cuda", torch.bfloat16, 0, (9, 0), False, "mm"),  # a rank without features
         ("cuda", torch.float32, 64, (9, 0), True, "mm"),
         ("cpu", torch.float32, 60, None, True, "onednn"),
         ("cpu", torch.float32, 64, None, False, "mm"),

@@ -56,7 +56,7 @@ def weight_gradients(grad: torch.Tensor, rows: torch.Tensor, counts: Sequence[in
 
 def choose(rows: torch.Tensor, weight: torch.Tensor) -> str:
     """The kernel, for weights of (experts, out, in)."""
-    aligned = all(length * rows.itemsize % 16 == 0 for length in weight.shape[1:])
+    aligned = all(length and length * rows.itemsize % 16 == 0 for length in weight.shape[1:])
     if rows.is_cuda and rows.dtype is torch.bfloat16 and aligned:
         return "grouped_mm" if torch.cuda.get_device_capability(rows.device) >= (9, 0) else "mm"
     return "onednn" if rows.is_cpu and rows.dtype is torch.float32 and onednn_is_faster() else "mm"
