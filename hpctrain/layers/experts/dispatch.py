@@ -9,8 +9,9 @@ With T tokens on each of N ranks, k of E experts for each and rows of h elements
     all_to_all    k T (N - 1)/N h: a row for each pair
     once          p T (N - 1) h: a token goes to a rank once, p = 1 - C(E - E/N, k)/C(E, k) of them to each
     gather        T (N - 1) h: all tokens go to all ranks
-elements where the load is even, and of weights, counts and places a few bytes for each pair. On one node rows are read
-in place from shared memory, those of `all_to_all` pair by pair.
+elements where the load is even, and of weights, counts and places a few bytes for each pair. Where several ranks have
+parts of an expert, a pair is one of a token and a part. On one node rows are read in place from shared memory, those of
+`all_to_all` pair by pair.
 
 Sources: Lepikhin et al., "GShard" (2020); Megatron-LM's token dispatchers.
 """
