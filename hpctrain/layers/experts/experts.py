@@ -134,7 +134,8 @@ def parts_of_experts(of_group: Sequence[int], parts: int) -> torch.Tensor:
     >>> parts_of_experts([2, 1], 2).tolist()
     [[0, 2], [1, 3], [4, 5], [6, 6]]
     """
-    numbers, first = [], 0
+    numbers: list[list[int]] = []
+    first = 0
     for count in of_group:
         numbers += [[first + number + part * count for part in range(parts)] for number in range(count)]
         first += parts * count
