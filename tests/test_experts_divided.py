@@ -8,18 +8,18 @@ from test_experts import counts_of
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4)]
 
 KINDS = [
-    {"shared_experts": 1},
-    {"ffn": 3, "activation": "gelu", "top_k": EXPERTS},  # of four ranks one has no features
+    {"ffn": 3, "activation": "gelu", "top_k": EXPERTS, "shared_experts": 1},  # of four ranks one has no features
     {"experts": 1, "top_k": 1, "ffn": 1},  # groups of ranks without an expert
+    {},
     {"scores": "sigmoid", "balance_bias": 0.1, "experts": 6, "groups": 3, "groups_kept": 2, "scale": 2.5, "ffn": 7},
 ]
 
 
-@pytest.mark.parametrize("dispatch", ["auto", "all_to_all", "gather", "once"])
+@pytest.mark.parametrize("dispatch", ["all_to_all", "gather", "once"])
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 def test_equals_one_rank(world, way, dispatch):
-    for grid in divided(world.size, way):
-        for options in KINDS:
+    for number, grid in enumerate(divided(world.size, way)):
+        for options in KINDS[number % 2 :: 2]:
             check(grid, 3, 5, {"dispatch": dispatch, **options})
         check(grid, 1, 1, {"dispatch": dispatch})
         layer, serial = check(grid, 3, 7, {"dispatch": dispatch, "capacity": 0.8})
