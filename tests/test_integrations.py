@@ -1,7 +1,7 @@
 """accelerate, Hugging Face's Trainer and Lightning around a divided model: as the library itself on one process.
 
 Each trains a model for four steps, clipped, and saves after the second; then it is resumed there, by
-ranks and by one process. Losses, norms, weights and files must be the same.
+ranks and by one process. Losses, norms, weights and files must be the same as of the library alone.
 """
 
 import contextlib
@@ -43,6 +43,14 @@ def same_weights(weights, model, grid):
         torch.testing.assert_close(gathered, weights, **CLOSE)
 
 
+def same_files(folder, own, *names):
+    """What the library writes by itself."""
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in own.iterdir())
+    for name in names:
+        ours, theirs = (torch.load(each / name, weights_only=False) for each in (folder, own))
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
 # accelerate ------------------------------------------------------------
 
 
@@ -81,15 +89,20 @@ def accelerated(make, model, folder, first=0, last=4, save=None):
 
 
 @pytest.mark.parametrize("how", ["safetensors", "pickle"])
-def test_accelerate(world, folder, how):
+def test_accelerate(world, folder, tmp_path_factory, how):
     from hpctrain.integrations.accelerate import GridAccelerator
 
     grid = ht.Grid(tensor=2)
     divided = lambda: ht.parallelize(gpt2(), grid)  # noqa: E731
     make = lambda **options: GridAccelerator(grid, **options)  # noqa: E731
-    expected, serial = accelerated(accelerate.Accelerator, gpt2(), folder / "none")
+    own = tmp_path_factory.mktemp("own")  # of each rank
+    expected, serial = accelerated(accelerate.Accelerator, gpt2(), own, save=how)
     assert max(expected[2::3]) > 0.05  # it is clipped
     got, model = accelerated(make, divided(), folder, save=how)
+    world.Barrier()
+    same_files(folder, own, "optimizer.bin", "scheduler.bin")
+    drawn = [torch.load(each / "random_states_0.pkl", weights_only=False) for each in (folder, own)]
+    assert torch.equal(*(each["torch_manual_seed"] for each in drawn))
     assert got == pytest.approx(expected, rel=1e-12)
     same_weights(dict(serial.state_dict()), model, grid)
     resumed, model = accelerated(make, divided(), folder, first=2)
@@ -145,6 +158,7 @@ def test_trainer(world, folder, tmp_path_factory, capsys):
         assert got == pytest.approx(expected, rel=1e-9)  # of the log, which is rounded
         assert loss == pytest.approx(evaluated, rel=1e-9)
         same_weights(weights, model, grid)
+    same_files(folder / "checkpoint-2", own / "checkpoint-2", "optimizer.pt", "scheduler.pt")
     for name, tensor in load_file(folder / "checkpoint-2/model.safetensors").items():
         torch.testing.assert_close(tensor, load_file(own / "checkpoint-2/model.safetensors")[name], **CLOSE)
     _, _, model = trained(transformers.Trainer, gpt2(), own, str(folder / "checkpoint-2"))
@@ -209,6 +223,11 @@ def test_lightning(world, folder, tmp_path_factory):
         got, model = lightened(ht.parallelize(make(), grid), folder, resume=resume, strategy=GridStrategy(grid))
         assert got == pytest.approx(losses, rel=1e-12)
         same_weights(weights, model, grid)
+    ours, theirs = (torch.load(each / checkpoint, weights_only=False) for each in (folder, own))
+    assert ours.keys() == theirs.keys()
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
+        torch.testing.assert_close(ours[part], theirs[part], **CLOSE)
+    assert ours["loops"] == theirs["loops"]
     _, model = lightened(make(), own, resume=folder / checkpoint)
     torch.testing.assert_close(dict(model.state_dict()), dict(again.state_dict()), **CLOSE)
     with pytest.raises(ValueError, match="Lightning gives every rank the same batches, got data=2"):

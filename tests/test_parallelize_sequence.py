@@ -174,12 +174,20 @@ def test_recomputed_blocks_and_models_without_a_head(world):
         torch.testing.assert_close(base(whole).last_hidden_state, serial.model(whole).last_hidden_state, **CLOSE)
 
 
+DROPOUT = {
+    "gpt2": lambda: gpt2(embd_pdrop=0.2, resid_pdrop=0.3, attn_pdrop=0.4),
+    "gpt2 of one head": lambda: gpt2(n_head=1, resid_pdrop=0.3, attn_pdrop=0.4),
+    "llama with one key head": lambda: llama(num_key_value_heads=1, attention_dropout=0.3),
+}
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_dropout(world, recompute):
-    """The masks that one rank draws, of the embeddings and of what goes back to the residual stream; sequences of two
-    lengths, of which the first is computed once more after the second has passed."""
-    serial = seeded(lambda: gpt2(embd_pdrop=0.2, resid_pdrop=0.3))
+@pytest.mark.parametrize("case", DROPOUT)
+def test_dropout(world, case, recompute):
+    """The masks that one rank draws, of the embeddings, of what goes back to the residual stream, and in attention;
+    sequences of two lengths, of which the first is computed once more after the second has passed."""
+    serial = seeded(DROPOUT[case])
     first, second = ids(29), ids(17, seed=1)
     whole, sharing = copy.deepcopy(serial), [grid for grid in grids(world.size) if grid.replica.size == 1]
     for grid in sharing:

@@ -37,17 +37,9 @@ def patched():
 
 
 MODELS = {
-    "attention dropout": (
-        lambda: gpt2(attn_pdrop=0.1, resid_pdrop=0.1),
-        r"for transformer\.h\.0\.attn\.attn_dropout \(Dropout\), transformer\.h\.1\.attn\.attn_dropout \(Dropout\): "
-        r"dropout of 0\.1 .*; set it to 0\. Use a grid",
-    ),
-    "attention dropout of Llama": (
-        lambda: llama(attention_dropout=0.3), r"s\.0\.self_attn \(LlamaAtt.*: dropout of 0\.3"
-    ),
     "dropout of ours": (
         with_part(gpt2, "transformer.h.1.mlp.act", lambda _: nn.Dropout(0.2)),
-        r"1\.mlp\.act \(Dropout\): dropout of 0\.2",
+        r"1\.mlp\.act \(Dropout\): dropout of 0\.2 would draw masks of the tokens that a rank has; set it to 0\. Use",
     ),
     "exchanged projections": (
         with_part(llama, "model.layers.0.self_attn.q_proj", LoRA),
@@ -104,11 +96,8 @@ def test_calls(world, case):
     model(ids(9))  # and goes on
 
 
-def test_attention_dropout_and_losses_set_afterwards(world):
+def test_losses_set_afterwards(world):
     model = ht.parallelize(seeded(gpt2), ht.Grid(data=(1, 2, 1)))
-    model.transformer.h[1].attn.attn_dropout.p = 0.5
-    with pytest.raises(ValueError, match=r"transformer\.h\.1\.attn: dropout of 0\.5"):
-        model(ids(9))
     model.loss_function = lambda logits, labels, **_: logits.sum()
     with pytest.raises(ValueError, match="has a loss_function of its own, which would see the tokens of one rank"):
         model(ids(9), labels=ids(9))

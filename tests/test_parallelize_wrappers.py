@@ -38,7 +38,7 @@ def test_ddp(world, process_group):
     ht.parallelize(model, ht.Grid(tensor=world.size))
     before = [p.detach().clone() for p in model.parameters()]
     for wrapped in (model, model[1]):
-        with pytest.raises(ValueError, match=r"Parallel would .*; for replicas use the data axis .*ht\.sync"):
+        with pytest.raises(ValueError, match=r"Parallel would .*; for replicas use the data axis .*tensor=4\), zero=0"):
             DistributedDataParallel(wrapped)
     assert all(torch.equal(p.detach(), q) for p, q in zip(model.parameters(), before))
     holder = DistributedDataParallel(Holder(model))

@@ -30,7 +30,7 @@ def test_model(world, monkeypatch, name):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "bart"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "bart", "t5"])
 def test_generate(world, monkeypatch, name):
     """With caches, which hold this rank's heads."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
@@ -40,6 +40,7 @@ def test_generate(world, monkeypatch, name):
     serial, inputs = zoo_models.models()[f"transformers/{name}"]()
     serial = serial.double().eval()
     model = ht.parallelize(copy.deepcopy(serial), ht.Grid(tensor=world.size))
+    serial.generation_config.decoder_start_token_id = 1
     how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "use_cache": True}
     expected, got = (m.generate(inputs["input_ids"], **how) for m in (serial, model))
     assert torch.equal(got, expected)

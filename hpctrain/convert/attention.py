@@ -26,9 +26,9 @@ def kept(shape: Sequence[int], p: float, dim: int, part: slice | torch.Tensor, l
     Every rank draws the whole mask from torch's generator. So the mask is the one that torch's dropout would have drawn
     without hpctrain, and all ranks' generators stay in the same state.
     """
-    keep = torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(1 - p)
-    if p == 1:
+    if p == 1:  # torch draws nothing
         return torch.zeros_like(like)
+    keep = torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(1 - p)
     mine = (
         keep.narrow(dim, part.start, part.stop - part.start)
         if isinstance(part, slice)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from hpctrain import comm
 from hpctrain.convert.gradients import as_tensors
-from hpctrain.convert.steps import grid_of, undivided_replicas
+from hpctrain.convert.steps import divided_replicas, grid_of
 from hpctrain.grid import Grid
-from hpctrain.layers.whole_parameters import whole_parameters
+from hpctrain.layers.whole_parameters import counted, whole_tensors
 from hpctrain.parameter import shard_of
+from hpctrain.shard_entries import Entry
 
 
 def gather_optimizer_state(
@@ -19,7 +21,7 @@ def gather_optimizer_state(
 ) -> dict[str, Any]:
     """`optimizer.state_dict()` of the plain model, in host memory, on rank 0 of the grid; empty elsewhere. Collective.
 
-    An optimizer of the plain model takes it by `load_state_dict`, that of the model on any grid by
+    An optimizer of the plain model takes it by `load_state_dict`, that of the model on any grid, with any `zero`, by
     `ht.load_optimizer_state`. Tensors travel one by one.
 
     Args:
@@ -31,30 +33,48 @@ def gather_optimizer_state(
             a tensor of another shape, which cannot be put together.
     """
     grid = grid_of(model, grid)
-    undivided_replicas(model, "ht.gather_optimizer_state")
     with as_tensors():
         with comm.together(grid.comm):
             places = _places(model, optimizer)
-            parts = [
-                key for p in places for key, value in optimizer.state.get(p, {}).items() if _is_part(key, value, p)
+            state, entries = _of_this_rank(model, optimizer, places, grid)
+            groups = [
+                {**group, "params": [places[parameter] for parameter in group["params"]]}
+                for group in optimizer.param_groups
             ]
-        state: dict[int, dict[str, Any]] = {}
-        if grid.rank == 0:
-            for parameter, place in places.items():
-                if parameter in optimizer.state:
-                    state[place] = {key: _on_host(value) for key, value in optimizer.state[parameter].items()}
+        everyone = grid.comm.gather(state)
+        whole: dict[int, dict[str, Any]] = {}
+        for there in everyone or ():
+            for place, values in there.items():
+                whole[place] = values | whole.get(place, {})
         numbers = {name: places[p] for name, p in model.named_parameters() if p in places}
-        for key in dict.fromkeys(key for keys in grid.comm.allgather(list(dict.fromkeys(parts))) for key in keys):
+        for path, tensor in whole_tensors(entries, grid):
+            if grid.rank == 0:
+                key, _, name = path.partition("/")
+                shape = getattr(model.get_parameter(name), "whole_shape", tensor.shape)
+                whole[numbers[name]][key] = tensor.view(shape)
+    return {"state": dict(sorted(whole.items())), "param_groups": groups} if grid.rank == 0 else {}
 
-            def part(parameter, key=key):
-                value = optimizer.state.get(parameter, {}).get(key)
-                return value if _is_part(key, value, parameter) else None
 
-            for name, whole in whole_parameters(model, grid, part):
-                if grid.rank == 0:
-                    shape = getattr(model.get_parameter(name), "whole_shape", whole.shape)
-                    state[numbers[name]][key] = whole.view(shape)
-    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]} if grid.rank == 0 else {}
+def _of_this_rank(model, optimizer, places, grid):
+    """What this rank counts of the state: its numbers, with None in the place of tensors, and parts of these."""
+    replicas = divided_replicas(model)
+    spread = replicas.pieces_of(optimizer) if replicas else {}
+    names = {p: name for name, p in model.named_parameters()}
+    state: dict[int, dict[str, Any]] = {}
+    entries: list[Entry] = []
+    for parameter, place in places.items():
+        piece, shard = spread.get(parameter), shard_of(parameter)
+        local = piece.local if piece else parameter
+        is_mine = counted(parameter, grid) if parameter not in spread else piece and shard.owned(grid.coords)
+        if not is_mine or local not in optimizer.state:
+            continue
+        values = state[place] = {}
+        for key, value in optimizer.state[local].items():
+            path, is_part = f"{key}/{names[parameter]}", _is_part(key, value, parameter, local)
+            values[key] = None if is_part else _on_host(value)
+            if is_part:
+                entries += piece.entries(path, value) if piece else [Entry(path, shard, value)]
+    return state, entries
 
 
 def load_optimizer_state(
@@ -70,23 +90,31 @@ def load_optimizer_state(
     Raises:
         ValueError: on every rank, when the state is of other weights.
     """
-    undivided_replicas(model, "ht.load_optimizer_state")
     parts = parts_of_state(model, optimizer, state, grid_of(model, grid))
-    optimizer.load_state_dict(parts)
+    replicas = divided_replicas(model)
+    load = optimizer.load_state_dict if replicas is None else functools.partial(replicas.load_state, optimizer)
+    load(parts)
 
 
 def parts_of_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], grid: Grid
 ) -> dict[str, Any]:
-    """This rank's part of a whole state dict. Collective; raises as `load_optimizer_state`."""
+    """This rank's part of a whole state dict; where replicas spread it, flat. Collective; raises as
+    `load_optimizer_state`."""
+    replicas, parts = divided_replicas(model), {}
     with comm.together(grid.comm), as_tensors():
         if "param_groups" not in state:
             raise ValueError("the state of an optimizer must be whole on every rank: load its file on each of them")
         parameters = {place: parameter for parameter, place in _places(model, optimizer).items()}
-        parts = {
-            place: {key: _take(key, value, parameters.get(place)) for key, value in entries.items()}
-            for place, entries in state["state"].items()
-        }
+        spread = replicas.pieces_of(optimizer) if replicas else {}
+        for place, values in state["state"].items():
+            if place not in parameters:
+                raise ValueError("the state is of an optimizer with more weights than this one")
+            parameter = parameters[place]
+            piece = spread.get(parameter)
+            taken = {key: _take(key, value, parameter, piece) for key, value in values.items()}
+            if piece or parameter not in spread:
+                parts[place] = taken
     return {"state": parts, "param_groups": state["param_groups"]}
 
 
@@ -103,14 +131,14 @@ def _places(model, optimizer) -> dict[torch.nn.Parameter, int]:
     return {parameter: place for place, parameter in enumerate(parameters)}
 
 
-def _is_part(key, value, parameter) -> bool:
-    """Whether it has one element for each of this rank's weights."""
+def _is_part(key, value, parameter, local) -> bool:
+    """Whether it has one element for each of this rank's weights, of which the optimizer knows as `local`."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return False
-    if value.shape == parameter.shape:
+    if value.shape == local.shape:
         return True
     shard = shard_of(parameter)
-    if shard.shape == shard.global_shape:
+    if shard.shape == shard.global_shape and local is parameter:
         return False
     raise _mixed(key, value, parameter)
 
@@ -127,17 +155,18 @@ def _on_host(value):
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _take(key, value, parameter):
-    if parameter is None:
-        raise ValueError("the state is of an optimizer with more weights than this one")
+def _take(key, value, parameter, piece):
+    """This rank's part of a parameter's state; a `piece` of that, flat, where replicas spread it."""
     if not isinstance(value, torch.Tensor):
         return value
     shard = shard_of(parameter)
-    if value.dim() == 0:
+    if value.dim() == 0 and (shard.global_shape or key == "step"):  # by which torch too knows a number
         return value.clone()  # optimizers keep what they are given, and change it in place
     if tuple(value.shape) == tuple(getattr(parameter, "whole_shape", shard.global_shape)):
         part = value.reshape(shard.global_shape)[shard.slices]
+        if piece is not None:
+            return part.reshape(-1)[piece.start : piece.stop].clone()
         return part.clone(memory_format=torch.contiguous_format).view(parameter.shape)
-    if shard.shape == shard.global_shape:
+    if shard.shape == shard.global_shape and piece is None:
         return value.clone()
     raise _mixed(key, value, parameter)

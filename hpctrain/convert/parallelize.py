@@ -21,7 +21,8 @@ from hpctrain.convert.optimizers import watch_optimizers
 from hpctrain.convert.plan import Plan
 from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
 from hpctrain.convert.replica_buffers import watch_buffers
-from hpctrain.convert.sequence import CurrentSpans, CutSequences, check_sequence, use_whole_masks
+from hpctrain.convert.sequence import CutSequences, check_sequence
+from hpctrain.convert.sequence_dropout import CurrentSpans, use_whole_masks
 from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp
 from hpctrain.digest import digest
 from hpctrain.grid import Grid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -67,6 +68,11 @@ def is_plain(module: nn.Module, kind: type | str) -> bool:
         same = works_as(found, kind)
     layer = kind == "Conv1D" or not isinstance(kind, str)
     return same and not altered(module) and not (layer and is_hooked(module))
+
+
+def is_one_of(module: nn.Module, kinds: Iterable[type | str]) -> bool:
+    """Whether it is plain, of any of these."""
+    return any(is_plain(module, kind) for kind in kinds)
 
 
 def is_pointwise(activation: Any) -> bool:

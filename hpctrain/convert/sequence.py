@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpctrain import comm
-from hpctrain.convert.attention import kept
 from hpctrain.convert.boundary import gather, leave, take
-from hpctrain.convert.plain import altered, is_plain, is_pointwise
+from hpctrain.convert.plain import altered, is_one_of, is_plain, is_pointwise
 from hpctrain.convert.pretrained import DividedPretrained
+from hpctrain.convert.sequence_dropout import OF_ATTENTION, OF_TOKENS, drawn_mask, members, positions
 from hpctrain.grid import Grid
 from hpctrain.layers.context.attention import Context, attend
 from hpctrain.layers.context.mask import Mask
-from hpctrain.layers.context.spans import Spans, sequence_spans
+from hpctrain.layers.context.spans import Spans, sequence_spans, span_length
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
@@ -37,8 +37,6 @@ OF_HUGGING_FACE = (
     "LlamaRotaryEmbedding",
 )  # fmt: skip
 IGNORED = -100  # a label that is no target
-# Dropout of (batch, tokens, features): a type, and its member. A mask of attention has tokens × tokens for each head.
-DROPOUT = {"GPT2Model": "drop", "GPT2Attention": "resid_dropout", "GPT2MLP": "dropout"}
 NAMED = 3  # modules in an error, for each reason
 _REMEDY = "Use a grid with grid.data = N, or ht.layers.context_attention in a model of your own"
 
@@ -143,50 +141,11 @@ class SequenceSharding:
 
     @property
     def _counts(self):
-        return tuple(sum(map(len, spans)) for spans in self.spans)
+        return tuple(map(span_length, self.spans))
 
     @property
     def _order(self):
-        return torch.cat([torch.arange(span.start, span.stop) for spans in self.spans for span in spans])
-
-
-@dataclasses.dataclass
-class CurrentSpans:
-    """Positions of the sequences that a model works on now: `spans` of the ranks, of which this one is `rank`."""
-
-    rank: int
-    spans: tuple[Spans, ...] = ()
-
-
-class CutDropout:
-    """Mixin for nn.Dropout of (batch, tokens, features) of which a rank has some tokens.
-
-    Every rank draws the whole mask from torch's generator; see `attention.kept`. For that a byte an element of the
-    whole sequence is needed for a moment.
-
-    Attributes: `current`, of the model.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.p == 0:
-            return x
-        order = torch.cat([torch.arange(span.start, span.stop) for span in self.current.spans[self.current.rank]])
-        shape = len(x), sum(len(span) for spans in self.current.spans for span in spans), x.shape[2]
-        return x * kept(shape, self.p, 1, order.to(x.device), x)
-
-
-def use_whole_masks(plan: Plan, model: nn.Module, current: CurrentSpans) -> None:
-    """Let the dropout of DROPOUT draw what one rank would."""
-    for module in _drops(model):
-        plan.swap_class(module, CutDropout, current=current)
-    for module in model.modules():
-        if _is(module, ("GPT2Attention",)):
-            plan.change(module, current=current)
-
-
-def _drops(model):
-    found = {getattr(m, DROPOUT[type(m).__name__]) for m in model.modules() if _is(m, DROPOUT)}
-    return {module for module in found if is_plain(module, nn.Dropout)}
+        return torch.cat([positions(spans) for spans in self.spans])
 
 
 def documents(position_ids: torch.Tensor) -> tuple[Mask, ...]:
@@ -220,24 +179,23 @@ def _attend(
             f"{module.path} got tokens of which nobody knows the positions: its ranks share sequences, which the model "
             "cuts when it is called as a whole; call that"
         )
-    if dropout:
-        raise ValueError(f"{module.path}: {_dropout(dropout)}")
     if hasattr(module, "current"):  # a block that is computed once more, after others were
         module.current.spans = hpctrain_context.spans
-    context = dataclasses.replace(hpctrain_context, scale=scaling)
+    masks = drawn_mask(query, dropout, hpctrain_context, module.heads, module.part) if dropout else None
+    context = dataclasses.replace(hpctrain_context, scale=scaling, dropout=masks)
     return attend(query, key, value, context).transpose(1, 2).contiguous(), None
 
 
 def check_sequence(model: nn.Module, attention: set[nn.Module]) -> None:
     """Raise ValueError, naming every offender, unless the tokens of a sequence meet in attention alone, and there as
     `use_context_attention` has it, of the modules `attention`."""
-    if not _is(model, CUT):
+    if not is_one_of(model, CUT):
         raise ValueError(
             f"parallelize cannot cut sequences for a {type(model).__name__}, whose entrance it does not know; it knows "
             f"{', '.join(CUT)}. {_REMEDY}"
         )
     refused: dict[str, list[str]] = {}
-    drops = _drops(model)
+    drops = members(model, OF_TOKENS) | members(model, OF_ATTENTION)
     for path, module in model.named_modules():
         if why := _refusal(module, attention, drops):
             refused.setdefault(why, []).append(f"{path or 'the model itself'} ({type(module).__name__})")
@@ -250,27 +208,18 @@ def check_sequence(model: nn.Module, attention: set[nn.Module]) -> None:
 
 
 def _refusal(module, attention, drops) -> str:
-    if _is(module, ATTENTION) and module not in attention:
+    if is_one_of(module, ATTENTION) and module not in attention:
         return "its projections were exchanged or are replicated; leave them as Hugging Face made them"
     config = getattr(module, "config", None)
-    if _is(module, CUT) and not getattr(config, "is_causal", True):
+    if is_one_of(module, CUT) and not getattr(config, "is_causal", True):
         return "is_causal = False is not supported"
-    if _is(module, ("GPT2Block",)) and hasattr(module, "crossattention"):
+    if is_plain(module, "GPT2Block") and hasattr(module, "crossattention"):
         return "cross attention, of sequences that are not cut, is not supported"
-    if _is(module, ("LlamaRotaryEmbedding",)) and ("dynamic" in module.rope_type or module.rope_type == "longrope"):
+    if is_plain(module, "LlamaRotaryEmbedding") and ("dynamic" in module.rope_type or module.rope_type == "longrope"):
         return f"rope_type = {module.rope_type} depends on the tokens that a rank has"
-    p = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-    if p and module not in drops:
-        return _dropout(p)
+    if isinstance(module, nn.Dropout) and module.p and module not in drops:
+        return f"dropout of {module.p} would draw masks of the tokens that a rank has; set it to 0"
     if why := altered(module):
         return why
-    known = type(module) in POSITIONWISE or _is(module, OF_HUGGING_FACE) or is_pointwise(module)
+    known = type(module) in POSITIONWISE or is_one_of(module, OF_HUGGING_FACE) or is_pointwise(module)
     return "" if known else "nobody knows whether it mixes positions"
-
-
-def _dropout(p):
-    return f"dropout of {p} would draw masks of the tokens that a rank has; set it to 0"
-
-
-def _is(module, names):
-    return any(is_plain(module, name) for name in names)

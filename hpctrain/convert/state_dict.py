@@ -6,9 +6,11 @@ import torch
 
 from hpctrain import comm
 from hpctrain.convert.gradients import as_tensors, check_summed
-from hpctrain.convert.steps import grid_of, undivided_replicas
+from hpctrain.convert.steps import grid_of, replicas_of
 from hpctrain.grid import Grid
-from hpctrain.layers.whole_parameters import whole_parameters
+from hpctrain.layers.whole_parameters import counted, whole_parameters, whole_tensors
+from hpctrain.parameter import shard_of
+from hpctrain.shard_entries import Entry
 
 
 def gather_state_dict(model: torch.nn.Module, grid: Grid | None = None) -> dict[str, torch.Tensor]:
@@ -69,26 +71,30 @@ def gather_gradients(model: torch.nn.Module, grid: Grid | None = None) -> dict[s
         grid: of a model that `parallelize` did not make.
 
     Raises:
-        ValueError: on every rank, when those of replicas are not summed, see `ht.sync_gradients`, and where replicas
-            share them (zero=1 to 3).
+        ValueError: on every rank, when those of replicas are not summed, see `ht.sync_gradients`.
     """
     grid = grid_of(model, grid)
-    if (replicas := undivided_replicas(model, "ht.gather_gradients")) is not None:
+    if (replicas := replicas_of(model)) is not None:
         replicas.complete(step=True)
     with comm.together(grid.comm):
         check_summed(list(model.parameters()), "ht.gather_gradients")
-    there = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
-    used = {name for names in grid.comm.allgather(there) for name in names}
-    parameters = {parameter: name in used for name, parameter in model.named_parameters()}
-
-    def part(parameter):
-        if not parameters[parameter]:
-            return None
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
+    names = {p: name for name, p in model.named_parameters()}
     with as_tensors():
-        return {
-            name: gradient.view(getattr(model.get_parameter(name), "whole_shape", gradient.shape))
-            for name, gradient in whole_parameters(model, grid, part)
-            if grid.rank == 0
-        }
+        if replicas is not None and replicas.divided:
+            entries = [
+                entry
+                for piece, gradient in replicas.gradients()
+                if shard_of(piece.parameter).owned(grid.coords)
+                for entry in piece.entries(names[piece.parameter], gradient)
+            ]
+        else:
+            there = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+            used = {name for names in grid.comm.allgather(there) for name in names}
+            entries = [
+                Entry(name, shard_of(p), torch.zeros_like(p) if p.grad is None else p.grad)
+                for p, name in names.items()
+                if name in used and counted(p, grid)
+            ]
+        shapes = {name: getattr(p, "whole_shape", p.shape) for p, name in names.items()}
+        whole = {name: gradient.view(shapes[name]) for name, gradient in whole_tensors(entries, grid) if grid.rank == 0}
+    return {name: whole[name] for name in names.values() if name in whole}

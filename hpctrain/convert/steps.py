@@ -71,15 +71,10 @@ def replicas_of(model: torch.nn.Module):
     return next((each for p in model.parameters() if (each := vars(p).get("replicas")) is not None), None)
 
 
-def undivided_replicas(model: torch.nn.Module, what: str):
-    """`replicas_of`; raises ValueError, on every rank, where they share gradients and states of the optimizer."""
+def divided_replicas(model: torch.nn.Module):
+    """`replicas_of`, where they share gradients and states of the optimizer (zero=1 to 3); otherwise None."""
     replicas = replicas_of(model)
-    if replicas is not None and replicas.divided:
-        raise ValueError(
-            f"{what} is for gradients and states that every replica has whole, and ht.parallelize(zero=...) divides "
-            "them over the replicas; use zero=0, or a grid without a data axis"
-        )
-    return replicas
+    return replicas if replicas is not None and replicas.divided else None
 
 
 def grid_of(model: torch.nn.Module, grid: Grid | None) -> Grid:

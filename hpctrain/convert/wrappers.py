@@ -13,9 +13,9 @@ import torch
 
 _TEXT = (
     "torch's DistributedDataParallel would take the parts of weights that the ranks hold for replicas of one model, "
-    "but ht.parallelize divided them; for replicas use the data axis of the grid, as in ht.Grid(data=2, tensor=4), and "
-    "ht.sync_gradients(model) after backward. accelerate, Hugging Face's Trainer and Lightning put it there where "
-    "MASTER_ADDR or WORLD_SIZE are set: unset them, or run one device"
+    "but ht.parallelize divided them; for replicas use the data axis of the grid, as in "
+    "ht.parallelize(model, ht.Grid(data=2, tensor=4), zero=0). accelerate, Hugging Face's Trainer and Lightning put it "
+    "there where MASTER_ADDR or WORLD_SIZE are set: unset them, or run one device"
 )
 
 

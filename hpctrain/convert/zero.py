@@ -91,6 +91,7 @@ class ZeroGradients:
         self._earlier: dict[torch.nn.Parameter, torch.Tensor] = {}  # means that backwards are added to
         self._groups: list[tuple[dict, list]] = []  # of the optimizer that steps: a group, and its parameters
         self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._loads = False
         if level == 3:
             model.register_state_dict_pre_hook(_refuse_state_dict)
             model.register_load_state_dict_pre_hook(_refuse_load)
@@ -129,7 +130,8 @@ class ZeroGradients:
         for p, mean in self._earlier.items():
             self._views[p].add_(mean)
         self._present = {p for p in self._parts if p not in unused or p in self._earlier}
-        self._earlier, self._came, self._stepped = {}, False, False
+        self._stepped = self._stepped and len(unused) == len(self._parts)  # alike on all replicas
+        self._earlier, self._came = {}, False
 
     def gradient(self, parameter: torch.nn.Parameter) -> PartialGradient | None:
         """This rank's range, flat; None where no replica's loss depends on the parameter."""
@@ -140,6 +142,10 @@ class ZeroGradients:
         gradient = self._views[parameter].as_subclass(PartialGradient)
         gradient.part = self._parts[parameter]
         return gradient
+
+    def gradients(self) -> list[tuple[ParameterSlice, torch.Tensor]]:
+        """This rank's pieces, and the mean gradients of them, flat."""
+        return [(self._pieces[p], self._views[p]) for p in self._present if p in self._pieces]
 
     def set_gradient(self, parameter: torch.nn.Parameter, value: torch.Tensor | None) -> None:
         """To None, as zero_grad() does."""
@@ -166,10 +172,7 @@ class ZeroGradients:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer this rank's pieces of the weights in the place of these, with their gradients."""
         self._check_memory()
-        if optimizer not in self._seen:
-            self._seen.add(optimizer)
-            optimizer.register_state_dict_pre_hook(_refuse_state)
-            optimizer.register_load_state_dict_pre_hook(_refuse_state)
+        self.pieces_of(optimizer)
         for group in optimizer.param_groups:
             parameters, group["params"] = group["params"], []
             self._groups.append((group, parameters))
@@ -180,7 +183,36 @@ class ZeroGradients:
                     piece = self._pieces[p]
                     group["params"].append(piece.local)
                     piece.local.grad = self._views[p] if p in self._present else None
+
+    def pieces_of(self, optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, ParameterSlice | None]:
+        """What this rank has of the weights that are spread: their pieces, of which the optimizer keeps its state from
+        now on."""
+        if optimizer not in self._seen:
+            self._seen.add(optimizer)
+            optimizer.register_state_dict_pre_hook(self._refuse_state)
+            optimizer.register_load_state_dict_pre_hook(self._refuse_state)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
                 self._cut_state(optimizer, p)
+        return {p: self._pieces.get(p) for p in self._parts}
+
+    def load_state(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
+        """`optimizer.load_state_dict` of states of this rank's pieces."""
+        self._loads = True
+        try:
+            optimizer.load_state_dict(state)
+        finally:
+            self._loads = False
+        for p, piece in self._pieces.items():
+            if p in optimizer.state:
+                optimizer.state[piece.local] = optimizer.state.pop(p)
+
+    def _refuse_state(self, *_) -> None:
+        if not self._loads:
+            raise ValueError(
+                f"the state of the optimizer is spread over the replicas by ht.parallelize(zero={self.level}): save "
+                "ht.gather_optimizer_state(model, optimizer), and load it by ht.load_optimizer_state"
+            )
 
     def _cut_state(self, optimizer, parameter) -> None:
         """What was loaded before the first step."""
@@ -195,8 +227,7 @@ class ZeroGradients:
                 "this rank holds"
             )
         if piece is not None:
-            own = slice(piece.start, piece.stop)
-            optimizer.state[piece.local] = {key: cut_state(value, own) for key, value in state.items()}
+            optimizer.state[piece.local] = cut_state(state, piece)
 
     def pause_step(self) -> None:
         """The optimizer calls its closure: its groups are the user's."""
@@ -236,13 +267,6 @@ def _memory(parameter, level) -> tuple:
 
 def _is_ours(frame) -> bool:
     return frame.f_globals.get("__name__", "").startswith("hpctrain.")
-
-
-def _refuse_state(optimizer, *_) -> None:
-    raise ValueError(
-        "the state of the optimizer is spread over the replicas by ht.parallelize(zero=...): give it before the first "
-        "step, use zero=0, or train by ht.Trainer with a strategy of ht.data_parallel, and save by ht.checkpoint.save"
-    )
 
 
 def _refuse_state_dict(model, prefix, keep_vars) -> None:

@@ -118,15 +118,19 @@ def shard_optimizer(optimizer: torch.optim.Optimizer | None, given: list[Paramet
             for piece in pieces.get(parameter, ()):
                 group["params"].append(piece.local)
                 if state:
-                    optimizer.state[piece.local] = {
-                        key: cut_state(value, slice(piece.start, piece.stop)) for key, value in state.items()
-                    }
+                    optimizer.state[piece.local] = cut_state(state, piece)
 
 
-def cut_state(value: Any, piece: slice) -> Any:
+def cut_state(state: dict[str, Any], piece: ParameterSlice) -> dict[str, Any]:
     """A piece of what an optimizer keeps for a parameter; its numbers as they are."""
-    whole = isinstance(value, torch.Tensor) and value.dim()
-    return value.reshape(-1)[piece.start : piece.stop].clone() if whole else value
+
+    def cut(key, value):
+        is_number = not isinstance(value, torch.Tensor) or (
+            value.dim() == 0 and (piece.parameter.dim() > 0 or key == "step")  # by which torch too knows a number
+        )
+        return value if is_number else value.reshape(-1)[piece.start : piece.stop].clone()
+
+    return {key: cut(key, value) for key, value in state.items()}
 
 
 def step_by_bucket(optimizer: torch.optim.Optimizer, buckets: Sequence[B], factor: float) -> Iterator[B]:

@@ -16,7 +16,7 @@ def check_grid(grid: Grid, what: str) -> None:
     if grid.size != grid.tensor.size:
         raise ValueError(
             f"{what} gives every rank the same batches, got data={grid.data.size}, pipeline={grid.pipeline.size}; use "
-            "a grid of tensor axes alone, as ht.Grid(tensor=4), or a loop of your own with ht.sync_gradients"
+            "a grid of tensor axes alone, as ht.Grid(tensor=4), or a loop of your own with zero=0 of ht.parallelize"
         )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.grid import Axis
-from hpctrain.layers.context.dropout import AttentionDropout
+from hpctrain.layers.context.dropout import DropoutMasks
 from hpctrain.layers.context.heads import Heads, head_groups, kv_heads, query_heads
 from hpctrain.layers.context.mask import Mask
 from hpctrain.layers.context.ring import RingAttention
@@ -41,7 +41,7 @@ class Context:
     spans: tuple[Spans, ...]
     masks: tuple[Mask, ...]
     scale: float
-    dropout: AttentionDropout | None = None
+    dropout: DropoutMasks | None = None
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from hpctrain.layers.context.spans import Spans, span_length
 from hpctrain.randomness import RngKey, drop_threshold
+
+
+class DropoutMasks(Protocol):
+    """Dropout masks of one call of attention."""
+
+    def factors(self, sequences: slice, heads: slice, queries: Spans, keys: Spans, like: torch.Tensor) -> torch.Tensor:
+        """What to multiply the probabilities by, 0 or 1 / (1 - p): (sequences, heads, queries, keys), where and of the
+        dtype that `like` is."""
 
 
 @dataclass(frozen=True)

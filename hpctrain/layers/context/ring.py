@@ -14,7 +14,7 @@ import torch
 from hpctrain import comm
 from hpctrain.grid import Axis
 from hpctrain.layers.context.block import Block, kernels_of
-from hpctrain.layers.context.dropout import AttentionDropout
+from hpctrain.layers.context.dropout import DropoutMasks
 from hpctrain.layers.context.heads import Heads
 from hpctrain.layers.context.mask import Mask
 from hpctrain.layers.context.merge import Merged
@@ -43,7 +43,7 @@ class RingAttention:
     masks: tuple[tuple[slice, Mask], ...]
     groups: tuple[Heads, ...]
     scale: float
-    dropout: AttentionDropout | None = None
+    dropout: DropoutMasks | None = None
     first_head: int = 0
     gather: bool = False
 
@@ -95,7 +95,7 @@ class RingAttention:
                     keep = self._keep(self.dropout, sequences, heads, tile, keys, q) if self.dropout else None
                     yield place, kv_place, Block(q[place], k[kv_place], v[kv_place], tile, self.scale, keep)
 
-    def _keep(self, dropout: AttentionDropout, sequences, heads, tile: Tile, keys, q):
+    def _keep(self, dropout: DropoutMasks, sequences, heads, tile: Tile, keys, q):
         queries = part_of(self.spans[self.axis.rank], tile.queries.start, tile.queries.stop)
         keys = part_of(keys, tile.keys.start, tile.keys.stop)
         heads = slice(self.first_head + heads.start, self.first_head + heads.stop)
