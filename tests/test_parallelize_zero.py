@@ -239,7 +239,7 @@ def test_what_is_refused(world, zero):
     if zero == 0:
         return
     optimizer.step()
-    refused(r"state of the optimizer is spread .*; save ht\.gather_optimizer_state", optimizer.state_dict)
+    refused(r"state of the optimizer is spread .*: save ht\.gather_optimizer_state", optimizer.state_dict)
     refused("must treat every element of a weight by itself", torch.optim.LBFGS(model.parameters()).step, lambda: 0)
     refused("'gate.bias' is spread over the replicas by", setattr, model.gate.bias, "grad", torch.zeros(6).double())
     if zero == 3:
