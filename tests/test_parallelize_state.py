@@ -188,17 +188,21 @@ def test_compiled(world, when):
 
 
 def test_functional_call(world):
-    """Of the model's own weights, of their parts and of whole ones that are not divided; others are refused, and
-    nothing is left changed."""
+    """Of the model's own weights, a copy's, and whole ones that are not divided; others are refused, and nothing is
+    left changed."""
     serial, model = network().eval(), ht.parallelize(network(), ht.Grid(tensor=2)).eval()
     ids, call = torch.arange(5), torch.func.functional_call
     given = {name: 2 * p.detach() for name, p in serial.named_parameters()}
     torch.testing.assert_close(call(model, dict(model.named_parameters()), ids), serial(ids), **CLOSE)
-    parts = {name: 2 * p.detach() for name, p in model.named_parameters()}
-    torch.testing.assert_close(call(model, parts, ids), call(serial, given, ids), **CLOSE)
+    doubled = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in doubled.parameters():
+            parameter.mul_(2)
+    torch.testing.assert_close(call(model, dict(doubled.named_parameters()), ids), call(serial, given, ids), **CLOSE)
     scaled = {"scale": torch.tensor(3.0)}
     torch.testing.assert_close(call(model, scaled, ids), call(serial, scaled, ids), **CLOSE)
-    for run in (call, torch.func.grad(lambda *arguments: call(*arguments).sum(), 1)):
-        with pytest.raises(ValueError, match=r"gives another .* 'table\.weight', .* part of shape \(.*load_state_dict"):
-            run(model, given, ids)
+    for m in (model, doubled):
+        for run in (call, torch.func.grad(lambda *arguments: call(*arguments).sum(), 1)):
+            with pytest.raises(ValueError, match=r"gives another tensor for the weight 'weight' of table, .*load"):
+                run(m, given, ids)
     torch.testing.assert_close(model(ids), serial(ids), **CLOSE)

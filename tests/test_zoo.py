@@ -40,7 +40,6 @@ def test_generate(world, monkeypatch, name):
     serial, inputs = zoo_models.models()[f"transformers/{name}"]()
     serial = serial.double().eval()
     model = ht.parallelize(copy.deepcopy(serial), ht.Grid(tensor=world.size))
-    serial.generation_config.decoder_start_token_id = 1
-    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "use_cache": True}
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "use_cache": True, "decoder_start_token_id": 1}
     expected, got = (m.generate(inputs["input_ids"], **how) for m in (serial, model))
     assert torch.equal(got, expected)

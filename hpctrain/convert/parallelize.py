@@ -23,7 +23,7 @@ from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
 from hpctrain.convert.replica_buffers import watch_buffers
 from hpctrain.convert.sequence import CutSequences, check_sequence
 from hpctrain.convert.sequence_dropout import CurrentSpans, use_whole_masks
-from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp
+from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp, refuse_other_weights
 from hpctrain.digest import digest
 from hpctrain.grid import Grid
 from hpctrain.layers.parameter import drawn_key
@@ -184,6 +184,7 @@ def parallelize(
         mark_gradients(model, grid, MeanGradients(model, grid).complete if replicas and zero == 0 else None)
     watch_optimizers()
     refuse_ddp(model)
+    refuse_other_weights(model)
     leave_out_of_graphs()
     if stages is not None:
         stages.annotate()

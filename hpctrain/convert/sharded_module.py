@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hpctrain.convert.refusals import place, refused, unpicklable
+from hpctrain.convert.refusals import refused, unpicklable
 from hpctrain.convert.sharded_parameter import ReplicatedParameter, ShardedParameter, StateShard, attach, whole
 from hpctrain.convert.sharding import local
 
@@ -76,28 +76,6 @@ class ShardedModule(torch.nn.Module):
         raise ValueError(unpicklable(f"the module {self.path}"))
 
 
-class CheckedCall:
-    """Mixin for a module with divided weights, before all others.
-
-    Attribute: `shardings`, {name of such a weight: its sharding}.
-    """
-
-    def __call__(self, *arguments, **options):
-        """Refuses what torch.func.functional_call put in the place of a weight, but for tensors like its part."""
-        for name, sharding in self.shardings.items():
-            given = self._parameters[name]
-            if "sharding" not in vars(given):
-                one_has_all = max(sharding.counts) == sum(sharding.counts)  # to whom whole and part are alike
-                if given.shape != sharding.local_shape or one_has_all:
-                    raise ValueError(
-                        f"{place()} gives another tensor for the weight {sharding.path!r}, of which this rank has a "
-                        f"part of shape {sharding.local_shape}; torch.func.functional_call takes the model's own "
-                        "parameters, and what was made of their .detach() element by element; whole weights are for "
-                        "load_state_dict"
-                    )
-        return super().__call__(*arguments, **options)
-
-
 @contextlib.contextmanager
 def full_weights(module: torch.nn.Module) -> Iterator[None]:
     """The module's own weights are whole within the block; each rank keeps its part of what they are at its end.
@@ -135,13 +113,12 @@ def reset(name: str, base: type):
     return reset_parameters
 
 
-def sharded_type(mixin: type, base: type, root: type | None, divided: bool) -> type:
+def sharded_type(mixin: type, base: type, root: type | None = None) -> type:
     """The type of a module of type `base` that is divided by `mixin`.
 
     Args:
         root: the type whose forward `mixin` stands in for, where `base` has another around it: that goes on calling
             its super().forward, or reads the weight, which is whole there.
-        divided: whether any of its own weights is.
     """
     prefix = getattr(mixin, "prefix", ShardedModule.prefix)
     own = {"__module__": __name__ if prefix else base.__module__, "__doc__": base.__doc__}
@@ -149,7 +126,7 @@ def sharded_type(mixin: type, base: type, root: type | None, divided: bool) -> t
         if hasattr(base, method):
             own[method] = reset(method, base)
     bases = (mixin, ShardedModule, base) if root is None else (ShardedModule, base, mixin, root)
-    return type(f"{prefix}{base.__name__}", (CheckedCall,) * divided + bases, own)
+    return type(f"{prefix}{base.__name__}", bases, own)
 
 
 def _same_sharding(parameter, current) -> bool:
