@@ -25,13 +25,14 @@ def numbers(*shape, seed=1):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def compare(make, grid, inputs, run=None, replicate=()):
+def compare(make, grid, inputs, run=None, replicate=(), **options):
     """Outputs, gradients of inputs and of weights, buffers: all equal, of a fresh model and of its parallelized copy.
 
     Args:
         make: () -> model, initialised from torch's generator.
         inputs: tensors; those of floats get gradients.
         run: (model, *inputs) -> tensor or tuple of them; by default the model itself.
+        options: more of parallelize.
 
     Returns the parallelized model.
     """
@@ -39,7 +40,7 @@ def compare(make, grid, inputs, run=None, replicate=()):
     torch.manual_seed(3)
     serial = make().double()
     names = list(serial.state_dict())
-    model = ht.parallelize(copy.deepcopy(serial), grid, replicate=replicate)
+    model = ht.parallelize(copy.deepcopy(serial), grid, replicate=replicate, **options)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in serial.named_parameters()]
     gathered = ht.gather_state_dict(model)
     if grid.rank == 0:

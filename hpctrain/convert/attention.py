@@ -3,58 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from hpctrain.convert.boundary import enter, gather, leave
+from hpctrain.convert.boundary import gather, leave
+from hpctrain.convert.dropout import SplitDropout, kept
 from hpctrain.convert.plain import altered, is_plain, is_pointwise
 from hpctrain.convert.products import SplitLinear, split_linear, split_matrix
+from hpctrain.convert.sharded_activation import enter
 from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis
 from hpctrain.layers.softmax_attention import softmax_attention
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
-
-
-def kept(shape: Sequence[int], p: float, dim: int, part: slice | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part along `dim` of a dropout mask of `shape`, scaled by 1 / (1 - p): a slice, or int64 numbers.
-
-    Every rank draws the whole mask from torch's generator. So the mask is the one that torch's dropout would have drawn
-    without hpctrain, and all ranks' generators stay in the same state.
-    """
-    if p == 1:  # torch draws nothing
-        return torch.zeros_like(like)
-    keep = torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(1 - p)
-    mine = (
-        keep.narrow(dim, part.start, part.stop - part.start)
-        if isinstance(part, slice)
-        else keep.index_select(dim, part)
-    )
-    return mine.to(like.dtype) / (1 - p)
-
-
-class SplitDropout(torch.nn.Dropout):
-    """Mixin for nn.Dropout on features that are divided.
-
-    Attributes: `features`, of the whole; `part`, those of this rank.
-    """
-
-    features: int
-    part: slice
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return drop(input, self, self.features, self.part)
-
-
-def drop(x: torch.Tensor, module: torch.nn.Dropout, features: int, part: slice) -> torch.Tensor:
-    """What nn.Dropout makes of `part` of so many features."""
-    if not module.training or module.p == 0:
-        return x
-    return x * kept((*x.shape[:-1], features), module.p, x.dim() - 1, part, x)
 
 
 def drop_heads(p: float, heads: int, part: slice):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hpctrain.convert.attention import drop
+from hpctrain.convert.dropout import drop
 from hpctrain.convert.plain import POINTWISE, is_hooked, is_plain
 from hpctrain.convert.products import SplitLinear, split_linear
 

@@ -95,7 +95,8 @@ def decide(model: nn.Module, plan: Plan, trunk: nn.Module | None) -> None:
             refused.append(_named(path, module, error))
     for path, module in unknown:
         try:
-            plan.keep(module)
+            if not (plan.shards and norms.keep_by_rows(plan, module)):
+                plan.keep(module)
         except ValueError as error:
             refused.append(_named(path, module, error))
     if refused:

@@ -18,6 +18,7 @@ from hpctrain.comm.functional import with_adjoint
 from hpctrain.convert.boundary import enter, gather, leave, take
 from hpctrain.convert.plain import altered, is_pointwise
 from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
+from hpctrain.convert.sharded_activation import whole
 from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis, Grid
 from hpctrain.layers.experts.dispatch import Dispatch, choose
@@ -41,6 +42,7 @@ class SplitExperts(torch.nn.Module):
     axis: Axis
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
+        hidden_states, top_k_weights = whole((hidden_states, top_k_weights))
         with local():
             x, weights = (enter(x, self.axis) for x in (hidden_states, top_k_weights))
             return leave(super().forward(x, top_k_index, weights), self.axis)
@@ -60,6 +62,7 @@ class SpreadExperts(torch.nn.Module):
     experts: int
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
+        hidden_states, top_k_weights = whole((hidden_states, top_k_weights))
         with local():
             counts = split_sizes(len(hidden_states), self.tensor.size)
             x, chosen, weights = (

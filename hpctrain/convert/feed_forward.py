@@ -8,14 +8,13 @@ meet each other before the last layer, and ranks can have different ones.
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from hpctrain.convert.attention import SplitDropout
-from hpctrain.convert.plain import altered, is_hooked, is_plain
+from hpctrain.convert.dropout import SplitDropout
+from hpctrain.convert.plain import altered, is_hooked, is_plain, takes_one_argument
 from hpctrain.convert.products import SharedEntry, Unit, share_entry, split_linear, split_matrix
 from hpctrain.convert.twins import TwinLinear
 
@@ -64,8 +63,7 @@ def _simple(module, others) -> bool:
         return False
     if any(value is not None for other in others for value in (*other.parameters(), *other.buffers())):
         return False
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return takes_one_argument(module)
 
 
 def _fits(ups, down, fused) -> bool:

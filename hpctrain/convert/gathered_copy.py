@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpctrain.convert.refusals import place
+from hpctrain.convert.sharded_activation import whole
 from hpctrain.convert.sharding import local
 
 _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
@@ -23,7 +24,7 @@ class GatheredCopy(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        args, kwargs = whole((args, kwargs or {}))
         with local():
             first = next(iter(tree_leaves((args, kwargs))), None)
             if writes(func.__name__) and isinstance(first, cls):

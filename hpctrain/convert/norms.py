@@ -5,14 +5,17 @@ To divide it, each rank would have to send the others what it made of its part: 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 
-from hpctrain.convert.boundary import gather
-from hpctrain.convert.plain import altered
+from hpctrain.comm import functional
+from hpctrain.convert.boundary import enter, gather
+from hpctrain.convert.plain import altered, takes_one_argument
 from hpctrain.convert.plan import Plan, Refused
+from hpctrain.convert.sharded_activation import ShardedActivation, whole
 from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis
 from hpctrain.layers.batch_norm import batch_norm
@@ -31,6 +34,9 @@ class Gathered(nn.Module):
     divided: dict[str, tuple[int, tuple[int, ...]]]
 
     def forward(self, *args: Any, **kwargs: Any):
+        return self._with_weights(gather, *args, **kwargs)
+
+    def _with_weights(self, gather, *args, **kwargs):
         parts = dict(self._parameters)
         try:
             with local():
@@ -39,6 +45,40 @@ class Gathered(nn.Module):
             return super().forward(*args, **kwargs)
         finally:
             self._parameters.update(parts)
+
+
+class GatheredByRows(Gathered):
+    """Mixin for a norm of every token by itself: of rows, the ranks' gradients of the weights are summed."""
+
+    def forward(self, *args: Any, **kwargs: Any):
+        x = (*args, *kwargs.values())[0]
+        if not isinstance(x, ShardedActivation):
+            return super().forward(*args, **kwargs)
+        return x.like(self._with_weights(_gather_weight, x.rows()))
+
+
+def _gather_weight(part, axis, counts, dim):
+    return functional.all_gather(part, axis, counts)
+
+
+class WholeByRows(nn.Module):
+    """Mixin for a module of any type that treats every token by itself, and keeps its weights whole.
+
+    Attribute: `axis`.
+    """
+
+    axis: Axis
+
+    def forward(self, *args: Any, **kwargs: Any):
+        x = (*args, *kwargs.values())[0]
+        if not isinstance(x, ShardedActivation):
+            return super().forward(*args, **kwargs)
+        weights = dict(self._parameters)
+        try:
+            self._parameters.update({name: enter(weight, self.axis) for name, weight in weights.items()})
+            return x.like(super().forward(x.rows()))
+        finally:
+            self._parameters.update(weights)
 
 
 class GatheredBatchNorm(Gathered, nn.modules.batchnorm._BatchNorm):
@@ -52,6 +92,7 @@ class GatheredBatchNorm(Gathered, nn.modules.batchnorm._BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.data.size == 1 or not (self.training or self.running_mean is None):
             return super().forward(input)
+        input = whole(input)
         self._check_input_dim(input)
         parts = self._parameters
         with local():
@@ -63,11 +104,43 @@ class GatheredBatchNorm(Gathered, nn.modules.batchnorm._BatchNorm):
 
 
 def split_norm(plan: Plan, module: torch.nn.Module) -> None:
-    plan.swap_class(module, Gathered, axis=plan.axis, divided=divide_longest(plan, module))
+    by_rows = isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) == 1
+    by_rows |= type(module).__name__ == "LlamaRMSNorm"
+    mixin = GatheredByRows if by_rows else Gathered
+    plan.swap_class(module, mixin, axis=plan.axis, divided=divide_longest(plan, module))
 
 
 def split_batch_norm(plan: Plan, module: torch.nn.Module) -> None:
     plan.swap_class(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided=divide_longest(plan, module))
+
+
+def keep_by_rows(plan: Plan, module: torch.nn.Module) -> bool:
+    """Of a module of any type whose weights are all of the features: whether a tiny input shows that it treats every
+    token by itself, so that it is given the rows of a rank."""
+    weights = list(module._parameters.values())
+    width = len(weights[0]) if weights and weights[0] is not None and weights[0].dim() == 1 else 0
+    if not width or altered(module) or not takes_one_argument(module) or [*module.children(), *module.buffers()]:
+        return False
+    if any(weight is None or weight.shape != (width,) or plan.is_shared(weight) for weight in weights):
+        return False
+    chance = torch.Generator().manual_seed(0)
+    twin, state = copy.copy(module), torch.get_rng_state()
+    numbers = {name: torch.randn(width, generator=chance, dtype=torch.float64) for name in module._parameters}
+    twin.__dict__ = {**vars(module), "_parameters": {name: nn.Parameter(x) for name, x in numbers.items()}}
+    x = torch.randn(2, 3, width, generator=chance, dtype=torch.float64)
+    with torch.no_grad():
+        try:
+            y, rows = twin.forward(x.clone()), [twin.forward(row[None].clone()) for row in x.flatten(0, 1)]
+        except Exception:  # whatever it does, it is not this
+            return False
+        finally:
+            torch.set_rng_state(state)
+    same = isinstance(y, torch.Tensor) and y.shape == x.shape and all(row.shape == (1, width) for row in rows)
+    if not same or not torch.allclose(y.flatten(0, 1), torch.cat(rows), rtol=1e-9, atol=1e-9):
+        return False
+    plan.whole(module)
+    plan.swap_class(module, WholeByRows, axis=plan.axis)
+    return True
 
 
 def check_statistics(plan: Plan, module: torch.nn.Module) -> None:

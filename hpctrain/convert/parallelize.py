@@ -23,6 +23,7 @@ from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
 from hpctrain.convert.replica_buffers import watch_buffers
 from hpctrain.convert.sequence import CutSequences, check_sequence
 from hpctrain.convert.sequence_dropout import CurrentSpans, use_whole_masks
+from hpctrain.convert.sharded_activation import whole
 from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp, refuse_other_weights
 from hpctrain.digest import digest
 from hpctrain.grid import Grid
@@ -36,6 +37,7 @@ _NAMED = 6  # weights in the line that says what stays whole
 def parallelize(
     model: nn.Module, grid: Grid, replicate: list[str] | tuple[str, ...] = (), check_steps: int = 3,
     zero: int | None = None, pipeline: str | None = None, layers_per_stage: Sequence[int] | None = None,
+    shard_activations: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Divide a model's weights and work over the tensor axis of `grid`, in place; returns the model.
 
@@ -96,6 +98,12 @@ def parallelize(
             inputs, the order of its modules, the generators that it draws from, the gradients that reach its outputs.
             Costs a small message for each call of a module meanwhile; 0 leaves it out. Where they differ, all of them
             raise ValueError.
+        shard_activations: what leaves feed-forward blocks and attention stays divided by tokens, through sums, dropout
+            and norms until the next block, as in Megatron's sequence parallelism: as many bytes are moved as without,
+            and half as many again in backward, where blocks gather their inputs once more rather than keep them; each
+            rank keeps 1 / t of what it would. Where the tensor axis is a box, feed-forward blocks run on x, y and z by
+            Agarwal's product. To any other code these are whole activations, gathered when it looks at them; so all
+            ranks must, or none.
         pipeline: path of the model's trunk, a ModuleList or Sequential of blocks, which a pipeline axis cuts into
             stages; by default the only one there is. The model's own forward runs every stage, so that one tensor must
             go from block to block; modules beside the trunk lie on the first stage where they are registered before it,
@@ -131,6 +139,13 @@ def parallelize(
             f"zero is for a loop of one's own, got a grid with pipeline={grid.pipeline.size}; give the ht.Trainer a "
             "strategy, as ht.data_parallel.Zero1(model.parameters(), grid, optimizer)"
         )
+    if not isinstance(shard_activations, bool):
+        raise ValueError(f"shard_activations must be True or False, got {shard_activations!r}")
+    if shard_activations and grid.pipeline.size > 1:
+        raise ValueError(
+            f"shard_activations is for grids with pipeline=1, got pipeline={grid.pipeline.size}, whose stages send "
+            "whole activations"
+        )
     comm.start_watchdog(grid)
     meta = any(parameter.is_meta for parameter in model.parameters())
     with comm.together(grid.comm):
@@ -145,7 +160,7 @@ def parallelize(
         with comm.together(grid.comm):
             stages = PipelineStages(model, grid, pipeline, layers_per_stage)
     with comm.together(grid.comm):
-        plan = Plan(model, grid, _chosen(model, replicate))
+        plan = Plan(model, grid, _chosen(model, replicate), shard_activations)
         decide(model, plan, stages and stages.trunk)
         if zero is not None and grid.data.size > 1 and plan.spreads:
             raise ValueError(
@@ -182,6 +197,8 @@ def parallelize(
         ZeroGradients(model, grid, zero)
     else:
         mark_gradients(model, grid, MeanGradients(model, grid).complete if replicas and zero == 0 else None)
+    if plan.shards:
+        model.register_forward_hook(_give_whole)
     watch_optimizers()
     refuse_ddp(model)
     refuse_other_weights(model)
@@ -241,6 +258,10 @@ def _check_equal(model, grid):
                 f"the model differs between ranks 0 and {rank}, first in {(names or ['its names'])[0]!r};"
                 " call torch.manual_seed with the same seed on every rank before building it"
             )
+
+
+def _give_whole(model, arguments, output):
+    return whole(output)
 
 
 def _fingerprint(tensor):

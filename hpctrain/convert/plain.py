@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,6 +53,12 @@ def altered(module: nn.Module) -> str:
         if isinstance(value, torch.Tensor) and any(other.startswith(f"{name}_") for other in module._parameters):
             return f"its {name} is computed from other parameters; remove the weight_norm, spectral_norm or pruning"
     return "its forward was replaced" if "forward" in vars(module) else ""
+
+
+def takes_one_argument(module: nn.Module) -> bool:
+    """Whether that is all that its forward takes."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def is_of_huggingface(module: nn.Module) -> bool:

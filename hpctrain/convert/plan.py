@@ -36,11 +36,12 @@ class Plan:
         roots: {module: type} of those whose forward is another around that of the type.
         spreads: whether experts are spread over ranks.
         kept: those of types that nobody knows, whose own weights stay whole by themselves.
+        shards: whether what leaves a unit stays divided, by rows.
         context_attention: those whose tokens meet those of all of `sequence`.
     """
 
-    def __init__(self, model: torch.nn.Module, grid: Grid, replicated: set):
-        self.replicated = replicated
+    def __init__(self, model: torch.nn.Module, grid: Grid, replicated: set, shards: bool = False):
+        self.replicated, self.shards = replicated, shards and grid.tensor.size > 1
         self.grid, self.axis, self.data, self.sequence = grid, grid.tensor, grid.data, grid.sequence
         self.config = getattr(model, "config", None)
         self.names: dict[int, str] = {}

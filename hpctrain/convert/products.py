@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from hpctrain.convert.boundary import enter, gather, leave, take
+from hpctrain.convert.boundary import gather, take
 from hpctrain.convert.plain import is_hooked
+from hpctrain.convert.sharded_activation import enter, gathering_again, leave, whole
 from hpctrain.convert.sharding import local
 from hpctrain.shard import split_sizes
 
@@ -26,9 +27,11 @@ class SplitLinear:
         counts: of the divided features, by rank.
         enters: the input is whole; otherwise the unit around has brought it inside.
         leaves: the output is made whole; otherwise it stays divided.
+        shards: of what leaves a unit, each rank keeps some rows.
     """
 
     feature_dim = -1  # of activations
+    shards = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not (self.enters and self.leaves):
@@ -36,19 +39,24 @@ class SplitLinear:
         return self.run(x, self.enters, self.leaves)
 
     def run(self, x: torch.Tensor, enters: bool, leaves: bool) -> torch.Tensor:
+        if enters and not self.by_output:
+            x = whole(x)
         with local():
             return self._run(x, enters, leaves)
 
     def _run(self, x, enters, leaves):
-        axis, dim, bias = self.axis, x.dim() + self.feature_dim, self._parameters["bias"]
+        axis, bias = self.axis, self._parameters["bias"]
         if self.by_output:
-            y = self.multiply(self.enter(x) if enters else x, bias)
-            return gather(y, axis, self.counts, dim) if leaves else y
+            x = self.enter(x) if enters else x
+            with gathering_again(x):
+                y = self.multiply(x, bias)
+            return gather(y, axis, self.counts, x.dim() + self.feature_dim) if leaves else y
+        dim = x.dim() + self.feature_dim
         y = self.multiply(take(x, axis, self.counts, dim) if enters else x, None)
         if bias is not None:  # each rank adds its part of the bias to its summand
             start = bias.shard.slices[0].start
             y.narrow(dim, start, len(bias)).add_(bias.view(-1, *[1] * (-1 - self.feature_dim)))
-        return leave(y, axis)
+        return leave(y, axis, self.shards and not enters)
 
     def enter(self, x: torch.Tensor):
         return enter(x, self.axis)
@@ -127,6 +135,7 @@ class SplitConv(SplitLinear):
     def enter(self, x: torch.Tensor):
         if self.input_counts is None:
             return enter(x, self.axis)
+        x = whole(x)
         return take(x, self.axis, self.input_counts, x.dim() + self.feature_dim)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
@@ -159,7 +168,7 @@ class SplitConvTranspose(SplitConv):
                 y = apply(inside, weight, bias, *how)
             else:
                 y = self._no_channels(inside, lambda one, kernel: apply(one, kernel, None, *how))
-            return gather(y, self.axis, self.counts, x.dim() + self.feature_dim)
+            return gather(y, self.axis, self.counts, inside.dim() + self.feature_dim)
 
 
 class SplitBilinear:
@@ -211,7 +220,7 @@ def split_matrix(
     plan.split(module, "bias", 0, *[parts, fused] if by_output else [])
     plan.swap_class(
         module, mixin, axis=plan.axis, by_output=by_output, counts=tuple(p.stop - p.start for p in parts),
-        enters=enters, leaves=leaves,
+        enters=enters, leaves=leaves, shards=plan.shards,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hpctrain.convert.attention import SplitDropout
+from hpctrain.convert.dropout import SplitDropout
 from hpctrain.convert.plain import is_plain
 from hpctrain.convert.products import split_linear
 

@@ -20,6 +20,7 @@ from hpctrain.convert.boundary import gather, leave, take
 from hpctrain.convert.plain import altered, is_one_of, is_plain, is_pointwise
 from hpctrain.convert.pretrained import DividedPretrained
 from hpctrain.convert.sequence_dropout import OF_ATTENTION, OF_TOKENS, drawn_mask, members, positions
+from hpctrain.convert.sharded_activation import whole
 from hpctrain.grid import Grid
 from hpctrain.layers.context.attention import Context, attend
 from hpctrain.layers.context.mask import Mask
@@ -137,7 +138,7 @@ class SequenceSharding:
 
     def leave(self, part: torch.Tensor) -> torch.Tensor:
         """The whole, on every rank. Adjoint: `enter`."""
-        return gather(part, self.grid.sequence, self._counts, 1)[:, self._order.argsort().to(part.device)]
+        return gather(whole(part), self.grid.sequence, self._counts, 1)[:, self._order.argsort().to(part.device)]
 
     @property
     def _counts(self):

@@ -1,6 +1,6 @@
 """Dropout where ranks share sequences: the masks that one rank would draw.
 
-Every rank draws them whole from torch's generator, and keeps what is of its tokens; see `attention.kept`. For that a
+Every rank draws them whole from torch's generator, and keeps what is of its tokens; see `dropout.kept`. For that a
 byte an element is needed for a moment, of a whole sequence, or in attention of all its pairs of tokens and heads.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hpctrain.convert.attention import kept
+from hpctrain.convert.dropout import kept
 from hpctrain.convert.plain import is_one_of, is_plain
 from hpctrain.layers.context.attention import Context
 from hpctrain.layers.context.heads import query_heads

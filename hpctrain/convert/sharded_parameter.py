@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
 from hpctrain.convert.refusals import place, refused, unpicklable, wants_whole
+from hpctrain.convert.sharded_activation import whole as whole_activation
 from hpctrain.convert.sharding import Sharding, hooked, local
 from hpctrain.parameter import annotate
 from hpctrain.shard import Shard
@@ -179,6 +180,7 @@ _INITIAL = {"xavier_uniform_", "xavier_normal_", "kaiming_normal_", "orthogonal_
 
 
 def _as_whole(func, name, args, kwargs):
+    args, kwargs = whole_activation((args, kwargs))
     first = next(iter(tree_leaves((args, kwargs))))
     mine = isinstance(first, Sharded)
     if func in _SIZES:

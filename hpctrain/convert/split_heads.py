@@ -21,6 +21,7 @@ from hpctrain.convert.head_twins import find_heads, local_attributes
 from hpctrain.convert.plain import is_hooked, is_plain
 from hpctrain.convert.products import SharedEntry, SplitLinear, Unit, share_entry, split_linear, split_matrix
 from hpctrain.convert.sequence import use_context_attention
+from hpctrain.convert.sharded_activation import ShardedActivation
 from hpctrain.shard import split, split_sizes, subsplit
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class SplitAttention(Unit):
             out, *others, weights = super().forward(**kwargs)
         learned += [vars(child).pop("made") for child in self.children() if isinstance(child, HeadBias)]
         if not here:  # torch's kernel leaves what is added to no scores out of the graph
-            out = sum((each[:0].sum() for each in learned), start=out)
+            nothing = sum(each[:0].sum() for each in learned)
+            out = out.like(out.rows() + nothing) if isinstance(out, ShardedActivation) else out + nothing
         wanted = self._forward_hooks or kwargs.get("output_attentions")  # hooks: Hugging Face's, to collect them
         if weights is not None:
             weights = gather(weights[:, :here], self.axis, self.counts, 1) if wanted else None

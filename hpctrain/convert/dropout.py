@@ -1,0 +1,44 @@
+"""Dropout of features or rows of which a rank has some: the masks that one rank would draw for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def kept(shape: Sequence[int], p: float, dim: int, part: slice | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part along `dim` of a dropout mask of `shape`, scaled by 1 / (1 - p): a slice, or int64 numbers.
+
+    Every rank draws the whole mask from torch's generator. So the mask is the one that torch's dropout would have drawn
+    without hpctrain, and all ranks' generators stay in the same state.
+    """
+    if p == 1:  # torch draws nothing
+        return torch.zeros_like(like)
+    keep = torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(1 - p)
+    mine = (
+        keep.narrow(dim, part.start, part.stop - part.start)
+        if isinstance(part, slice)
+        else keep.index_select(dim, part)
+    )
+    return mine.to(like.dtype) / (1 - p)
+
+
+class SplitDropout(torch.nn.Dropout):
+    """Mixin for nn.Dropout on features that are divided.
+
+    Attributes: `features`, of the whole; `part`, those of this rank.
+    """
+
+    features: int
+    part: slice
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return drop(input, self, self.features, self.part)
+
+
+def drop(x: torch.Tensor, module: torch.nn.Dropout, features: int, part: slice) -> torch.Tensor:
+    """What nn.Dropout makes of `part` of so many features."""
+    if not module.training or module.p == 0:
+        return x
+    return x * kept((*x.shape[:-1], features), module.p, x.dim() - 1, part, x)

@@ -1,0 +1,264 @@
+"""ht.parallelize(shard_activations=True): a residual stream of which every rank has some rows."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parallelize_checks import check_gradients, compare, numbers, tensor_grids
+from test_parallelize_transformers import IDS, PADDING, gpt2, llama, transformers
+from torch import nn
+
+import hpctrain as ht
+from hpctrain.convert.sharded_activation import ShardedActivation, _Again
+
+pytestmark = pytest.mark.mpi
+SHARDED = {"shard_activations": True}
+
+
+class MLP(nn.Module):
+    def __init__(self, width=8, hidden=16):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)))
+
+
+class RootMeanSquare(nn.Module):
+    """A norm of nobody's."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(1, 2, width))
+
+    def forward(self, states):
+        return self.scale * states * (states.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+class Mixing(RootMeanSquare):
+    def forward(self, states):
+        return self.scale * states / (1 + states.square().mean())
+
+
+class Block(nn.Module):
+    def __init__(self, norm=nn.LayerNorm, width=8):
+        super().__init__()
+        self.norm, self.mlp, self.drop = norm(width), MLP(width), nn.Dropout(0.25)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1, width))
+
+    def forward(self, x):
+        return x + self.gain * self.drop(self.mlp(self.norm(x)))
+
+
+def bert():
+    sizes = {"num_hidden_layers": 2, "hidden_size": 12, "intermediate_size": 18, "num_attention_heads": 3}
+    return transformers.BertModel(transformers.BertConfig(vocab_size=19, **sizes), add_pooling_layer=False)
+
+
+def mistral():
+    sizes = {"num_hidden_layers": 2, "hidden_size": 12, "intermediate_size": 18, "num_attention_heads": 3}
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(vocab_size=19, num_key_value_heads=3, head_dim=4, **sizes)
+    )
+
+
+MODELS = {
+    "gpt2": gpt2, "llama": llama, "bert": bert, "mistral": mistral,
+    "llama of few heads": lambda: llama(num_attention_heads=1, num_key_value_heads=1, intermediate_size=3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_hugging_face(world, case):
+    def run(model, ids):
+        out = model(ids, attention_mask=PADDING, output_hidden_states=True)
+        assert not any(isinstance(x, ShardedActivation) for x in (*out.values(), *out.hidden_states))
+        return out[0], *out.hidden_states
+
+    for grid in tensor_grids(world):
+        held_once_but_norms(compare(lambda: MODELS[case]().train(), grid, [IDS], run, **SHARDED), grid)
+
+
+def test_learned_mask(world):
+    """Ranks without heads take part in its gradient."""
+
+    def run(model, mask):
+        return model(IDS, attention_mask=mask).logits
+
+    for grid in tensor_grids(world):
+        make = lambda: llama(num_attention_heads=1, num_key_value_heads=1)  # noqa: E731
+        compare(make, grid, [numbers(2, 1, 11, 11, seed=8)], run, **SHARDED)
+
+
+def held_once_but_norms(model, grid):
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            assert grid.tensor.comm.allreduce(parameter.detach().numel()) == torch.Size(parameter.whole_shape).numel()
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 8), (1, 8), (3, 1, 2, 8)])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, lambda width: nn.RMSNorm(width, eps=1e-6), RootMeanSquare, Mixing])
+def test_blocks(world, norm, shape):
+    """The stream stays divided; of fewer rows than ranks, and where nothing divides, too."""
+    seen = []
+
+    def run(model, x):
+        hook = model[2].norm.register_forward_hook(lambda module, given, made: seen.append((given[0], made)))
+        y = model(x)
+        hook.remove()
+        return y
+
+    for grid in tensor_grids(world):
+        compare(lambda: nn.Sequential(*(Block(norm) for _ in range(3))), grid, [numbers(*shape)], run, **SHARDED)
+        kinds = {isinstance(x, ShardedActivation) and x._whole is None for x in seen[1]}
+        assert kinds == {grid.tensor.size > 1 and norm is not Mixing}
+        seen.clear()
+
+
+class Curious(nn.Module):
+    """Code that looks at what a block gives, and changes it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.second, self.norm, self.how = MLP(), MLP(), nn.LayerNorm(8), how
+        self.table = nn.Parameter(numbers(5, 8))
+        self.kept = nn.Parameter(numbers(1, 1, 8))
+
+    def forward(self, x):
+        return self.how(self, self.norm(x + self.first(x)))
+
+
+def in_place(self, h):
+    h = h.clone()
+    before = self.second(h)
+    h += before
+    h[:, 0] = 1.5
+    h.flatten(0, 1)[1:3].mul_(2)
+    return h + self.second(h)
+
+
+def without_gradient(self, h):
+    with torch.no_grad():
+        scale = h.abs().mean()
+    return self.second(h / scale).sum(1) + h[:, -1] + h[:, 0].detach()
+
+
+def hooked(self, h):
+    h.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1).cumsum(0))
+    return self.second(h)
+
+
+def shapes(self, h):
+    assert (h.shape, h.size(), h.dim(), h.ndim, len(h), h.numel()) == ((2, 5, 8), (2, 5, 8), 3, 3, 2, 80)
+    assert h.view(2, -1, 8) is h.reshape(h.shape) is h.contiguous() is h[:, 0:] is h
+    assert ([each.shape for each in h], h.mT.shape, h.stride()) == ([(5, 8)] * 2, (2, 8, 5), (40, 8, 1))
+    return self.second(2 - h.view(-1, 8)).view(5, 2, 8) + torch.cat([h, -h])[1:3].mT.reshape(5, 2, 8)
+
+
+def sums(self, h):
+    other = self.second(h)
+    masked = h * torch.tensor([[1.0], [0], [1], [1], [0]]).expand(2, 5, 1) + self.table
+    with torch.no_grad():
+        fixed = self.second.down.weight[:, 0] * h + h * self.second.down.weight[:, 1]
+    weighted = self.norm.weight * h - h * self.norm.bias + fixed
+    return 1 - (masked * self.kept - other / 3) + 2 * (h - self.kept.view(8)).double() + sum([weighted, other])
+
+
+def dropped(self, h):
+    h = F.dropout(self.second(h), 0.5, self.training) + h
+    return F.dropout(h, 0.25, self.training, inplace=True) + torch.dropout(h, 0.3, True)
+
+
+HOW = {how.__name__: how for how in (in_place, without_gradient, hooked, shapes, sums, dropped)}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_code_that_looks(world, how):
+    for grid in tensor_grids(world):
+        compare(lambda: Curious(HOW[how]), grid, [numbers(2, 5, 8)], **SHARDED)
+
+
+@pytest.mark.ranks(2)
+def test_refused(world):
+    grid = ht.Grid(tensor=2)
+    for what, forbidden in {
+        "retain_grad": lambda self, h: h.retain_grad(),
+        "__get__": lambda self, h: h.data.zero_(),
+        "__set__": lambda self, h: setattr(h, "requires_grad", False),
+    }.items():
+        model = ht.parallelize(Curious(forbidden).double(), grid, **SHARDED)
+        with pytest.raises(
+            ValueError, match=f"line .* of .*{__name__}.py: {what} of an activation of which every rank"
+        ):
+            model(numbers(2, 5, 8))
+    with pytest.raises(ValueError, match="shard_activations must be True or False, got 1"):
+        ht.parallelize(MLP(), grid, shard_activations=1)
+    with pytest.raises(ValueError, match="grids with pipeline=1, got pipeline=2"):
+        ht.parallelize(MLP(), ht.Grid(pipeline=2), **SHARDED)
+
+
+@pytest.mark.ranks(2, 4)
+def test_checkpointing_generation_and_replicas(world):
+    """Blocks that are computed once more; caches and single tokens; gradients that replicas average."""
+    grid = ht.Grid(data=world.size // 2, tensor=2)
+    torch.manual_seed(3)
+    serial = llama().double()
+    model = ht.parallelize(copy.deepcopy(serial), grid, zero=0, **SHARDED)
+    for each in (serial, model):
+        each.gradient_checkpointing_enable({"use_reentrant": False})
+        each.train()
+        each(IDS, labels=IDS).loss.backward()
+    check_gradients(model, serial, grid)
+    expected, got = (each.eval().generate(IDS[:, :4], max_new_tokens=3, do_sample=False) for each in (serial, model))
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.ranks(2, 4)
+def test_bytes_of_a_block(world):
+    """They are those of Agarwal's products on (t, 1, 1), and the norm's weights."""
+    grid, rows = ht.Grid(tensor=world.size), 8
+    received = [_received(blocks, grid, rows) for blocks in (2, 3)]
+    up = ht.matmul.Agarwal(grid.tensor)
+    products = up.volume(16, 8, rows) + up.volume_backward(16, 8, rows)
+    share = (grid.tensor.size - 1) / grid.tensor.size
+    products += 2 * rows * 8 * share  # of the second, whose result is summed, and its gradient gathered
+    weights = 2 * 2 * 8 * share
+    gain = 2 * 8 * share  # kept whole: an all-reduce
+    assert received[1] - received[0] == 8 * (products + weights + gain)
+
+
+def _received(blocks, grid, rows):
+    model = ht.parallelize(nn.Sequential(*(Block() for _ in range(blocks))).double(), grid, check_steps=0, **SHARDED)
+    grid.transport.traffic.clear()
+    model(numbers(rows, 8)).sum().backward()
+    return grid.transport.traffic.total("received")
+
+
+@pytest.mark.ranks(2, 4)
+def test_elements_kept(world, monkeypatch):
+    """Of a block: 1 / t of what the norm, the product up, relu, the product down, dropout and the gain keep."""
+    grid, found = ht.Grid(tensor=world.size), {}
+
+    def note(x):
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // 8
+        return x
+
+    def pack(self, x, pack=_Again.pack):
+        kept = pack(self, x)
+        note(self.rows if kept[1] is None else kept[0])
+        return kept
+
+    monkeypatch.setattr(_Again, "pack", pack)
+    elements = []
+    for blocks in (2, 3):
+        model = ht.parallelize(nn.Sequential(*(Block() for _ in range(blocks))).double(), grid, **SHARDED)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        found.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            y = model(numbers(16, 8))
+        elements.append(sum(size for pointer, size in found.items() if pointer not in weights))
+        del y
+    share = 1 / grid.tensor.size
+    # input and output of the norm, mask and product with it; relu's output, once. Statistics and weights of the norm.
+    assert elements[1] - elements[0] == 16 * (4 * 8 + 16) * share + 2 * 16 * share + 3 * 8
