@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.convert.boundary import gather, take
+from hpctrain.convert.gathering_again import gathering_again
 from hpctrain.convert.plain import is_hooked
-from hpctrain.convert.sharded_activation import enter, gathering_again, leave, whole
+from hpctrain.convert.sharded_activation import enter, leave, whole
 from hpctrain.convert.sharding import local
 from hpctrain.shard import split_sizes
 

@@ -11,7 +11,6 @@ g and ḡ are `enter` and `leave` here; that what is gathered is not kept, but g
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,14 +18,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hpctrain import comm
-from hpctrain.comm import functional
 from hpctrain.convert import boundary
 from hpctrain.convert.dropout import kept
+from hpctrain.convert.gathering_again import once_more
 from hpctrain.convert.refusals import place
 from hpctrain.convert.sharding import local
+from hpctrain.convert.token_rows import TokenRows
 from hpctrain.grid import Axis
-from hpctrain.shard import split_sizes
 
 
 class ShardedActivation(torch.Tensor):
@@ -78,24 +76,23 @@ class ShardedActivation(torch.Tensor):
     def register_hook(self, hook: Callable):
         """The hook is given the whole gradient."""
 
-        axis, counts, shape = self.axis, self.counts, self.whole_shape  # not the activation, which has the hook
+        over, shape = self.over, self.whole_shape  # not the activation, which has the hook
 
         def on_rows(gradient):
-            changed = hook(boundary.gather(gradient, axis, counts, 0).view(shape))
-            return None if changed is None else boundary.take(_rows(changed), axis, counts, 0)
+            changed = hook(over.gather(gradient).view(shape))
+            return None if changed is None else over.take(_rows(changed))
 
         with local():
             return super().register_hook(on_rows)
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """Rows by rank."""
-        return split_sizes(math.prod(self.whole_shape[:-1]), self.axis.size)
+    def over(self) -> TokenRows:
+        return rows_of(self.whole_shape, self.axis)
 
     def rows(self) -> torch.Tensor:
         """Those of this rank, (rows, features), a tensor like any other."""
         if self._whole is not None and self._whole._version != self._as_gathered:  # written to
-            return boundary.take(_rows(self._whole), self.axis, self.counts, 0)
+            return self.over.take(_rows(self._whole))
         with local():
             return self.as_subclass(torch.Tensor)
 
@@ -103,7 +100,7 @@ class ShardedActivation(torch.Tensor):
         """Gathered, differentiable; the same tensor each time. Adjoint: the rows of this rank."""
         if self._whole is None:
             with torch.enable_grad():  # others may look at it later
-                self._whole = boundary.gather(self.rows(), self.axis, self.counts, 0).view(self.whole_shape)
+                self._whole = self.over.gather(self.rows()).view(self.whole_shape)
             self._as_gathered = self._whole._version
         return self._whole
 
@@ -123,8 +120,12 @@ def leave(x: torch.Tensor, axis: Axis, shards: bool) -> torch.Tensor:
     """The sum of every rank's tensor: whole, or with `shards` this rank's rows of it, whose adjoint gathers."""
     if axis.size == 1 or not shards or x.dim() < 2 or torch.is_inference_mode_enabled():
         return boundary.leave(x, axis)
-    counts = split_sizes(math.prod(x.shape[:-1]), axis.size)
-    return sharded(functional.reduce_scatter(_rows(x), axis, counts), axis, x.shape)
+    return sharded(rows_of(x.shape, axis).leave(_rows(x)), axis, x.shape)
+
+
+def rows_of(shape: Sequence[int], axis: Axis) -> TokenRows:
+    """Of an activation."""
+    return TokenRows(axis, math.prod(shape[:-1]))
 
 
 def enter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -132,10 +133,8 @@ def enter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     or all."""
     if not isinstance(x, ShardedActivation):
         return boundary.enter(x, axis)
-    rows = x.rows()
-    inside = functional.all_gather(rows, axis, x.counts).view(x.whole_shape)
-    inside.again = _Again(rows.detach(), inside, axis, x.counts)
-    return inside
+    over, shape = x.over, x.whole_shape
+    return once_more(lambda rows: over.enter(rows).view(shape), x.rows())
 
 
 def whole(x: Any) -> Any:
@@ -161,46 +160,6 @@ def _activations(x: Any) -> Iterator[ShardedActivation]:
 
 def _has_activations(x):
     return next(_activations(x), None) is not None
-
-
-def gathering_again(inside: torch.Tensor) -> contextlib.AbstractContextManager:
-    """What `enter` gathered is not kept for backward within the block, but gathered once more there."""
-    again = getattr(inside, "again", None)
-    if again is None or not torch.is_grad_enabled():
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack)
-
-
-class _Again:
-    """Gathers an activation for backward, once for all products that it went into."""
-
-    def __init__(self, rows: torch.Tensor, inside: torch.Tensor, axis: Axis, counts: tuple[int, ...]):
-        self.rows, self.axis, self.counts = rows, axis, counts
-        self.memory, self.packed, self.unpacked = inside.untyped_storage().data_ptr(), 0, 0
-        self.gathered: torch.Tensor | None = None
-
-    def pack(self, x: torch.Tensor):
-        elements = sum(self.counts) * self.rows.shape[1]
-        if x.untyped_storage().data_ptr() != self.memory or x.numel() != elements or not x.is_contiguous():
-            return x, x._version
-        self.packed += 1
-        return x.shape, None
-
-    def unpack(self, found):
-        x, version = found
-        if version is not None:
-            if x._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation"
-                )
-            return x
-        if self.gathered is None:
-            self.gathered = comm.all_gather(self.rows, self.axis, self.counts)
-        self.unpacked += 1
-        gathered = self.gathered.view(x)
-        if self.unpacked % self.packed == 0:
-            self.gathered = None
-        return gathered
 
 
 def _rows(x):
@@ -248,9 +207,9 @@ def _drop(x, p=0.5, training=True, inplace=False):
         return None
     if not training or p == 0:
         return x
-    counts, rows = x.counts, x.rows()
-    start = sum(counts[: x.axis.rank])
-    return x.like(rows * kept((sum(counts), rows.shape[1]), p, 0, slice(start, start + len(rows)), rows))
+    over, rows = x.over, x.rows()
+    mask = kept((over.count, rows.shape[1]), p, 0, slice(over.start, over.start + len(rows)), rows)
+    return x.like(rows * mask)
 
 
 _ALL = (slice(None), slice(0, None))
@@ -271,7 +230,7 @@ def _operand(other, x):
     if isinstance(other, ShardedActivation):
         return other.rows() if other.whole_shape == x.whole_shape else None
     if other.shape[:-1] == x.whole_shape[:-1] and other.shape[-1] in (1, x.whole_shape[-1]):
-        return boundary.take(_rows(other), x.axis, x.counts, 0)
+        return x.over.take(_rows(other))
     if other.numel() == 1 or tuple(other.shape) == (*[1] * (other.dim() - 1), x.whole_shape[-1]):
         if other.dim() > len(x.whole_shape):
             return None
