@@ -5,16 +5,18 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from parallelize_checks import check_gradients, compare, numbers, tensor_grids
+from parallelize_checks import CLOSE, check_gradients, compare, numbers, tensor_grids
 from test_parallelize_transformers import IDS, PADDING, gpt2, llama, transformers
 from torch import nn
 
 import hpctrain as ht
+from hpctrain.convert.box import BoxDown
 from hpctrain.convert.gathering_again import _Again
 from hpctrain.convert.sharded_activation import ShardedActivation
 
 pytestmark = pytest.mark.mpi
 SHARDED = {"shard_activations": True}
+BOXES = {2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(4, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]}
 
 
 class MLP(nn.Module):
@@ -112,9 +114,63 @@ def test_blocks(world, norm, shape):
 
     for grid in tensor_grids(world):
         compare(lambda: nn.Sequential(*(Block(norm) for _ in range(3))), grid, [numbers(*shape)], run, **SHARDED)
-        kinds = {isinstance(x, ShardedActivation) and x._whole is None for x in seen[1]}
-        assert kinds == {grid.tensor.size > 1 and norm is not Mixing}
+        given, made = seen[1]
+        if grid.tensor.size > 1:
+            assert isinstance(given, ShardedActivation)
+            assert isinstance(made, ShardedActivation)
+            assert (given._whole is None) == (norm is not Mixing)
         seen.clear()
+
+
+@pytest.mark.ranks(2, 4)
+def test_boxes(world):
+    """Of GPT-2 and Llama, and of blocks with two matrices in one: odd sizes, fewer features than ranks, one token."""
+    for box in BOXES[world.size]:
+        grid = ht.Grid(tensor=box)
+        for make in (lambda: gpt2(n_inner=7), lambda: llama(intermediate_size=13)):
+            held_once_but_norms(compare(make, grid, [IDS], lambda model, ids: model(ids).logits, **SHARDED), grid)
+        for shape, hidden in {(2, 5, 8): 9, (1, 1, 8): 8, (3, 8): 11}.items():
+            make = lambda hidden=hidden: nn.Sequential(Gated(hidden), nn.LayerNorm(8), Gated(hidden))  # noqa: E731
+            model = compare(make, grid, [numbers(*shape)], **SHARDED)
+            assert isinstance(model[0].down, BoxDown) == (box[0] < world.size)
+            with torch.inference_mode():
+                expected = model(numbers(*shape))
+            torch.testing.assert_close(copy.deepcopy(model)(numbers(*shape)), expected, **CLOSE)
+
+
+class Gated(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.both, self.down = nn.Linear(8, 2 * hidden), nn.Linear(hidden, 8, bias=False)
+
+    def forward(self, x):
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Centred(MLP):
+    """Each hidden feature by itself, and all tokens together."""
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(F.relu(h - h.mean(0, keepdim=True)))
+
+
+class Shaped(MLP):
+    """Asks for the shape of the whole."""
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)).view(*x.shape[:-1], -1))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [Centred, Shaped])
+def test_blocks_of_several_tokens(world, kind):
+    """They stay in one line on a box."""
+    for box in BOXES[world.size]:
+        compare(
+            lambda: nn.Sequential(kind(), nn.LayerNorm(8), kind()), ht.Grid(tensor=box), [numbers(4, 3, 8)], **SHARDED
+        )
 
 
 class Curious(nn.Module):
@@ -132,7 +188,7 @@ class Curious(nn.Module):
 
 def in_place(self, h):
     h = h.clone()
-    before = self.second(h)
+    before = self.second(h.clone())
     h += before
     h[:, 0] = 1.5
     h.flatten(0, 1)[1:3].mul_(2)
@@ -152,7 +208,8 @@ def hooked(self, h):
 
 def shapes(self, h):
     assert (h.shape, h.size(), h.dim(), h.ndim, len(h), h.numel()) == ((2, 5, 8), (2, 5, 8), 3, 3, 2, 80)
-    assert h.view(2, -1, 8) is h.reshape(h.shape) is h.contiguous() is h[:, 0:] is h
+    if isinstance(h, ShardedActivation):
+        assert h.view(2, -1, 8) is h.reshape(h.shape) is h.contiguous() is h[:, 0:] is h
     assert ([each.shape for each in h], h.mT.shape, h.stride()) == ([(5, 8)] * 2, (2, 8, 5), (40, 8, 1))
     return self.second(2 - h.view(-1, 8)).view(5, 2, 8) + torch.cat([h, -h])[1:3].mT.reshape(5, 2, 8)
 
@@ -217,16 +274,21 @@ def test_checkpointing_generation_and_replicas(world):
 
 @pytest.mark.ranks(2, 4)
 def test_bytes_of_a_block(world):
-    """They are those of Agarwal's products on (t, 1, 1), and the norm's weights."""
-    grid, rows = ht.Grid(tensor=world.size), 8
-    received = [_received(blocks, grid, rows) for blocks in (2, 3)]
-    up = ht.matmul.Agarwal(grid.tensor)
-    products = up.volume(16, 8, rows) + up.volume_backward(16, 8, rows)
-    share = (grid.tensor.size - 1) / grid.tensor.size
-    products += 2 * rows * 8 * share  # of the second, whose result is summed, and its gradient gathered
-    weights = 2 * 2 * 8 * share
-    gain = 2 * 8 * share  # kept whole: an all-reduce
-    assert received[1] - received[0] == 8 * (products + weights + gain)
+    """They are those of Agarwal's products on the box, but for features that tokens have whole between blocks."""
+    for box in BOXES[world.size]:
+        (x, y, z), t, tokens, wide, hidden = box, world.size, 8, 8, 16
+        grid = ht.Grid(tensor=box)
+        received = [_received(blocks, grid, tokens) for blocks in (2, 3)]
+        narrow = tokens * wide * (1 / (y * z) - 1 / (t * y))  # where y = 1, those of Agarwal's
+        up, down = ht.matmul.Agarwal(grid.tensor), tokens * hidden * (1 - 1 / y) / (x * z)
+        weights = wide * hidden * (1 - 1 / z) / (x * y)
+        if y == 1:
+            assert up.volume(hidden, wide, tokens) == narrow + weights
+            assert up.volume_backward(hidden, wide, tokens) == 2 * (narrow + weights)
+        products = 5 * (narrow + down) + 6 * weights
+        biases = wide * (1 - 1 / t) + hidden * (1 / (x * y) - 1 / t) if x < t else 0
+        norms, gain = 4 * wide * (1 - 1 / t), 2 * wide * (1 - 1 / t)
+        assert received[1] - received[0] == 8 * (products + 2 * biases + norms + gain), box
 
 
 def _received(blocks, grid, rows):
@@ -261,4 +323,4 @@ def test_elements_kept(world, monkeypatch):
         del y
     share = 1 / grid.tensor.size
     # input and output of the norm, mask and product with it; relu's output, once. Statistics and weights of the norm.
-    assert elements[1] - elements[0] == 16 * (4 * 8 + 16) * share + 2 * 16 * share + 3 * 8
+    assert elements[1] - elements[0] == 16 * (4 * 8 + 16) * share + 2 * 16 * share + 2 * 8

@@ -38,6 +38,13 @@ def gather(x: torch.Tensor, axis: Axis, counts: tuple[int, ...], dim: int) -> to
     return x if axis.size == 1 else with_adjoint(x, _whole, _part, axis, counts, dim)
 
 
+def gather_blocks(
+    x: torch.Tensor, axis: Axis, blocks: tuple[tuple[slice, ...], ...], shape: tuple[int, ...]
+) -> torch.Tensor:
+    """The whole tensor of a shape, of which rank r has the slices blocks[r]. Adjoint: this rank's."""
+    return with_adjoint(x, _assembled, _block, axis, blocks, shape)
+
+
 def gather_for_batches(x: torch.Tensor, axis: Axis, counts: tuple[int, ...], dim: int, alike: int) -> torch.Tensor:
     """The whole tensor, from every rank's part, for ranks with batches of their own, each of which `alike` ranks have.
 
@@ -64,6 +71,19 @@ def _whole(x, axis, counts, dim):
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = comm.all_gather(x.reshape(-1), axis, sizes)
     return torch.cat([block.view(shape) for block, shape in zip(flat.split(sizes), shapes)], dim)
+
+
+def _assembled(x, axis, blocks, shape):
+    whole = x.new_empty(shape)
+    parts = [whole[block] for block in blocks]
+    flat = comm.all_gather(x.reshape(-1), axis, [part.numel() for part in parts])
+    for part, came in zip(parts, flat.split([part.numel() for part in parts])):
+        part.copy_(came.view(part.shape))
+    return whole
+
+
+def _block(x, axis, blocks, shape):
+    return x[blocks[axis.rank]]
 
 
 def _whole_for_batches(x, axis, counts, dim, alike):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hpctrain.convert.box import split_block
 from hpctrain.convert.dropout import SplitDropout
 from hpctrain.convert.plain import altered, is_hooked, is_plain, takes_one_argument
 from hpctrain.convert.products import SharedEntry, Unit, share_entry, split_linear, split_matrix
@@ -44,6 +45,9 @@ def split_feed_forward_block(plan: Plan, module: nn.Module) -> None:
 
 
 def _split(plan, module, ups, down, fused, dropouts):
+    if plan.box and not dropouts and _treats_rows_alone(module, ups, down, fused):
+        split_block(plan, module, [getattr(module, name) for name in ups], getattr(module, down), fused)
+        return
     features = getattr(module, down).in_features
     parts = plan.parts(features)
     layers = [getattr(module, name) for name in ups]
@@ -109,6 +113,52 @@ def _divides(module, ups, down, fused):
     if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(whole, parts)):
         return None
     return [name for name, width in seen.items() if width == hidden]
+
+
+def _treats_rows_alone(module, ups, down, fused) -> bool:
+    """Whether the block makes of some tokens, in one row, what it makes of them among others, up to its last layer."""
+    width, hidden, few = getattr(module, ups[0]).in_features, _PARTS[-1].stop, slice(2, 5)
+    chance = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(fused * hidden, width, generator=chance, dtype=torch.float64) for name in ups}
+    x = torch.randn(2, 3, width, generator=chance, dtype=torch.float64)
+    found: list[torch.Tensor] = []
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        try:
+            for training in (False, True):
+                for rows in (None, few):
+                    layers = {name: _RowsOf(weights[name], rows) for name in ups}
+                    layers[down] = _Last(getattr(module, down).out_features, found)
+                    _twin(module, layers, {}, training)(x)
+        except Exception:  # as it asks for the shape of all
+            return False
+        finally:
+            torch.set_rng_state(state)
+    pairs = [(whole.flatten(0, 1)[None, few], alone) for whole, alone in zip(found[::2], found[1::2])]
+    return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in pairs)
+
+
+class _RowsOf(TwinLinear):
+    """Of some tokens, in one row; of all where `rows` is None."""
+
+    def __init__(self, weight: torch.Tensor, rows: slice | None):
+        super().__init__(weight, None)
+        self.rows = rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if self.rows is None else x.flatten(0, 1)[None, self.rows])
+
+
+class _Last(TwinLinear):
+    """Notes what it is given; gives something of the shape of the whole."""
+
+    def __init__(self, features: int, found: list):
+        super().__init__(torch.zeros(features, 1), None)
+        self.features, self.found = features, found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.found.append(x)
+        return x.new_zeros(2, 3, self.features)
 
 
 class _Seen(nn.Dropout):

@@ -13,7 +13,8 @@ _CHANGED = "one of the variables needed for gradient computation has been modifi
 def once_more(gather: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) -> torch.Tensor:
     """`gather(source)`, which `gathering_again` does not keep."""
     gathered = gather(source)
-    gathered.again = _Again(gather, source.detach(), gathered)
+    if torch.is_grad_enabled():
+        gathered.again = _Again(gather, source.detach(), gathered)
     return gathered
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hpctrain.convert.box import split_block
 from hpctrain.convert.plain import is_plain, is_pointwise
 from hpctrain.convert.products import (
     SharedEntry,
@@ -70,6 +71,9 @@ def split_gpt2_attention(plan: Plan, module: torch.nn.Module) -> None:
 
 def split_gpt2_mlp(plan: Plan, module: torch.nn.Module) -> None:
     if not (is_plain(module.c_fc, "Conv1D") and is_plain(module.c_proj, "Conv1D") and is_pointwise(module.act)):
+        return
+    if plan.box:
+        split_block(plan, module, [module.c_fc], module.c_proj)
         return
     split_conv1d(plan, module.c_fc, by_output=True, leaves=False)
     split_conv1d(plan, module.c_proj, by_output=False, enters=False)

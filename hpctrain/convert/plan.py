@@ -15,6 +15,7 @@ from hpctrain.convert.sharded_parameter import ReplicatedParameter, attach
 from hpctrain.convert.sharding import Sharding, hooked
 from hpctrain.grid import Grid
 from hpctrain.grid_shape import TENSOR
+from hpctrain.layout import Layout, volume
 from hpctrain.parameter import annotate
 from hpctrain.randomness import RngKey, fill_slice
 from hpctrain.shard import Shard, expert_shard, split, split_sizes
@@ -37,11 +38,13 @@ class Plan:
         spreads: whether experts are spread over ranks.
         kept: those of types that nobody knows, whose own weights stay whole by themselves.
         shards: whether what leaves a unit stays divided, by rows.
+        box: whether feed-forward blocks are then divided over x, y and z.
         context_attention: those whose tokens meet those of all of `sequence`.
     """
 
     def __init__(self, model: torch.nn.Module, grid: Grid, replicated: set, shards: bool = False):
         self.replicated, self.shards = replicated, shards and grid.tensor.size > 1
+        self.box = self.shards and grid.tensor.y.size * grid.tensor.z.size > 1
         self.grid, self.axis, self.data, self.sequence = grid, grid.tensor, grid.data, grid.sequence
         self.config = getattr(model, "config", None)
         self.names: dict[int, str] = {}
@@ -88,6 +91,16 @@ class Plan:
         counts = tuple(part.stop - part.start for part in parts)
         self._keep(module, name, Shard(tuple(shape), tuple(slices)), dim, counts)
 
+    def split_blocks(self, module: torch.nn.Module, name: str, layout: Layout) -> None:
+        """Each rank keeps its block of a parameter, whose first dim may be one of stacked matrices."""
+        if module._parameters[name] is None:
+            return
+        sizes, stacked = self.grid.sizes, len(layout.shape) - module._parameters[name].dim()
+        places = [self.grid.place_of(rank) for rank in self.grid.members(self.axis.name)]
+        blocks = tuple(layout.slices(sizes, place) for place in places)
+        counts = tuple(map(volume, blocks))
+        self._keep(module, name, layout.shard(sizes, self.grid.coords), stacked, counts, blocks=blocks)
+
     def spread(self, module: torch.nn.Module, name: str) -> None:
         """Each rank of `grid.expert` keeps some of the experts of a parameter, which are its dim 0."""
         self.spreads, shape, axis = True, module.get_parameter(name).shape, self.grid.expert
@@ -130,11 +143,11 @@ class Plan:
         """Attributes alone."""
         self._changes.append((module, None, attributes))
 
-    def _keep(self, module, name, shard, dim=0, counts=(), axis=None):
+    def _keep(self, module, name, shard, dim=0, counts=(), axis=None, blocks=None):
         parameter, axis = module._parameters[name], axis or self.axis
         path, replicas = self.names[id(parameter)], self.grid.alike(shard).size
         self._check(parameter, path, replicas, axis)
-        sharding = Sharding(path, axis, shard, dim, counts, tuple(parameter.shape), replicas, self.axis.size)
+        sharding = Sharding(path, axis, shard, dim, counts, tuple(parameter.shape), replicas, self.axis.size, blocks)
         known = self._shardings.setdefault(id(parameter), sharding)
         if known != sharding:
             raise ValueError(

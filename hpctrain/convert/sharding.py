@@ -28,6 +28,7 @@ class Sharding:
         whole_shape: of the weight.
         replicas: how many compute a gradient of their own, to be summed later.
         alike: how many ranks compute the same from the whole weight, where somebody reads it: those of the tensor axis.
+        blocks: the slices of each rank, where they are of several dims; `counts` are then elements.
     """
 
     path: str
@@ -38,11 +39,14 @@ class Sharding:
     whole_shape: tuple[int, ...]
     replicas: int = 1
     alike: int = 1
+    blocks: tuple[tuple[slice, ...], ...] | None = None
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole of what the ranks have parts of. Adjoint: `take`, of the sum of what other batches give."""
         part = part.view(self.shard.shape)
-        if self.shard.alike == "data":
+        if self.blocks is not None:
+            whole = boundary.gather_blocks(part, self.axis, self.blocks, self.shard.global_shape)
+        elif self.shard.alike == "data":
             whole = boundary.gather(part, self.axis, self.counts, self.dim)
         else:
             whole = boundary.gather_for_batches(part, self.axis, self.counts, self.dim, self.alike)
