@@ -1,9 +1,9 @@
 """What a plan says beside what is measured: every grid of 1, 2 and 4 ranks of three jobs on this machine.
 
-    hpctrain machine -o here.toml                                    first, on a quiet machine
-    python benchmarks/planner.py                                     all of it, within 10 minutes on 2 quiet cores
-    python benchmarks/planner.py --jobs compute --ranks 1,2 --minutes 1
+    python benchmarks/planner.py                                     all of it, within 11 minutes on 2 quiet cores
+    python benchmarks/planner.py --jobs compute --ranks 1,2 --minutes 1 --machine here.toml
 
+First `hpctrain machine` measures the machine, where --machine gives no file of it.
 One MPI job for each number of ranks measures all grids of all jobs, round after round, so that all see the same minutes
 of the machine, until its part of --minutes is over. A measurement is that of `hpctrain scale`, a median over --steps;
 the least of the rounds counts, as what others do to the machine only adds to a time. Memory is the largest resident set
@@ -53,6 +53,15 @@ def grids(job: list[str], ranks: int) -> list[list[str]]:
             continue
         found.append(overrides)
     return found
+
+
+def measured_machine(ranks: list[int]) -> Machine:
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "here.toml")
+        counts = ",".join(map(str, sorted({1, *ranks})))
+        command = [sys.executable, "-m", "hpctrain", "machine", "-o", str(out), "--ranks", counts]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
+        return Machine.load(out)
 
 
 def measured(cases: list[list[str]], ranks: int, seconds: float, steps: int) -> list[list[dict]]:
@@ -143,7 +152,7 @@ def row(name: str, config: Config, machine: Machine, each: list[dict]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--machine", default="here.toml")
+    parser.add_argument("--machine", metavar="M.toml", help="of `hpctrain machine` (measured first)")
     parser.add_argument("--jobs", type=lambda text: text.split(","), default=list(JOBS), help=f"of {', '.join(JOBS)}")
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
     parser.add_argument("--minutes", type=float, default=8.5, help="for all; each grid is measured once at least")
@@ -155,7 +164,7 @@ def main() -> None:
     if options.worker:
         work(*options.worker, options.seconds, options.steps)
         return
-    machine = Machine.load(options.machine)
+    machine = Machine.load(options.machine) if options.machine else measured_machine(options.ranks)
     cases = {
         ranks: {name: grids(JOBS[name], ranks)[: options.limit] for name in options.jobs} for ranks in options.ranks
     }

@@ -1,15 +1,20 @@
 """Stages whose ranks are arranged in different tensor boxes: training equals the serial program."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 from test_mixtral import MIXTRAL
+from traffic_checks import EVEN, counted
 from training_checks import UNEVEN, batches, check, fitting, made, microbatches
 
 from hpctrain import Grid, checkpoint
+from hpctrain.config import load_config
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.pipeline import schedule
+from hpctrain.plan.job import read
+from hpctrain.plan.prediction import received_by
 from hpctrain.train.optimizer import adamw
 from hpctrain.train.trainer import Trainer
 
@@ -100,6 +105,19 @@ def test_the_grid(world):
             ValueError, match=r"pipeline ranks 0, 1 hold the same weights.*got \(2, 1, 1\), \(1, 1, 2\)"
         ):
             made(grid, fitting(shape, 2), None, order)
+
+
+def test_predicted_bytes(world):
+    """Of each stage the rank that receives the most, as a plan has it: its own box, and what is re-partitioned."""
+    model = ["model.layers=8", "model.width=32", "model.heads=8", "model.context=8", "model.vocabulary=64",
+             "model.tied=false", "train.batch=16", "train.microbatches=2"]  # fmt: skip
+    for (data, boxes), grid in zip(BOXES[world.size], grids(world)):
+        names = json.dumps(["x".join(map(str, box)) for box in boxes])
+        where = [f"grid.data={json.dumps(data)}", f"grid.pipeline={len(boxes)}", f"grid.tensor={list(boxes[0])}"]
+        job, choice = read(load_config(overrides=[*model, *where, f"pipeline.boxes={names}"]))
+        received, _ = counted(grid, dataclasses.replace(EVEN, tied=False), 16, 2, overlap=job.overlap)
+        received["tensor"] = max(grid.tensor.comm.allgather(received["tensor"]))
+        assert received == pytest.approx(received_by(job, choice, grid.pipeline.rank), abs=0), boxes
 
 
 @pytest.mark.ranks(4)

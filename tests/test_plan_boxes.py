@@ -9,8 +9,9 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.config import load_config, to_toml
-from hpctrain.plan import Machine, between_stages, predict
-from hpctrain.plan.between_stages import Chain, parts_on, residual
+from hpctrain.plan import Machine, between_stages, inside_stage, predict, search
+from hpctrain.plan.between_stages import Chain
+from hpctrain.plan.stage_messages import parts_on, residual
 from hpctrain.scale.points import points
 from hpctrain.train.inference import configuration
 
@@ -82,8 +83,11 @@ def test_of_a_configuration():
     assert sum(cut.layers) == 6
     assert {math.prod(box) for box in cut.boxes} == {4}
     machine = Machine.load("cpu-cluster")
-    even = predict(config, machine)
-    assert cut.seconds <= sum(even.parts[part] for part in ("compute", "tensor", "bubble")) * (1 + 1e-9)
+    assert cut.seconds <= predict(config, machine).seconds
+    settings = [f"{name}={json.dumps(value)}" for name, value in cut.settings.items()]
+    found = predict(load_config(overrides=[*overrides, *settings]), machine)
+    assert found.seconds == cut.seconds
+    assert found.settings["pipeline.boxes"] == cut.settings["pipeline.boxes"]
     with pytest.raises(ValueError, match="pipeline.schedule = interleaved; use 1f1b"):
         between_stages(
             load_config(overrides=[*overrides, "pipeline.schedule=interleaved", "pipeline.virtual_stages=3"]),
@@ -100,8 +104,10 @@ def test_what_is_printed_trains(capsys, tmp_path):
     assert [name for name in shown["settings"]] == ["grid.tensor", "pipeline.boxes", "pipeline.partition"]
     config = load_config("jobs/train.toml", ["model.tied=false", *settings])
     assert [math.prod(box) for box in config.boxes] == [4, 4]
-    with pytest.raises(ValueError, match="a plan is of the box grid.tensor on every stage"):
-        predict(config, "frontier")
+    with pytest.raises(ValueError, match="a search is of the box grid.tensor on every stage"):
+        search(config, 8, "frontier")
+    with pytest.raises(ValueError, match="a plan inside a stage is of the box grid.tensor on every stage"):
+        inside_stage(config, "frontier")
     assert between_stages(config, "frontier").settings == shown["settings"]
     main([*command, "--show", "boxes", "--plot", "boxes.png"])
     assert "--plot draws --show attention, got --show boxes" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def figures(ranks, cores=2):
         "ranks": ranks, "ranks_of_a_node": ranks, "cores": cores, "memory": 8e9 / ranks, "reserved": 2e8,
         "products": rows, "elements": 2e9, "launch": 3e-6, "attention": 5e9,
         "reading": [(100, 3e-5), (1100, 1.1e-4)],
-        "collectives": tables if ranks > 1 else {},
+        "collectives": tables if ranks > 1 else {}, "bucket": 1 << 20,
     }  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def test_a_machine_file_of_figures(tmp_path):
     assert (machine.device.memory, machine.device.launch, machine.device.attention) == (4e9, 3e-6, 0.5)
     assert machine.device.sample == pytest.approx(2.2e-5)  # and 80 ns a token of 8 bytes
     assert machine.device.reading == pytest.approx(1e8)
+    assert machine.software.bucket == 1 << 20
     assert [(each.operation, each.ranks) for each in machine.measured] == [
         ("all_gather", 2), ("reduce_scatter", 2), ("all_reduce", 2), ("message", 2),
         ("all_gather", 4), ("reduce_scatter", 4), ("all_reduce", 4),

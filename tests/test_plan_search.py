@@ -13,6 +13,7 @@ from hpctrain.config import load_config
 from hpctrain.grid_shape import all_grids
 from hpctrain.plan import Machine, changes, planned, predict, search
 from hpctrain.plan import job as jobs
+from hpctrain.plan.bounds import Bounds
 from hpctrain.plan.estimator import Estimator
 from hpctrain.plan.machine import Link, Measured
 from hpctrain.plan.search import Search
@@ -30,7 +31,9 @@ LARGE = [
 ]
 CPU = Machine.load("cpu-cluster")
 SLOW = dataclasses.replace(CPU, link=(Link("a", 1, 2e-5, 2e8), Link("b", 2, 1e-4, 5e7)))
-MEASURED = dataclasses.replace(SLOW, measured=(Measured("all_gather", 2, (1e3, 1e4, 1e6), (1e-3, 2e-5, 3e-3)),))
+# Of few bytes and of many it takes longer than in proportion, so that one large microbatch is no bound for small ones.
+STEEP = Measured("all_gather", 2, (1e3, 3e4, 1e6), (1e-3, 2e-5, 1e-1))
+MEASURED = dataclasses.replace(SLOW, measured=(STEEP,))
 HEAVY = ["model.layers=5", "model.width=64", "model.heads=4", "train.batch=4", "model.context=32",
          "model.vocabulary=5000"]  # fmt: skip
 MIXED = ["model.kind=mixtral", "model.layers=3", "model.width=128", "model.heads=4", "train.batch=4",
@@ -165,6 +168,12 @@ def test_bounds_lose_nothing(job, ranks, machine):
     best = tried.best(5)
     assert [found[:2] for found in best] == sorted(everything)[:5]
     assert tried.simulated < len(everything) / 4  # and most were never simulated
+
+
+def test_what_the_fullest_rank_holds_at_least():
+    """Of 6 layers on 2 ranks, 1F1B has 3 twice; ZB-V, which is the last to be tried, 4 times 2 and once 1."""
+    job, given = jobs.read(config([*SMALL, "model.layers=6"]))
+    assert Bounds(Estimator(job, CPU), given, 2).in_flight(2, 4) == (3, 6)
 
 
 def test_memory_leaves_something_out():

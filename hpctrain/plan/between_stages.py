@@ -17,19 +17,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpctrain.choices import PLANE_PRODUCTS, check_product
+from hpctrain.choices import check_product
 from hpctrain.config import Config
-from hpctrain.layout import Cut, Layout, common, volume
-from hpctrain.pipeline import Costs
 from hpctrain.pipeline.partitioners.dynamic import bisect_bounds
 from hpctrain.plan import job as jobs
-from hpctrain.plan import pipelines
+from hpctrain.plan import stage_messages
 from hpctrain.plan.estimator import Estimator, Stage
-from hpctrain.plan.job import Choice
+from hpctrain.plan.job import Box, Choice
 from hpctrain.plan.machine import Machine
-from hpctrain.plan.network import Group
-
-Box = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,7 @@ class StageCut:
 
     Attributes:
         layers, boxes: of each stage.
-        seconds: of a step, simulated, but for what follows the pipeline: sums over data and the update.
+        seconds: of a step, as `predict` has it.
     """
 
     layers: list[int]
@@ -168,7 +163,8 @@ def between_stages(config: Config, machine: Machine | str) -> StageCut:
             ends, numbers = cut
             layers = [stop - start for start, stop in itertools.pairwise([0, *ends])]
             chosen = [boxes[number] for number in numbers]
-            found.append(StageCut(layers, chosen, planner.simulated(layers, chosen)))
+            whole = choice._replace(partition=tuple(layers), boxes=tuple(chosen))
+            found.append(StageCut(layers, chosen, planner.estimator.estimate(whole).seconds))
     if not found:
         raise ValueError(f"no cut fits into the {machine.device.memory / 2**30:.2f} GiB of a rank of {machine.name}")
     return min(found, key=lambda cut: cut.seconds)
@@ -198,7 +194,9 @@ class _Planner:
                     need[s, b, start, stop] = self.bytes(*stage, in_flight[s].get(s, 0))
         device, learned = estimator.machine.device, estimator.machine.learned
         limit = (device.memory - device.reserved) / (1 + device.slack) / learned.memory
-        message = np.array([[2 * self.message(box, other) for other in boxes] for box in boxes])
+        distance = self.ranks * choice.ulysses
+        message = np.array([[2 * stage_messages.seconds(estimator.job, estimator.network, choice, box, other, distance)
+                             for other in boxes] for box in boxes])  # fmt: skip
         ends = estimator.job.costs.tied
         return Chain(time, list(need), np.broadcast_to(message, (layers + 1, *message.shape)), m, limit, ends)
 
@@ -210,47 +208,8 @@ class _Planner:
         states, kept = self.estimator.stage_bytes(choice, (count, 0), first, last)
         return states + microbatches * kept + self.estimator.working_bytes(choice, last)
 
-    def message(self, box: Box, other: Box) -> float:
-        """Seconds of a microbatch's activations from a stage on `box` to the next one on `other`."""
-        job, choice, network = self.estimator.job, self._on(box), self.estimator.network
-        rows = job.sequences(choice) * job.costs.context // (choice.ring * choice.ulysses)
-        layout = residual(choice.algorithm, job.sequences(choice), rows, job.costs.width)
-        size, distance = job.itemsize, self.ranks * choice.ulysses
-        sent = network.message(size * max(volume(part) for part in parts_on(layout, box)), distance)
-        if box == other:
-            return sent
-        lacked = max(
-            volume(there) - volume(common(here, there))
-            for here, there in zip(parts_on(layout, box), parts_on(layout, other))
-        )
-        return sent + network.all_to_all(size * lacked * self.ranks / (self.ranks - 1), Group(self.ranks))
-
-    def simulated(self, layers: Sequence[int], on: Sequence[Box]) -> float:
-        """Seconds of the pipeline of a step, with so many layers in its stages, on these boxes."""
-        choice, last = self.choice, len(layers) - 1
-        stages = [self.stage(box, count, s == 0, s == last) for s, (box, count) in enumerate(zip(on, layers))]
-        if len(stages) == 1:
-            return choice.microbatches * stages[0].microbatch
-        forward, inputs, weights = (list(each) for each in zip(*(stage.passes for stage in stages)))
-        latency = [self.message(*pair) for pair in itertools.pairwise(on)]
-        costs = Costs(forward, inputs, weights, latency=latency)
-        return pipelines.makespan(choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages, costs)
-
     def _on(self, box: Box) -> Choice:
         return self.choice._replace(x=box[0], y=box[1], z=box[2])
-
-
-def residual(algorithm: str, sequences: int, rows: int, width: int) -> Layout:
-    """Of the matrix between stages; as the rules of `layers.rules`, which bring torch."""
-    length = max(1, rows // max(1, sequences))
-    over_x = Cut("x", length if algorithm in PLANE_PRODUCTS else 1)
-    return Layout.of((rows, width), {0: (Cut("z", length), over_x), 1: "y"})
-
-
-def parts_on(layout: Layout, box: Box):
-    """What each rank of a box has, row-major."""
-    sizes = dict(zip("xyz", box))
-    return [layout.slices(sizes, dict(zip("xyz", place))) for place in itertools.product(*map(range, box))]
 
 
 def _boxes(ranks: int) -> list[Box]:

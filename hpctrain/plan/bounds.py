@@ -36,7 +36,7 @@ class Bounds:
         self.estimator, self.job, self.given = estimator, estimator.job, given
         self.tables = bool(estimator.machine.measured)
         self.recomputed = recomputations(self.job, given)
-        self._in_flight, self._orders = functools.cache(self._find_in_flight), functools.cache(self._find_orders)
+        self.in_flight, self._orders = functools.cache(self._find_in_flight), functools.cache(self._find_orders)
         self._late = 1 + estimator.machine.errors.noise * math.sqrt(2 * math.log(ranks))
 
     def grid(self, grid: Choice) -> float:
@@ -95,7 +95,7 @@ class Bounds:
 
     def way(self, way: Choice) -> float:
         """Whatever schedule is chosen, with the least recomputation that may fit into memory; infinite without any."""
-        fewest, active = self._in_flight(way.pipeline, way.microbatches)
+        fewest, active = self.in_flight(way.pipeline, way.microbatches)
         for recompute in self.recomputed:
             choice = way._replace(recompute=recompute)
             if self.estimator.least_memory(choice, fewest, active) <= self.estimator.machine.device.memory:

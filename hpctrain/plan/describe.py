@@ -14,8 +14,17 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
 
     What ranks compute at is that of as many as there are cores, all at once. Products are taken to need their
     floating-point operations and the bytes of their operands, by least squares of the relative error.
+
+    Raises:
+        ValueError: where ranks outnumber the cores in all of them.
     """
-    node = max(each["ranks_of_a_node"] for each in found if each["ranks_of_a_node"] <= each["cores"])
+    own = [each["ranks_of_a_node"] for each in found if each["ranks_of_a_node"] <= each["cores"]]
+    if not own:
+        raise ValueError(
+            f"a machine file is of ranks with a core of their own, got {found[0]['ranks_of_a_node']} or more ranks on "
+            f"{found[0]['cores']} cores; use --ranks {found[0]['cores']}"
+        )
+    node = max(own)
     full = next(each for each in reversed(found) if each["ranks_of_a_node"] == node)
     by = f"measured on {host} on {date}, {full['ranks']} ranks at once, one thread each"
     peak = {kind: fitted(rows, BYTES[kind])[0] for kind, rows in full["products"].items()}
@@ -42,6 +51,7 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         "",
         "[software]",
         "attended = 0.5  # of the scores; the causal half",
+        f"bucket = {full['bucket']}  # B; at which sums and gathers over replicas close one: data_parallel/buckets.py",
         "asynchronous = false  # an operation begins when the one before has ended",
         "",
         "[errors]",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpctrain.pipeline import Costs
-from hpctrain.plan import pipelines
+from hpctrain.plan import pipelines, stage_messages
 from hpctrain.plan.job import Choice, Job
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.memory import state_bytes, updated_bytes
@@ -151,12 +152,19 @@ class Estimator:
 
     def _stages(self, choice: Choice) -> list[Stage]:
         """Every stage of a pipeline; those that are alike are computed once, whatever the schedule."""
-        counts = self.kinds(choice)
-        alike = choice._replace(schedule="", virtual_stages=0, partition=())
-        middle = [self.stage(alike, count, False, False) for count in counts[1:-1]]
-        if len(counts) == 1:
-            return [self.stage(alike, counts[0], True, True)]
-        return [self.stage(alike, counts[0], True, False), *middle, self.stage(alike, counts[-1], False, True)]
+        each = [*zip(self.alike(choice), self.kinds(choice))]
+        last = len(each) - 1
+        return [self.stage(alike, count, s == 0, s == last) for s, (alike, count) in enumerate(each)]
+
+    def homes(self, choice: Choice) -> list[int]:
+        """The rank of each stage; the first where several have it."""
+        home = {stage: rank for rank, own in reversed([*enumerate(self.placement(choice)[0])]) for stage in own}
+        return [home[stage] for stage in range(len(home))]
+
+    def alike(self, choice: Choice) -> list[Choice]:
+        """Of each stage, its box and all else that decides its costs."""
+        plain = choice._replace(schedule="", virtual_stages=0, partition=())
+        return [plain.at(rank) for rank in self.homes(choice)]
 
     def groups(self, choice: Choice) -> tuple[Group, Group]:
         """The ranks that hold the same weights, and the same experts, which come one after another on their axis."""
@@ -218,15 +226,11 @@ class Estimator:
 
     def edges(self, choice: Choice) -> list[float]:
         """Seconds of the message on each edge of the chain of stages."""
-        job, tensor = self.job, math.prod(choice.box) * choice.ulysses
-        local, _ = self.placement(choice)
-        home = {stage: rank for rank, own in reversed(list(enumerate(local))) for stage in own}
-        rows = -(-job.sequences(choice) // choice.z) * job.costs.context / max(1, len(job.slices))
-        rows /= choice.ring * choice.ulysses
-        nbytes = job.itemsize * rows * job.costs.width / (choice.x * choice.y)
-        distances = [abs(home[s + 1] - home[s]) * tensor for s in range(len(home) - 1)]
-        known = {distance: self.network.message(nbytes, distance) for distance in set(distances) if distance}
-        return [known.get(distance, 0.0) for distance in distances]
+        homes, tensor = self.homes(choice), math.prod(choice.box) * choice.ulysses
+        boxes = choice.boxes or [choice.box] * choice.pipeline
+        ways = [(boxes[a], boxes[b], abs(b - a) * tensor) for a, b in itertools.pairwise(homes)]
+        known = {way: stage_messages.seconds(self.job, self.network, choice, *way) for way in set(ways) if way[2]}
+        return [known.get(way, 0.0) for way in ways]
 
     def estimate(self, choice: Choice) -> Estimate:
         """What a step takes with this choice."""
@@ -280,13 +284,13 @@ class Estimator:
     def memory(self, choice: Choice) -> float:
         """Bytes of the rank that needs the most."""
         in_flight, (local, _) = self.in_flight(choice), self.placement(choice)
-        counts, alike = self.kinds(choice), choice._replace(schedule="", virtual_stages=0, partition=())
+        counts, alike = self.kinds(choice), self.alike(choice)
         last = len(counts) - 1
-        each = [self.stage_bytes(alike, count, s == 0, s == last) for s, count in enumerate(counts)]
-        working = self.working_bytes(choice, False), self.working_bytes(choice, True)
+        each = [self.stage_bytes(alike[s], count, s == 0, s == last) for s, count in enumerate(counts)]
+        working = {on: [self.working_bytes(on, ends) for ends in (False, True)] for on in {*alike}}
         return self._used(
             max(
-                sum(each[s][0] + active.get(s, 0) * each[s][1] for s in own) + working[last in own]
+                sum(each[s][0] + active.get(s, 0) * each[s][1] for s in own) + working[alike[own[0]]][last in own]
                 for own, active in zip(local, in_flight)
             )
         )

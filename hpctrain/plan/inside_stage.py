@@ -296,10 +296,11 @@ def inside_stage(config: Config, machine: Machine | str) -> StagePlan:
     as the rest of the configuration stands. Starts no MPI.
 
     Raises:
-        ValueError: as `predict`; for a mixture of experts, and where no rules fit.
+        ValueError: as `predict`; for boxes of stages, a mixture of experts, and where no rules fit.
     """
     machine = Machine.load(machine) if isinstance(machine, str) else machine
     machine = machine.crowded(config.ranks)
+    jobs.check_one_box(config, "a plan inside a stage")
     job, choice = jobs.read(config)
     stage = Stage(job, machine, choice)
     free = machine.device.memory - Estimator(job, machine).memory(choice)

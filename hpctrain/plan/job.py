@@ -13,6 +13,7 @@ from hpctrain.grid_shape import grid_shape
 from hpctrain.models import TransformerCosts
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+Box = tuple[int, int, int]
 MOMENTS = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "rmsprop": 2, "sgd": 1}
 
 
@@ -21,6 +22,7 @@ class Choice(NamedTuple):
 
     Attributes:
         partition: layers of each stage; () for an even cut.
+        boxes: of each rank of the pipeline axis; () where all have x × y × z.
     """
 
     data: int
@@ -39,6 +41,14 @@ class Choice(NamedTuple):
     expert: int = 1
     expert_tensor: int = 1
     partition: tuple[int, ...] = ()
+    boxes: tuple[Box, ...] = ()
+
+    def at(self, rank: int) -> Choice:
+        """With the box of this rank of the pipeline axis."""
+        if not self.boxes:
+            return self
+        x, y, z = self.boxes[rank]
+        return self._replace(x=x, y=y, z=z, boxes=())
 
     @property
     def replicas(self) -> int:
@@ -50,7 +60,7 @@ class Choice(NamedTuple):
         return self.replicas * self.pipeline * math.prod(self.box)
 
     @property
-    def box(self) -> tuple[int, int, int]:
+    def box(self) -> Box:
         return self.x, self.y, self.z
 
     @property
@@ -62,7 +72,8 @@ class Choice(NamedTuple):
     def settings(self) -> dict[str, object]:
         """{"section.key": value}"""
         shared = self.ring * self.ulysses > 1
-        return {
+        boxes = {"pipeline.boxes": ["x".join(map(str, box)) for box in self.boxes]} if self.boxes else {}
+        return boxes | {
             "grid.data": [self.data, self.ring, self.ulysses] if shared else self.data,
             "grid.sequence": 1,
             "grid.expert": self.expert,
@@ -129,13 +140,8 @@ def read(config: Config) -> tuple[Job, Choice]:
     """The job and the choice that a configuration states.
 
     Raises:
-        ValueError: for a model whose costs no formula tells, and for stages with boxes of their own.
+        ValueError: for a model whose costs no formula tells.
     """
-    if config.boxes:
-        raise ValueError(
-            f"a plan is of the box grid.tensor on every stage, got pipeline.boxes = {config.pipeline.boxes}; leave it "
-            "out, or look at hpctrain plan CONFIG --show boxes"
-        )
     spec = models.get(config.model.kind)
     precision, pipeline, train = config.precision, config.pipeline, config.train
     itemsize = BYTES[precision.compute]
@@ -164,6 +170,15 @@ def read(config: Config) -> tuple[Job, Choice]:
         grid["replica"], grid["pipeline"], grid["x"], grid["y"], grid["z"], train.microbatches, pipeline.schedule,
         pipeline.virtual_stages, train.recompute, config.data_parallel.method, config.tensor.algorithm,
         grid["ring"], grid["ulysses"], config.grid.expert, config.grid.expert_tensor,
-        () if isinstance(pipeline.partition, str) else tuple(pipeline.partition),
+        () if isinstance(pipeline.partition, str) else tuple(pipeline.partition), config.boxes or (),
     )  # fmt: skip
     return job, choice
+
+
+def check_one_box(config: Config, what: str) -> None:
+    """Raise ValueError for stages with boxes of their own."""
+    if config.boxes:
+        raise ValueError(
+            f"{what} is of the box grid.tensor on every stage, got pipeline.boxes = {config.pipeline.boxes}; leave it "
+            "out, or look at hpctrain plan CONFIG --show boxes"
+        )

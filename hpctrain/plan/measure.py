@@ -25,6 +25,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.data import ShardedTokens, pack
+from hpctrain.data_parallel.buckets import BUCKET_BYTES
 from hpctrain.grid import Grid
 from hpctrain.launch import abort, check_launcher
 
@@ -72,6 +73,7 @@ def measure(grid: Grid, folder: Path) -> dict:
         "attention": attention(grid, device),
         "reading": reading(grid, folder),
         "collectives": collectives(grid, device) if grid.size > 1 else {},
+        "bucket": BUCKET_BYTES,
     }
     return grid.comm.bcast(found)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from hpctrain.config import Config
 from hpctrain.config.checks import check
+from hpctrain.pipeline.actions import FORWARD, flat
 from hpctrain.plan import job as jobs
-from hpctrain.plan import pipelines
+from hpctrain.plan import pipelines, stage_messages
 from hpctrain.plan.estimator import Estimate, Estimator
 from hpctrain.plan.job import Choice, Job
 from hpctrain.plan.machine import Machine
@@ -89,19 +90,29 @@ def predicted(estimator: Estimator, choice: Choice, estimate: Estimate | None = 
 
 
 def received(job: Job, choice: Choice) -> dict[str, float]:
-    """Bytes of the pipeline rank that receives the most, {axis: bytes}; see `step_traffic`."""
-    shape = pipelines.shape(
+    """Bytes of the pipeline rank that receives the most, {axis: bytes}."""
+    last = choice.pipeline - 1
+    ranks = range(last + 1) if choice.boxes else sorted({0, min(1, last), last})  # the others are as one of these
+    return max((received_by(job, choice, rank) for rank in ranks), key=lambda axes: sum(axes.values()))
+
+
+def received_by(job: Job, choice: Choice, rank: int) -> dict[str, float]:
+    """Bytes of a rank of the pipeline axis, {axis: bytes}: `step_traffic`, and what comes to it and what it sends back
+    is re-partitioned between boxes."""
+    schedule = pipelines.shape(
         choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages, len(job.slices)
-    )
-    ranks = {0, min(1, choice.pipeline - 1), choice.pipeline - 1}  # the others are as one of these
-    found = [
-        step_traffic(
-            job.costs, choice.grid, job.batch, shape.schedule, job.itemsize, rank, choice.algorithm, job.overlap,
-            choice.partition or None, choice.method, choice.expert, job.reduce, job.comm, choice.expert_tensor,
-        )
-        for rank in sorted(ranks)
-    ]  # fmt: skip
-    return max(found, key=lambda axes: sum(axes.values()))
+    ).schedule
+    axes = step_traffic(
+        job.costs, choice.at(rank).grid, job.batch, schedule, job.itemsize, rank, choice.algorithm, job.overlap,
+        choice.partition or None, choice.method, choice.expert, job.reduce, job.comm,
+        choice.expert_tensor,
+    )  # fmt: skip
+    for action in flat(schedule.order[rank]) if choice.boxes else ():
+        sender = schedule.placement.get((action.replica, action.stage - 1), rank)
+        boxes = choice.boxes[sender], choice.boxes[rank]
+        if action.kind == FORWARD and boxes[0] != boxes[1]:
+            axes["tensor"] += job.itemsize * max(map(sum, stage_messages.lacked(job, choice, *boxes)))
+    return axes
 
 
 def planned(config: Config, prediction: Prediction) -> Config:

@@ -51,12 +51,13 @@ def search(
         keep: settings that stay as they are, of `space.FIELDS`.
 
     Raises:
-        ValueError: for an unknown machine, a number of ranks that the job cannot use, and where nothing fits: with the
-            memory that the leanest choice lacks.
+        ValueError: for an unknown machine, boxes of stages, a number of ranks that the job cannot use, and where
+            nothing fits: with the memory that the leanest choice lacks.
     """
     machine = Machine.load(machine) if isinstance(machine, str) else machine
     if ranks < 1 or top < 1:
         raise ValueError(f"--ranks and --top must be at least 1, got {ranks} and {top}")
+    jobs.check_one_box(config, "a search")
     found: list[tuple[Found, Estimator]] = []
     failed: list[NothingFits] = []
     for precision in precisions or [config.precision.compute]:

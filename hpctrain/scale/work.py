@@ -25,7 +25,8 @@ def flops(config: Config) -> float:
 
 def has_formula(config: Config) -> bool:
     """Whether `received` is exact where sizes divide: gradients are summed over replicas, and all cuts are even."""
-    return config.data_parallel.method == "ddp" and config.pipeline.partition == "even" and not token_slices(config)
+    plain = config.pipeline.partition == "even" and not config.boxes and not token_slices(config)
+    return config.data_parallel.method == "ddp" and plain
 
 
 def received(config: Config, rank: int) -> dict[str, float]:
