@@ -8,14 +8,16 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from hpctrain.cli import main
 from hpctrain.config import load_config
 from hpctrain.models import LinearCosts, TransformerCosts
-from hpctrain.plan import Machine, inside_stage
+from hpctrain.plan import Machine, inside_module, inside_stage
 from hpctrain.plan import job as jobs
 from hpctrain.plan.inside_stage import Stage, divided
 from hpctrain.plan.one_hot import OneHot
+from hpctrain.plan.operators import operators
 
 GPT3 = ["model.width=12288", "model.heads=96", "model.context=2048", "train.batch=1", "precision.compute=bf16"]
 
@@ -143,3 +145,112 @@ def test_shown_and_refused(capsys):
     assert [each["name"] for each in shown["operators"]][1:3] == ["attention in", "attention"]
     with pytest.raises(ValueError, match="got a mixture of experts"):
         inside_stage(load_config(overrides=["model.kind=mixtral", "model.experts=4"]), "frontier")
+
+
+class Attention(torch.nn.Module):
+    """Of the plain kind, with rotated queries and keys of their own products."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.back = (torch.nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k = (each * 0.5 + torch.cat(each.chunk(2, -1)[::-1], -1) for each in (q, k))
+        scores = (q @ k.mT + torch.zeros(x.shape[1], x.shape[1], device=x.device)).softmax(-1)
+        return self.back((scores @ v).transpose(1, 2).flatten(2))
+
+
+class Block(torch.nn.Module):
+    """With a gated feed-forward, whose norm is RMSNorm written out."""
+
+    def __init__(self, width, heads, ffn):
+        super().__init__()
+        self.norm, self.attention = torch.nn.LayerNorm(width), Attention(width, heads)
+        self.gate, self.up, self.down = (torch.nn.Linear(*each) for each in [(width, ffn)] * 2 + [(ffn, width)])
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        y = x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def test_operators_of_a_module():
+    """What each takes; the sum at the end is the first one's, of the next block."""
+    found = operators(Block(16, 4, 24), torch.zeros(2, 3, 16))
+    assert [(each.kind, each.name, sorted(each.inputs), each.n_out) for each in found] == [
+        ("elementwise", "norm", [5, 8], 16), ("product", "attention.q, k, v", [0], 48),
+        ("elementwise", "attention", [1], 16), ("attention", "attention", [1, 2], 16),
+        ("product", "attention.back", [3], 16), ("elementwise", "add", [0, 4], 16),
+        ("product", "gate, up", [5], 48), ("elementwise", "silu", [6], 24), ("product", "down", [7], 16),
+    ]  # fmt: skip
+    assert [each.heads for each in found if each.kind == "attention"] == [4]
+    assert [number for number, each in enumerate(found) if each.norm] == [0, 5]
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_megatron_by_itself_of_a_module(ranks):
+    """Products that take the residual stream are cut by output features, those that give it by input features."""
+    with torch.device("meta"):
+        block, x = Block(12288, 96, 32768), torch.empty(8, 2048, 12288)
+    plan = inside_module(block, x, ranks, "dgx-h100", "bf16")
+    rules = {name: rule for name, rule, _ in plan.operators}
+    assert rules["attention.q, k, v"] == rules["gate, up"] == {"out": ("x",)}
+    assert rules["attention.back"] == rules["down"] == {"in": ("x",)}
+    assert rules["silu"] == {"features": ("x",)}
+
+
+def test_a_module_is_divided_as_the_model_of_the_same_shape():
+    """GPT-3's block, by its numbers and by a call of torch's own layer."""
+    by_costs = inside_stage(load_config(overrides=[*GPT3, "grid.tensor=4"]), "dgx-h100")
+    with torch.device("meta"):
+        layer = torch.nn.TransformerEncoderLayer(12288, 96, 4 * 12288, 0.0, "gelu", batch_first=True, norm_first=True)
+        x = torch.empty(1, 2048, 12288)
+    traced = inside_module(layer, x, 4, "dgx-h100", "bf16")
+    rules = {name: rule for name, rule, _ in traced.operators}
+    assert [rule for name, rule, _ in by_costs.operators if name.startswith("mlp") or name == "activation"] == [
+        rules["norm2"], rules["linear1"], rules["gelu"], rules["linear2"]
+    ]  # fmt: skip
+    assert traced.seconds == pytest.approx(by_costs.seconds, rel=0.05)
+
+
+def test_agarwal_by_itself_of_a_module():
+    """Two square products on a box, with no element on two ranks: features by turns, rows over the third axis."""
+    with torch.device("meta"):
+        two = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(2)))
+        x = torch.empty(4, 2048, 4096)
+    plan = inside_module(two, x, (2, 2, 2), "dgx-h100", "bf16", limit="even")
+    _, (_, into, _), (_, back, _) = plan.operators
+    assert sorted(into) == ["in", "out", "rows"]
+    assert (into["rows"], into["in"], into["out"]) == (back["rows"], back["out"], back["in"])
+    assert plan.present == pytest.approx(plan.seconds, rel=1e-9)
+
+
+class Mixed(torch.nn.Module):
+    """Tokens of a sequence are multiplied by a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = torch.nn.Linear(3, 5)
+
+    def forward(self, x):
+        return self.tokens(x.mT)
+
+
+class Constant(torch.nn.Module):
+    def forward(self, x):
+        return torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (torch.nn.Sequential(torch.nn.Conv1d(3, 3, 1)), "and element-wise operators, got convolution in 0"),
+        (Mixed(), "rows that stay apart: the input has 6, but tokens multiplies 8"),
+        (Constant(), "the output of Constant does not depend on its input"),
+    ],
+)
+def test_modules_without_a_plan(module, message):
+    with pytest.raises(ValueError, match=message):
+        inside_module(module, torch.zeros(2, 3, 4), 2, "frontier")

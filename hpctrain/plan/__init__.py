@@ -1,6 +1,7 @@
 """Planning: what a run will cost, before it runs, and the layout that costs the least."""
 
 from hpctrain.plan.between_stages import between_stages
+from hpctrain.plan.inside_module import inside_module
 from hpctrain.plan.inside_stage import inside_stage
 from hpctrain.plan.machine import Machine, names
 from hpctrain.plan.prediction import Prediction, planned, predict
@@ -12,6 +13,7 @@ __all__ = [
     "Prediction",
     "between_stages",
     "changes",
+    "inside_module",
     "inside_stage",
     "names",
     "planned",

@@ -281,14 +281,20 @@ class Stage:
                 axis: "rows" for axis in over["inner rows"]
             }  # fmt: skip
 
-        products = [product("inner out", "residual in"), product("residual out", "inner in")]
+        into, back = product("inner out", "residual in"), product("residual out", "inner in")
+        tables = {"stream": stream, "in": into, "out": back}
         cuts = []
-        for number, operator in enumerate(self.operators):
-            names = ("sequences", "heads") if operator.name == "attention" else ("rows", "features")
-            middle = {axis: names[dim] for axis, dim in inner.items()}
-            table = (stream, products[0], middle, products[1])[number % 4]
+        for operator, role in zip(self.operators, self.roles()):
+            attends = any("heads" in rule.cuts for rule in operator.rules)
+            names = ("sequences", "heads") if attends else ("rows", "features")
+            table = tables.get(role, {axis: names[dim] for axis, dim in inner.items()})
             cuts.append([table[axis] for axis in self.axes])
         return self.choices_of(cuts)
+
+    def roles(self) -> list[str]:
+        """Of each operator in the layers' rules: of the residual stream, a product into the inner layout, between such
+        products, or a product back."""
+        return ["stream", "in", "middle", "out"] * (len(self.operators) // 4)
 
 
 def inside_stage(config: Config, machine: Machine | str) -> StagePlan:
