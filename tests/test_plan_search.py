@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from hpctrain.choices import RECOMPUTE
 from hpctrain.cli import main
 from hpctrain.config import load_config
 from hpctrain.grid_shape import all_grids
@@ -153,7 +154,7 @@ def test_bounds_lose_nothing(job, ranks, machine):
     for grid in tried.grids:
         of_grid = max(bounds.grid(grid), bounds.layouts(grid))
         for layout in tried.layouts(grid):
-            of_layout = max(of_grid, bounds.layout(layout))
+            of_layout, lean = max(of_grid, bounds.layout(layout)), bounds.lean(layout)
             for way in ways(job, given, layout):
                 of_way = bounds.way(way)
                 for choice in tried.choices(way):
@@ -162,6 +163,9 @@ def test_bounds_lose_nothing(job, ranks, machine):
                     assert of_layout <= estimate.seconds, choice
                     assert bounds.choice(choice) <= estimate.seconds, choice
                     if estimate.memory <= machine.device.memory:
+                        assert lean is not None, choice
+                        assert RECOMPUTE.index(choice.recompute) >= RECOMPUTE.index(lean.recompute), choice
+                        assert bounds.layout(lean) <= estimate.seconds, choice
                         assert of_way <= estimate.seconds, choice
                         everything.append((estimate.seconds, choice))
     assert count == len(list(tried.everything()))

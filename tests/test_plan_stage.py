@@ -5,10 +5,12 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
+from running import ROOT
 
 from hpctrain.cli import main
 from hpctrain.config import load_config
@@ -254,3 +256,16 @@ class Constant(torch.nn.Module):
 def test_modules_without_a_plan(module, message):
     with pytest.raises(ValueError, match=message):
         inside_module(module, torch.zeros(2, 3, 4), 2, "frontier")
+
+
+def test_the_example_of_the_readme(capsys):
+    text = (ROOT / "hpctrain/plan/README.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
+    printed = capsys.readouterr().out.splitlines()
+    quoted = re.findall(r"^    (\w+ +\d\.\d+ ms  \{.*\})", text, re.MULTILINE)
+    assert len(quoted) == 4
+    assert set(quoted) <= set(printed)
+    assert printed[-2:] == [
+        "0           0.267 ms  {'in': ('x',), 'out': ('y',), 'rows': ('z',)}",
+        "1           0.267 ms  {'out': ('x',), 'in': ('y',), 'rows': ('z',)}",
+    ]

@@ -79,6 +79,22 @@ def test_the_page(run, tmp_path, capsys):
     assert ranks[2] == ["1", "node0", "0 0 1 0 0 0 0", "100.00", *["10.00"] * 8, "2.000", "2.000", "257"]
 
 
+def test_a_plan_beside_its_run(run, tmp_path):
+    """By part, with bytes and memory; what was wrong stands out."""
+    (tmp_path / "mine").mkdir()
+    told = {"machine": "frontier", "seconds": {"step": [0.25, 0.5], "compute": [0.2, 0.4], "tensor": [0.0, 0.0]},
+            "bytes": {"data": [2**20, 2**21]}, "memory": [2**30, 2**31],
+            "wrong": ["a step took 0.5 s, not 0.2 to 0.3"]}  # fmt: skip
+    (tmp_path / "mine/plan.json").write_text(json.dumps(told))
+    text = run([record(n) for n in range(1, 20)])
+    assert "Plan for frontier" in text
+    assert tables(text)[-1] == [
+        ["", "predicted", "measured"], ["step", "0.25 s", "0.5 s"], ["compute", "0.2 s", "0.4 s"],
+        ["received on data", "1.000 MiB", "2.000 MiB"], ["memory", "1.00 GiB", "2.00 GiB"],
+    ]  # fmt: skip
+    assert warnings(text) == ["The plan was wrong: a step took 0.5 s, not 0.2 to 0.3."]
+
+
 def test_the_metrics_as_a_table(run, tmp_path):
     run([record(1), record(2, val_loss=4.5, loss=None, skipped="spike")])
     with (tmp_path / "mine/metrics.csv").open(newline="") as file:

@@ -2,10 +2,11 @@
 
 A bound counts work that some rank does one after another; how long it waits, only a simulation tells:
 
-    grid      of the mean rank: floating-point operations at the rate of products, and beside them the bytes of the
-              tensor axes that nothing hides, without any latency, in one microbatch
-    layout    m (blocks + embedding + head) / p: the mean rank's work, at most the busiest's
-    way       the same with the least recomputation that may fit, and the bytes of the data axis that nothing hides
+    grid      of the mean rank: floating-point operations at the rate of products, what the others read and write, and
+              the bytes of the tensor axes that nothing hides, without any latency, in one microbatch
+    layout    m (blocks + embedding + head) / p: the mean rank's work, at most the busiest's, with the least
+              recomputation that may fit by what its input and its products keep alone
+    way       the same by all that its parts keep, and the bytes of the data axis that nothing hides
     choice    of every rank, what must be done before its first task, all its work, and what must follow its last task
 
 A grid's two bounds hold for all its numbers of microbatches: m times what takes a + b / m seconds is at least a + b.
@@ -24,6 +25,7 @@ from hpctrain.plan.estimator import Estimator
 from hpctrain.plan.job import Choice
 from hpctrain.plan.memory import updated_bytes
 from hpctrain.plan.network import Group
+from hpctrain.plan.passes import BACKWARD, INNER, RESIDUAL
 from hpctrain.plan.space import ZERO, choices, expert_ranks, recomputations, ways
 
 ROUNDING = 1 - 1e-9  # bounds are sums in another order than what they bound
@@ -37,17 +39,38 @@ class Bounds:
         self.tables = bool(estimator.machine.measured)
         self.recomputed = recomputations(self.job, given)
         self.in_flight, self._orders = functools.cache(self._find_in_flight), functools.cache(self._find_orders)
+        self._states = functools.lru_cache(1 << 8)(self._least_states)
         self._late = 1 + estimator.machine.errors.noise * math.sqrt(2 * math.log(ranks))
 
     def grid(self, grid: Choice) -> float:
         """Whatever else is chosen."""
         machine, job = self.estimator.machine, self.job
         tokens = job.batch * job.costs.context / (grid.data * grid.ring * grid.ulysses)  # of a replica's sequence rank
-        compute = tokens * self._flops / (machine.peak_of(job.compute, job.matmul) * machine.device.product)
-        compute *= machine.learned.compute / math.prod(grid.box)
+        compute = tokens * (self._flops / self._rate + self._beside) / math.prod(grid.box)
+        compute = (compute + self._operands(grid, tokens / grid.z)) * machine.learned.compute
         tensor = 0.0 if self.tables else self._bytes(grid, tokens / grid.z) * machine.learned.tensor
         hidden = machine.software.hidden_tensor
         return self._least(grid, (compute + max(0.0, 1 - hidden) * tensor) / grid.pipeline)
+
+    @functools.cached_property
+    def _rate(self) -> float:
+        machine, job = self.estimator.machine, self.job
+        return machine.peak_of(job.compute, job.matmul) * machine.device.product
+
+    @functools.cached_property
+    def _beside(self) -> float:
+        """Seconds of a token's attention and element-wise operations in the blocks, forward and backward."""
+        costs, machine, software = self.job.costs, self.estimator.machine, self.estimator.machine.software
+        scores = 4 * costs.attention_width * costs.keys * software.attended / (self._rate * machine.device.attention)
+        scores += self.job.heads * costs.keys * software.score_bytes / machine.device.bandwidth
+        linears = [
+            *costs.linears_of() * (costs.layers - costs.dense_layers),
+            *costs.linears_of(True) * costs.dense_layers,
+        ]
+        kept = INNER * sum(e.n_out if e.to_inner else e.n_in for e in linears)
+        kept += RESIDUAL * 2 * costs.norms * costs.width * costs.layers
+        elementwise = (1 + BACKWARD) * self.job.itemsize * kept / machine.device.bandwidth
+        return costs.layers * scores * (3.0 if software.score_bytes else 3.5) + elementwise
 
     @functools.cached_property
     def _flops(self) -> float:
@@ -69,6 +92,13 @@ class Bounds:
         }
         n_in, n_out = found[True]
         return found | {True: (n_in + costs.width, n_out + costs.vocabulary)}
+
+    def _operands(self, grid: Choice, rows: float) -> float:
+        """Seconds in which the products of all linear layers, three each, read and write what is not weights."""
+        x, y, _ = grid.box
+        (to_in, to_out), (from_in, from_out) = self._widths[True], self._widths[False]
+        numbers = 3 * rows * (to_in / y + to_out / x + from_in / x + from_out / y)
+        return self.job.itemsize * numbers / self.estimator.machine.device.bandwidth
 
     def _bytes(self, grid: Choice, rows: float) -> float:
         """Seconds in which the tensor axes move the operands of all linear layers, three products each."""
@@ -93,12 +123,28 @@ class Bounds:
         work = min(map(self.estimator.whole_microbatch, spread))
         return self._least(layout, layout.microbatches * work / layout.pipeline)
 
+    def lean(self, layout: Choice) -> Choice | None:
+        """A layout with the least recomputation with which any of its choices may fit into memory; None where none may.
+        What their parts take is not known yet."""
+        fewest, active = self.in_flight(layout.pipeline, layout.microbatches)
+        states = self._states(layout._replace(microbatches=1), fewest)
+        for recompute in self.recomputed:
+            if self._fits(states + active * self.estimator.least_kept(layout, recompute)):
+                return layout._replace(recompute=recompute)
+        return None
+
+    def _least_states(self, grid: Choice, layers: int) -> float:
+        return min(self.estimator.least_states(way, layers) for way in ways(self.job, self.given, grid))
+
+    def _fits(self, allocated: float) -> bool:
+        return self.estimator.used(allocated) * ROUNDING <= self.estimator.machine.device.memory
+
     def way(self, way: Choice) -> float:
         """Whatever schedule is chosen, with the least recomputation that may fit into memory; infinite without any."""
         fewest, active = self.in_flight(way.pipeline, way.microbatches)
         for recompute in self.recomputed:
             choice = way._replace(recompute=recompute)
-            if self.estimator.least_memory(choice, fewest, active) <= self.estimator.machine.device.memory:
+            if self._fits(self.estimator.least_states(choice, fewest) + active * self.estimator.kept(choice)):
                 return max(self._work(choice), self._waiting(choice))
         return math.inf
 

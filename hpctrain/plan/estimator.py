@@ -79,6 +79,7 @@ class Estimator:
         self.stage = functools.lru_cache(1 << 16)(self._make_stage)
         self.stage_bytes = functools.lru_cache(1 << 16)(self._stage_bytes)
         self.block_elements = functools.cache(self._block_elements)
+        self.kept_width = functools.cache(self._kept_width)
 
     def parts(self, choice: Choice) -> Parts:
         """Of a microbatch."""
@@ -288,22 +289,36 @@ class Estimator:
         last = len(counts) - 1
         each = [self.stage_bytes(alike[s], count, s == 0, s == last) for s, count in enumerate(counts)]
         working = {on: [self.working_bytes(on, ends) for ends in (False, True)] for on in {*alike}}
-        return self._used(
+        return self.used(
             max(
                 sum(each[s][0] + active.get(s, 0) * each[s][1] for s in own) + working[alike[own[0]]][last in own]
                 for own, active in zip(local, in_flight)
             )
         )
 
-    def least_memory(self, choice: Choice, layers: int, in_flight: float) -> float:
-        """Bytes that the fullest rank needs at least, of which every rank has so many layers, and this one
-        `in_flight` of layers times microbatches."""
-        costs, parts = self.job.costs, self.parts(choice)
-        dense = min(layers, costs.dense_layers)
-        kept = min(block.kept for block in parts.blocks)
-        return self._used(self.states(choice, (layers - dense, dense), False, False) + in_flight * kept)
+    def least_states(self, choice: Choice, layers: int) -> float:
+        """Bytes of the parameters of a rank that has so many layers, at least."""
+        dense = min(layers, self.job.costs.dense_layers)
+        return self.states(choice, (layers - dense, dense), False, False)
 
-    def _used(self, allocated: float) -> float:
+    def kept(self, choice: Choice) -> float:
+        """Bytes that a block keeps of a microbatch, at least."""
+        return min(block.kept for block in self.parts(choice).blocks)
+
+    def least_kept(self, layout: Choice, recompute: str) -> float:
+        """The same, but for scores and experts, without a look at its parts."""
+        tokens = self.job.sequences(layout) * self.job.costs.context / (layout.ring * layout.ulysses)
+        return self.job.itemsize * tokens * self.kept_width(recompute) / math.prod(layout.box)
+
+    def _kept_width(self, recompute: str) -> int:
+        costs = self.job.costs
+        if recompute == "block":
+            return costs.width
+        kinds = ((e.n_out if e.to_inner else e.n_in for e in costs.linears_of(dense)) for dense in (False, True))
+        return 2 * costs.norms * costs.width + min(map(sum, kinds))
+
+    def used(self, allocated: float) -> float:
+        """Bytes that a rank needs for so many."""
         device = self.machine.device
         return device.reserved + allocated * (1 + device.slack) * self.machine.learned.memory
 

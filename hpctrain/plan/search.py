@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hpctrain.choices import DTYPES, check_choice
+from hpctrain.choices import DTYPES, RECOMPUTE, check_choice
 from hpctrain.config import Config
 from hpctrain.plan import job as jobs
 from hpctrain.plan.bounds import Bounds
@@ -140,7 +140,9 @@ class Search:
     def _parts(self, level: Level, one: Any) -> Iterator[tuple[float, Level, Any]]:
         """What takes the place of one in the queue, by its own bound."""
         if level is Level.GRID:
-            yield self.bounds.layouts(one), Level.LAYOUTS, self.layouts(one)
+            if lean := [layout for each in self.layouts(one) if (layout := self.bounds.lean(each))]:
+                recompute = min((layout.recompute for layout in lean), key=RECOMPUTE.index)
+                yield self.bounds.layouts(one._replace(recompute=recompute)), Level.LAYOUTS, lean
         elif level is Level.LAYOUTS:
             for layout in one:
                 yield self.bounds.layout(layout), Level.LAYOUT, layout

@@ -155,17 +155,22 @@ def rank_rows(run: Run) -> list[list[str]]:
     return rows
 
 
-PLAN_HEADER = ("part", "predicted s", "measured s")
+PLAN_HEADER = ("", "predicted", "measured")
 
 
-def plan_rows(folder: Path) -> tuple[str, list[list[str]]]:
-    """The machine of a run's plan, and a line for each part of a step, where plan.json tells of them."""
+def plan_rows(folder: Path) -> tuple[str, list[list[str]], list[str]]:
+    """The machine of a run's plan, a line for each part of a step, for bytes and memory, and what the plan had wrong,
+    where plan.json tells of them."""
     path = folder / "plan.json"
     if not path.exists():
-        return "", []
+        return "", [], []
     told = json.loads(path.read_text(encoding="utf-8"))
-    rows = [[part, *(f"{each:.4g}" for each in both)] for part, both in told["seconds"].items() if any(both)]
-    return told["machine"], rows
+    rows = [[part, *(f"{each:.4g} s" for each in both)] for part, both in told["seconds"].items() if any(both)]
+    for axis, both in told["bytes"].items():
+        rows.append([f"received on {axis}", *(f"{each / 2**20:,.3f} MiB" for each in both)])
+    if told["memory"]:
+        rows.append(["memory", *(f"{each / 2**30:.2f} GiB" for each in told["memory"])])
+    return told["machine"], rows, [f"The plan was wrong: {each}." for each in told["wrong"]]
 
 
 def shown(ranks: Sequence[Any]) -> list[Any]:

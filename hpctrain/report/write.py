@@ -55,9 +55,10 @@ def _parts(run: Run) -> list[str]:
         if len(run.ranks) > SHOWN:
             lines += f" {len(run.ranks) - SHOWN} ranks in between are in ranks.json."
         parts.append(page.paragraph(lines, "facts"))
-    machine, rows = plan_rows(run.folder)
+    machine, rows, wrong = plan_rows(run.folder)
     if rows:
         parts += [page.heading(f"Plan for {machine}"), page.table(PLAN_HEADER, rows)]
+        parts += [page.paragraph(each, "warning") for each in wrong]
     known = ("metrics.jsonl", "metrics.csv", "ranks.json", "plan.json", "loss.png")
     names = [name for name in known if (run.folder / name).exists()]
     parts.append(page.links(names))
