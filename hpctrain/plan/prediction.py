@@ -104,8 +104,7 @@ def received_by(job: Job, choice: Choice, rank: int) -> dict[str, float]:
     ).schedule
     axes = step_traffic(
         job.costs, choice.at(rank).grid, job.batch, schedule, job.itemsize, rank, choice.algorithm, job.overlap,
-        choice.partition or None, choice.method, choice.expert, job.reduce, job.comm,
-        choice.expert_tensor,
+        choice.partition or None, choice.method, choice.expert, job.reduce, job.comm, choice.expert_tensor,
     )  # fmt: skip
     for action in flat(schedule.order[rank]) if choice.boxes else ():
         sender = schedule.placement.get((action.replica, action.stage - 1), rank)
