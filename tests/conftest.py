@@ -68,8 +68,8 @@ def pytest_collection_modifyitems(config, items):
     mpi = {item: ranks_named.of(item) for item in items if item.get_closest_marker("mpi")}
     if not config.getoption("--only-mpi"):
         others = set(mpi)
-    elif PROFILE == "soak":  # its examples are for any number of ranks
-        others = set(items) - set(mpi)
+    elif PROFILE == "soak":  # its examples are for any number of ranks between those
+        others = {item for item in items if not (mpi.get(item) and min(mpi[item]) <= RANKS <= max(mpi[item]))}
     else:
         ranks_named.write(mpi, RANKS)
         others = {item for item in items if RANKS not in mpi.get(item, ())}
