@@ -30,6 +30,10 @@ class StandIn:
 
     made = 0
 
+    def Dup(self):
+        StandIn.made += 1
+        return StandIn(self.size, self.rank)
+
     def Create_cart(self, dims, periods, reorder):
         StandIn.made += 1
         return StandIn(self.size, self.rank, dims)
@@ -85,6 +89,9 @@ class StandIn:
 
     def allgather(self, value):
         return [value + rank // 8 for rank in range(self.size)] if isinstance(value, int) else [value] * self.size
+
+
+MPI.COMM_SELF = StandIn(1)
 
 
 def rows(ranks):

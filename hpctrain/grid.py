@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
@@ -112,12 +112,12 @@ class Axis:
     y: Axis
     z: Axis
 
-    def __init__(self, name: str, comm: MPI.Intracomm, node: int, transport: Transport):
+    def __init__(self, name: str, comm: MPI.Intracomm, nodes: Iterable[int], transport: Transport):
         self.name = name
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
-        self.nodes = tuple(comm.allgather(node))
+        self.nodes = tuple(nodes)
         self.one_node = len(set(self.nodes)) == 1
         self.transport = transport
 
@@ -194,21 +194,20 @@ class Grid:
         self.coords = self.place_of(self.rank)
         self.shape |= dict(zip(TENSOR, self.boxes[self.coords["pipeline"]]))
         shared = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        node = shared.bcast(self.rank)  # a node is named by its first rank
+        nodes = self.comm.allgather(shared.bcast(self.rank))  # a node is named by its first rank
         shared.Free()
-        # Sub is collective, so that every plane is made here, in one order, rather than when first asked for.
-        axes = {"world": Axis("world", self.comm, node, self.transport)}
-        for name in ("data", "replica", "sequence", "ring", "ulysses", "pipeline", *map("+".join, _subsets(TENSOR))):
-            if boxes is None:
-                sub: MPI.Intracomm = self.comm.Sub([axis in parts_of(name) for axis in AXES])
+        axes = {"world": Axis("world", self.comm, nodes, self.transport)}
+        # Sub and Split are collective, so that all are made here, in one order, rather than when first asked for.
+        planes = ("data", "replica", "sequence", "ring", "ulysses", "pipeline", *map("+".join, _subsets(TENSOR)))
+        for name in (*planes, "expert", "copies"):
+            members = self.members(name)
+            if boxes is None and len(members) == 1:  # on all ranks: nobody is waited for
+                sub: MPI.Intracomm = MPI.COMM_SELF.Dup()
+            elif boxes is None and name in planes:
+                sub = self.comm.Sub([axis in parts_of(name) for axis in AXES])
             else:
-                members = self.members(name)
                 sub = cast("MPI.Intracomm", self.comm.Split(members[0], members.index(self.rank)))
-            axes[name] = Axis(name, sub, node, self.transport)
-        stage = self.coords["pipeline"] * self.size
-        for name, others in (("expert", "copies"), ("copies", "expert")):
-            alike = cast("MPI.Intracomm", comm.Split(stage + self.coords[others], self.coords[name]))
-            axes[name] = Axis(name, alike, node, self.transport)
+            axes[name] = Axis(name, sub, (nodes[rank] for rank in members), self.transport)
         self._axes = axes
         holdings = self.transport.holdings
         for axis in axes.values():
@@ -261,7 +260,7 @@ class Grid:
     def members(self, axis: str) -> list[int]:
         """Ranks of the grid along an axis, by its name, in the order of their ranks in it; this one among them."""
         if axis in ("expert", "copies"):
-            stage, size, expert = self.members("stage"), self.expert.size, self.coords["expert"]
+            stage, size, expert = self.members("stage"), self._expert, self.coords["expert"]
             first = self.coords["copies"] * size
             return stage[first : first + size] if axis == "expert" else stage[expert::size]
         names = parts_of(axis)

@@ -29,10 +29,11 @@ class Hierarchy:
         from mpi4py import MPI
 
         node, lanes = axis.nodes[axis.rank], min(Counter(axis.nodes).values())
-        self.node = Axis(axis.name, MPI.Intracomm(axis.comm.Split(node, axis.rank)), node, axis.transport)
+        mine = MPI.Intracomm(axis.comm.Split(node, axis.rank))
+        self.node = Axis(axis.name, mine, [node] * mine.size, axis.transport)
         lane = self.node.rank if self.node.rank < lanes else MPI.UNDEFINED
         comm = MPI.Intracomm(axis.comm.Split(lane, axis.rank))
-        self.lane = Axis(axis.name, comm, node, axis.transport) if comm != MPI.COMM_NULL else None
+        self.lane = Axis(axis.name, comm, comm.allgather(node), axis.transport) if comm != MPI.COMM_NULL else None
         self.lanes, self.nodes = lanes, len(set(axis.nodes))
         memory = new_workspace(self.node, torch.empty(0))
         assert not isinstance(memory, MessageWorkspace)  # its ranks share memory
