@@ -19,8 +19,6 @@ import torch
 
 RANKS = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
-if RANK:
-    sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all; failures go to stderr
 
 # The same examples in every run and on every rank; a soak draws other ones each time, from a seed that all ranks are
 # given: --hypothesis-seed (`benchmarks/soak.py`).
@@ -38,6 +36,8 @@ hypothesis.settings.load_profile(PROFILE)
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "ranks(*numbers): the numbers of ranks that an MPI test is for; else 1, 2 and 4")
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all; failures go to stderr
     torch.set_num_threads(1)
     # A shell's background job ignores SIGINT, nohup SIGHUP, and so would the jobs that tests start and stop by them; a
     # handler is not inherited.

@@ -1,5 +1,6 @@
 """Attention of cut sequences against torch's dense attention of whole ones."""
 
+import functools
 import itertools
 import math
 
@@ -18,21 +19,27 @@ SEQUENCES, WIDTH = 2, 8
 
 def grids(world, one_node=True):
     """Every ring × Ulysses of the ranks there are; else by messages, with sends that wait."""
-    for ring in range(1, world.size + 1):
-        if world.size % ring == 0:
-            grid = Grid(data=(1, ring, world.size // ring))
-            grid.transport.synchronous = not one_node
-            grid.ring.one_node &= one_node
-            grid.ulysses.one_node &= one_node
-            yield grid
+    return _grids(world.size, one_node)
 
 
+@functools.cache  # a grid makes a dozen communicators
+def _grids(ranks, one_node):
+    made = [Grid(data=(1, ring, ranks // ring)) for ring in range(1, ranks + 1) if ranks % ring == 0]
+    for grid in made:
+        grid.transport.synchronous = not one_node
+        grid.ring.one_node &= one_node
+        grid.ulysses.one_node &= one_node
+    return made
+
+
+@functools.cache
 def tensors(heads, kv_heads, length, dtype=torch.float64, sequences=SEQUENCES):
     """Whole q, k, v and the gradient of the output, the same on every rank."""
     shapes = [(sequences, count, length, WIDTH) for count in (heads, kv_heads, kv_heads, heads)]
-    return [(KEY / n).normal(0, math.prod(shape)).view(shape).to(dtype) for n, shape in enumerate(shapes)]
+    return tuple((KEY / n).normal(0, math.prod(shape)).view(shape).to(dtype) for n, shape in enumerate(shapes))
 
 
+@functools.cache
 def serial(q, k, v, grad, masks, keep=None):
     """Output and gradients by a dense mask for each sequence, in float64; `keep` are the factors of dropout."""
     q, k, v = (part.to(torch.float64, copy=True).requires_grad_() for part in (q, k, v))
@@ -65,7 +72,7 @@ def run(grid, whole, masks, balance="zigzag", dropout=None, spans=None):
 
 def check(grid, whole, masks, rtol, **options):
     """Output and gradients are the serial ones to `rtol` of the largest element of them all."""
-    expected = serial(*whole, masks, options.pop("keep", None))
+    expected = serial(*whole, tuple(masks), options.pop("keep", None))
     found, mine = run(grid, whole, masks, **options)
     limit = rtol * max(part.abs().max().item() for part in expected)
     for name, ours, theirs in zip(("out", "dq", "dk", "dv"), found, expected):

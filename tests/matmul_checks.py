@@ -1,5 +1,7 @@
 """What the tests of `hpctrain.matmul` share."""
 
+import functools
+
 import torch
 
 from hpctrain import Grid, matmul
@@ -27,14 +29,18 @@ def legal(algorithm, box):
 
 def grids(world, way):
     """Every box of the ranks, with sends that wait for their receivers where there are messages."""
-    for data, pipeline, box in all_grids(world.size):
-        if data == pipeline == 1:
-            grid = Grid(tensor=box)
-            t = grid.tensor
-            for axis in (t.x, t.y, t.z):
-                axis.one_node = axis.name in WAYS[way]
-            grid.transport.synchronous = way == "messages"
-            yield box, grid
+    return _grids(world.size, way)
+
+
+@functools.cache  # a grid makes a dozen communicators
+def _grids(ranks, way):
+    made = [(box, Grid(tensor=box)) for data, pipeline, box in all_grids(ranks) if data == pipeline == 1]
+    for _, grid in made:
+        t = grid.tensor
+        for axis in (t.x, t.y, t.z):
+            axis.one_node = axis.name in WAYS[way]
+        grid.transport.synchronous = way == "messages"
+    return made
 
 
 def products(world, way, algorithms=ALGORITHMS):

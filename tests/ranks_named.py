@@ -8,6 +8,7 @@ Both look into the folder HPCTRAIN_TESTS_RAN, where every MPI run leaves what it
 """
 
 import collections
+import functools
 import json
 import os
 import sys
@@ -27,11 +28,14 @@ def of(item):
 def may_have_tests(path, ranks):
     """Whether a file has MPI tests, for this number of ranks as far as that is known."""
     if FOLDER and (Path(FOLDER) / "named.json").exists():
-        named = json.loads((Path(FOLDER) / "named.json").read_text())
-        return any(
-            ranks in test["ranks"] and Path(name.split("::")[0]).name == path.name for name, test in named.items()
-        )
+        return path.name in files(ranks)
     return path.name.startswith("test_") and "mark.mpi" in path.read_text(encoding="utf-8")
+
+
+@functools.cache  # it is asked for every file, and the list is long
+def files(ranks):
+    """Names of those that have tests for this number of ranks."""
+    return {Path(name.split("::")[0]).name for name, test in read().items() if ranks in test["ranks"]}
 
 
 def write(tests, ranks):

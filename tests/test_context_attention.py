@@ -153,7 +153,7 @@ def test_bytes_are_the_formula(world, heads, kv_heads, dtype, way, monkeypatch):
 def test_no_gradients_are_asked_for(world):
     for grid in grids(world):
         q, k, v, _ = tensors(4, 2, 29)
-        expected, *_ = serial(q, k, v, torch.zeros_like(q), [Mask()] * SEQUENCES)
+        expected, *_ = serial(q, k, v, torch.zeros_like(q), (Mask(),) * SEQUENCES)
         spans = tuple(sequence_spans(29, grid.ring.size, grid.ulysses.size))
         mine = spans[grid.sequence.rank]
         context = attention_module.Context(grid.ring, grid.ulysses, spans, (Mask(),) * SEQUENCES, WIDTH**-0.5)
