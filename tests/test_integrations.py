@@ -165,6 +165,19 @@ def test_trainer(world, folder, tmp_path_factory, capsys):
     torch.testing.assert_close(dict(model.state_dict()), weights, **CLOSE)
 
 
+def test_workers_of_a_trainer(world, folder):
+    """Those that load data draw the same numbers on every rank, by which they are seeded."""
+    from transformers import TrainingArguments
+
+    from hpctrain.integrations.transformers import GridTrainer
+
+    grid = ht.Grid(tensor=2)
+    arguments = TrainingArguments(folder, dataloader_num_workers=1, report_to=[])
+    trainer = GridTrainer(ht.parallelize(gpt2(), grid), arguments, train_dataset=DATA, grid=grid)
+    assert trainer.args.process_index == grid.rank
+    assert trainer.get_train_dataloader().worker_init_fn.keywords == {"num_workers": 1, "rank": 0}
+
+
 # Lightning ------------------------------------------------------------
 
 
@@ -230,6 +243,7 @@ def test_lightning(world, folder, tmp_path_factory):
     assert ours["loops"] == theirs["loops"]
     _, model = lightened(make(), own, resume=folder / checkpoint)
     torch.testing.assert_close(dict(model.state_dict()), dict(again.state_dict()), **CLOSE)
+    assert GridStrategy(grid).is_global_zero == (grid.rank == 0)  # who writes files
     with pytest.raises(ValueError, match="Lightning gives every rank the same batches, got data=2"):
         GridStrategy(ht.Grid(data=2))
 
