@@ -19,6 +19,7 @@ DROPOUT = dict.fromkeys(
 FAMILIES = {  # what: (model of the zoo, other options, name of the attention's type)
     "t5": ("t5", {}, "T5Attention"),
     "t5 eager": ("t5", {"attn_implementation": "eager"}, "T5Attention"),
+    "umt5": ("umt5", {}, "UMT5Attention"),
     "gpt-j": ("gptj", {}, "GPTJAttention"),
     "falcon": ("falcon", {"multi_query": False}, "FalconAttention"),
     "falcon of one key head": ("falcon", {"multi_query": True, "attn_implementation": "eager"}, "FalconAttention"),

@@ -84,20 +84,27 @@ class SplitAttention(Unit):
 
 
 class BiasedAttention(SplitAttention):
-    """Mixin for T5's: a layer makes the position biases, and gives them, of all heads, to those after it."""
+    """Mixin for T5's: a layer makes the position biases, and gives them, of all heads, to those after it; or each makes
+    its own."""
 
     def forward(self, *args: Any, **kwargs: Any):
         kwargs.update(zip(self.arguments, args))
-        self.biases = kwargs.get("position_bias")
-        out, local, weights = super().forward(**kwargs)
-        biases, self.biases = self.biases, None
+        self.biases, self.made = kwargs.get("position_bias"), None
+        out, *local, weights = super().forward(**kwargs)
+        biases, made, self.biases, self.made = self.biases, self.made, None, None
+        if made is not None and not self.counts[self.axis.rank]:  # as in SplitAttention
+            out = out + made.sum()
+        if not local:
+            return out, weights
+        (local,) = local
         if biases is None:  # no layer makes any
             biases = local.new_zeros((1, self.heads, *local.shape[2:]), requires_grad=local.requires_grad)
         return out, biases, weights
 
     def compute_bias(self, *args: Any, **kwargs: Any):
         self.biases = super().compute_bias(*args, **kwargs)
-        return enter(self.biases, self.axis)[:, self.part]
+        self.made = enter(self.biases, self.axis)[:, self.part]
+        return self.made
 
 
 class HeadBias:
