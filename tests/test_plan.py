@@ -58,7 +58,8 @@ def test_figures_have_units_and_sources(name):
 @pytest.mark.parametrize(
     ("text", "replacement", "message"),
     [
-        ("memory = 4e9", "", r"here\.toml: device.memory is missing"),
+        ("memory = 4e9", "", r"here\.toml: device.memory is missing \(memory: B\); .*cluster.toml has every figure"),
+        ("launch = 5e-6", "", r"device.launch is missing \(launch: s that an operation takes besides\)"),
         ("memory = 4e9", "memory = true", "device.memory must be float, got True"),
         ("memory = 4e9", "memory = -1", "device.memory must be finite and at least 0, got -1"),
         ("memory = 4e9", "memory = 0", "device.memory must be above 0, got 0"),

@@ -67,11 +67,12 @@ def run(options: argparse.Namespace) -> None:
         prediction = plan.predict(config, machine)
         print(prediction.to_json() if options.json else text(prediction, machine.device.memory))
         return
-    ranks = options.ranks
+    ranks, out = options.ranks, Path(options.output or "plan.toml")
     if ranks is None:
         ranks = int(os.environ.get("SLURM_NTASKS") or config.ranks)
+    if not out.parent.is_dir():
+        raise ValueError(f"-o {out}: there is no folder {out.parent} to write into")
     found = plan.search(config, ranks, machine, options.top, options.precision, options.keep)
-    out = Path(options.output or "plan.toml")
     best = plan.planned(config, found[0])
     best = dataclasses.replace(best, run=dataclasses.replace(best.run, machine=options.machine))
     out.write_text(to_toml(best), encoding="utf-8")

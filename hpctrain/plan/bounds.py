@@ -126,25 +126,27 @@ class Bounds:
     def lean(self, layout: Choice) -> Choice | None:
         """A layout with the least recomputation with which any of its choices may fit into memory; None where none may.
         What their parts take is not known yet."""
-        fewest, active = self.in_flight(layout.pipeline, layout.microbatches)
-        states = self._states(layout._replace(microbatches=1), fewest)
         for recompute in self.recomputed:
-            if self._fits(states + active * self.estimator.least_kept(layout, recompute)):
+            if self.memory(layout, recompute) <= self.estimator.machine.device.memory:
                 return layout._replace(recompute=recompute)
         return None
 
+    def memory(self, layout: Choice, recompute: str) -> float:
+        """Bytes that the fullest rank needs whatever else is chosen, as far as is known without its parts."""
+        fewest, active = self.in_flight(layout.pipeline, layout.microbatches)
+        states = self._states(layout._replace(microbatches=1), fewest)
+        return self.estimator.used(states + self.estimator.least_activations(layout, recompute, active)) * ROUNDING
+
     def _least_states(self, grid: Choice, layers: int) -> float:
         return min(self.estimator.least_states(way, layers) for way in ways(self.job, self.given, grid))
-
-    def _fits(self, allocated: float) -> bool:
-        return self.estimator.used(allocated) * ROUNDING <= self.estimator.machine.device.memory
 
     def way(self, way: Choice) -> float:
         """Whatever schedule is chosen, with the least recomputation that may fit into memory; infinite without any."""
         fewest, active = self.in_flight(way.pipeline, way.microbatches)
         for recompute in self.recomputed:
             choice = way._replace(recompute=recompute)
-            if self._fits(self.estimator.least_states(choice, fewest) + active * self.estimator.kept(choice)):
+            need = self.estimator.least_states(choice, fewest) + active * self.estimator.kept(choice)
+            if self.estimator.used(need) * ROUNDING <= self.estimator.machine.device.memory:
                 return max(self._work(choice), self._waiting(choice))
         return math.inf
 

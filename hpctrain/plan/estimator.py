@@ -79,7 +79,7 @@ class Estimator:
         self.stage = functools.lru_cache(1 << 16)(self._make_stage)
         self.stage_bytes = functools.lru_cache(1 << 16)(self._stage_bytes)
         self.block_elements = functools.cache(self._block_elements)
-        self.kept_width = functools.cache(self._kept_width)
+        self.widths = functools.cache(self._widths)
 
     def parts(self, choice: Choice) -> Parts:
         """Of a microbatch."""
@@ -305,17 +305,23 @@ class Estimator:
         """Bytes that a block keeps of a microbatch, at least."""
         return min(block.kept for block in self.parts(choice).blocks)
 
-    def least_kept(self, layout: Choice, recompute: str) -> float:
-        """The same, but for scores and experts, without a look at its parts."""
-        tokens = self.job.sequences(layout) * self.job.costs.context / (layout.ring * layout.ulysses)
-        return self.job.itemsize * tokens * self.kept_width(recompute) / math.prod(layout.box)
+    def least_activations(self, layout: Choice, recompute: str, in_flight: float) -> float:
+        """Bytes of the activations of the rank that holds so many layers' microbatches, or of the one with the head,
+        at least, without a look at their parts: scores and experts come on top."""
+        job = self.job
+        tokens = job.sequences(layout) * job.costs.context / (layout.ring * layout.ulysses) / math.prod(layout.box)
+        kept, working = self.widths(recompute)
+        head = job.costs.vocabulary * (2 * max(job.itemsize, 4) + job.itemsize)
+        return tokens * max(job.itemsize * (in_flight * kept + working), head)
 
-    def _kept_width(self, recompute: str) -> int:
+    def _widths(self, recompute: str) -> tuple[int, int]:
+        """Numbers of a token that a block keeps, and needs while it is computed."""
         costs = self.job.costs
-        if recompute == "block":
-            return costs.width
-        kinds = ((e.n_out if e.to_inner else e.n_in for e in costs.linears_of(dense)) for dense in (False, True))
-        return 2 * costs.norms * costs.width + min(map(sum, kinds))
+        kinds = [costs.linears_of(dense) for dense in (False, True)]
+        kept = min(sum(e.n_out if e.to_inner else e.n_in for e in kind) for kind in kinds)
+        kept += 2 * costs.norms * costs.width
+        working = 2 * min(max(e.n_out for e in kind) for kind in kinds)
+        return (costs.width, working + kept) if recompute == "block" else (kept, working)
 
     def used(self, allocated: float) -> float:
         """Bytes that a rank needs for so many."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
+import re
 import tomllib
 import typing
 from dataclasses import dataclass, field, replace
@@ -238,8 +240,18 @@ def _read(kind: type, table: dict, where: str):
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if missing := [prefix + name for name in required if name not in table]:
-        raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; see {kind.__name__}")
+        meant = "; ".join(f"{name}: {text}" for name, text in _meanings(kind).items() if prefix + name in missing)
+        raise ValueError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{f' ({meant})' if meant else ''}; "
+            f"{resources.files('hpctrain.plan') / 'machines/cpu-cluster.toml'} has every figure"
+        )
     return kind(**{key: _value(hints[key], value, prefix + key) for key, value in table.items()})
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """{attribute: what its class says of it}"""
+    found = re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", inspect.getdoc(kind) or "", re.MULTILINE)
+    return {name: " ".join(text.split()).rstrip(".") for names, text in found for name in names.split(", ")}
 
 
 def _value(hint, value, where):

@@ -185,9 +185,14 @@ class Search:
 
     def _shortage(self) -> str:
         leanest, least = None, math.inf
-        for choice in self.everything():
-            if (need := self.estimator.memory(choice)) < least:
-                leanest, least = choice, need
+        every = itertools.chain.from_iterable(map(self.layouts, self.grids))
+        queue = [(self.bounds.memory(layout, self.bounds.recomputed[-1]), layout) for layout in every]
+        for bound, layout in sorted(queue):
+            if bound >= least:
+                break
+            for choice in itertools.chain.from_iterable(map(self.choices, ways(self.job, self.given, layout))):
+                if (need := self.estimator.memory(choice)) < least:
+                    leanest, least = choice, need
         if leanest is None:
             return f"no layout has what is to be kept: {', '.join(self.keep)}"
         settings = " ".join(f"{name}={value}" for name, value in leanest.settings.items())
