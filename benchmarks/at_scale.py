@@ -84,7 +84,7 @@ def points(machine, case, ranks):
         first = first or rate
         yield line | {
             "seconds": round(best.seconds, 3), "low": round(best.low, 3), "high": round(best.high, 3),
-            "rate": round(rate / 1e12, 2), "efficiency": round(rate / first, 3), "bound_by": best.bound_by,
+            "rate": round(rate / 1e12, 4), "efficiency": round(rate / first, 3), "bound_by": best.bound_by,
             "parts": {name: round(part, 4) for name, part in best.parts.items() if part},
             "gib": round(best.memory_bytes / 2**30, 1), "plan": plan(best.settings),
         }  # fmt: skip
