@@ -44,6 +44,7 @@ def main():
     parser.add_argument("--tensor", type=int, nargs=3, default=None, help="the grid's tensor axis")
     parser.add_argument("--data", type=int, default=1, help="replicas, with --zero")
     parser.add_argument("--zero", type=int, default=None)
+    parser.add_argument("--shard-activations", action="store_true")
     parser.add_argument("--times", type=int, default=0, help="steps to be timed")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -51,6 +52,7 @@ def main():
     tensor = tuple(options.tensor) if options.tensor else world.size // options.data
     grid = ht.Grid(data=options.data, tensor=tensor)
     shape = {"grid": [options.data, *(options.tensor or [tensor])]} if options.times else {}
+    sharded = {"shard_activations": True} if options.shard_activations else {}
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     names = list(models())
@@ -59,8 +61,8 @@ def main():
         if not any(word in name for word in options.only.split(",")):
             continue
         start = time.perf_counter()
-        found = tried(name, grid, options.zero, options.times)
-        line = {"benchmark": "zoo", "model": name, "ranks": world.size, **shape, **found}
+        found = tried(name, grid, options.zero, options.times, options.shard_activations)
+        line = {"benchmark": "zoo", "model": name, "ranks": world.size, **shape, **sharded, **found}
         line["seconds"] = round(time.perf_counter() - start, 1)
         if world.rank == 0:
             text = json.dumps(line)
@@ -70,7 +72,7 @@ def main():
                     print(text, file=file)
 
 
-def tried(name, grid, zero=None, times=0):
+def tried(name, grid, zero=None, times=0, shard_activations=False):
     torch.manual_seed(0)
     try:
         model, inputs = models()[name]()
@@ -81,7 +83,7 @@ def tried(name, grid, zero=None, times=0):
     except Exception as error:
         return {"unbuilt": said(error)}
     try:
-        model = ht.parallelize(model, grid, zero=zero)
+        model = ht.parallelize(model, grid, zero=zero, shard_activations=shard_activations)
     except ValueError as error:
         return {"refused": said(error)}
     result = {"divided": round(share(model), 4), "whole": whole(model)}
