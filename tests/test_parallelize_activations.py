@@ -127,7 +127,8 @@ def test_boxes(world):
     """Of GPT-2 and Llama, and of blocks with two matrices in one: odd sizes, fewer features than ranks, one token."""
     for box in BOXES[world.size]:
         grid = ht.Grid(tensor=box)
-        for make in (lambda: gpt2(n_inner=7), lambda: llama(intermediate_size=13)):
+        heads = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
+        for make in (lambda: gpt2(n_head=6, n_inner=7), lambda heads=heads: llama(intermediate_size=13, **heads)):
             held_once_but_norms(compare(make, grid, [IDS], lambda model, ids: model(ids).logits, **SHARDED), grid)
         for shape, hidden in {(2, 5, 8): 9, (1, 1, 8): 8, (3, 8): 11}.items():
             make = lambda hidden=hidden: nn.Sequential(Gated(hidden), nn.LayerNorm(8), Gated(hidden))  # noqa: E731
@@ -259,17 +260,18 @@ def test_refused(world):
 @pytest.mark.ranks(2, 4)
 def test_checkpointing_generation_and_replicas(world):
     """Blocks that are computed once more; caches and single tokens; gradients that replicas average."""
-    grid = ht.Grid(data=world.size // 2, tensor=2)
-    torch.manual_seed(3)
-    serial = llama().double()
-    model = ht.parallelize(copy.deepcopy(serial), grid, zero=0, **SHARDED)
-    for each in (serial, model):
-        each.gradient_checkpointing_enable({"use_reentrant": False})
-        each.train()
-        each(IDS, labels=IDS).loss.backward()
-    check_gradients(model, serial, grid)
-    expected, got = (each.eval().generate(IDS[:, :4], max_new_tokens=3, do_sample=False) for each in (serial, model))
-    assert torch.equal(got, expected)
+    for box in BOXES[2][::2]:
+        grid = ht.Grid(data=world.size // 2, tensor=box)
+        torch.manual_seed(3)
+        serial = llama().double()
+        model = ht.parallelize(copy.deepcopy(serial), grid, zero=0, **SHARDED)
+        for each in (serial, model):
+            each.gradient_checkpointing_enable({"use_reentrant": False})
+            each.train()
+            each(IDS, labels=IDS).loss.backward()
+        check_gradients(model, serial, grid)
+        written = [m.eval().generate(IDS[:, :4], max_new_tokens=3, do_sample=False) for m in (serial, model)]
+        assert torch.equal(*written)
 
 
 @pytest.mark.ranks(2, 4)
@@ -296,6 +298,28 @@ def _received(blocks, grid, rows):
     grid.transport.traffic.clear()
     model(numbers(rows, 8)).sum().backward()
     return grid.transport.traffic.total("received")
+
+
+@pytest.mark.ranks(4)
+def test_bytes_of_a_layer(world):
+    """Of Llama, on boxes: attention goes from tokens over z to heads over x, y and z, and back."""
+    tokens, wide, hidden = 16, 16, 32
+    sizes = {"hidden_size": wide, "intermediate_size": hidden, "num_attention_heads": 4, "num_key_value_heads": 4}
+    for x, y, z in BOXES[world.size][1:]:
+        grid, received, t = ht.Grid(tensor=(x, y, z)), [], world.size
+        for layers in (2, 3):
+            made = llama(num_hidden_layers=layers, **sizes).double()
+            model = ht.parallelize(made, grid, check_steps=0, **SHARDED)
+            grid.transport.traffic.clear()
+            model(torch.arange(tokens).view(2, 8)).logits.sum().backward()
+            received.append(grid.transport.traffic.total("received"))
+        narrow = tokens * wide * (1 / (y * z) - 1 / (t * y))
+        to_heads, from_heads = tokens * wide * (y - 1 / z) / t, tokens * wide * (1 / x - 1 / t) / z
+        attention = 5 * narrow + 3 * (to_heads + from_heads) + to_heads + 2 * from_heads
+        feed_forward = 5 * narrow + (2 * 2 + 3) * tokens * hidden * (1 - 1 / y) / (x * z)
+        weights = 3 * (4 * wide * wide + 3 * wide * hidden) * (1 - 1 / z) / (x * y)
+        norms = 2 * 2 * wide * (1 - 1 / t)
+        assert received[1] - received[0] == 8 * (attention + feed_forward + weights + norms), (x, y, z)
 
 
 @pytest.mark.ranks(2, 4)

@@ -1,8 +1,10 @@
-"""Feed-forward blocks on a box of ranks (x, y, z), by Agarwal's product: blocks of weights and of activations.
+"""Feed-forward blocks and attention on a box of ranks (x, y, z), by Agarwal's product: blocks of weights and of
+activations.
 
 Between blocks each rank has some tokens (`token_rows`). The products up take tokens over z with features over y, and
 weights over x and y, which are gathered over z; their sums over y leave features over x and y. In the product down, x
-and y change places. So the activation in between, of (tokens over z, features over x and y), lies on one rank.
+and y change places. So the activation in between, of (tokens over z, features over x and y), lies on one rank. For
+attention, which is of all tokens, heads are divided over z as well instead, and come back.
 
 Source: as of `layers.Linear`. What a rank receives is the same, but for T h (1 - 1/y) / (xyz) elements more for each
 gathering and each sum of T tokens of h features, as tokens here have all of their features between blocks.
@@ -11,8 +13,9 @@ gathering and each sum of T tokens of h features, as tokens here have all of the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +28,7 @@ from hpctrain.convert.sharded_activation import ShardedActivation, rows_of, shar
 from hpctrain.convert.sharding import local
 from hpctrain.convert.token_rows import OVER
 from hpctrain.grid import Grid
-from hpctrain.layout import Layout
+from hpctrain.layout import Axes, Cut, Layout
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
@@ -33,10 +36,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Entered:
-    """What a block works on now. Attributes: `shape`, of its whole input; `inside`, {id of an input: it, its part}."""
+    """What a block works on now.
+
+    Attributes:
+        over_tokens: whether what lies between the products is of tokens over z, and features over x and y; otherwise of
+            all tokens, and features over x, y and z.
+        shape: of the whole input that came last.
+        inside: {id of an input: it, its part}.
+    """
 
     grid: Grid
-    shape: torch.Size = torch.Size()
+    over_tokens: bool
+    shape: tuple[int, ...] = ()
     inside: dict[int, tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     def clear(self) -> None:
@@ -44,19 +55,25 @@ class Entered:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens over z, features over y)."""
+        self.shape = tuple(x.whole_shape if isinstance(x, ShardedActivation) else x.shape)
         if id(x) not in self.inside:
-            if isinstance(x, ShardedActivation):
-                self.shape, rows = x.whole_shape, x.rows()
-            else:
-                self.shape, rows = x.shape, rows_of(x.shape, self.grid.tensor).take(x.reshape(-1, x.shape[-1]))
-            moved = {0: OVER}, {0: "z", 1: "y"}
-            self.inside[id(x)] = x, once_more(lambda part: self.move(part, self.shape[-1], *moved), rows)
+            over = rows_of(self.shape, self.grid.tensor)
+            rows = x.rows() if isinstance(x, ShardedActivation) else over.take(x.reshape(-1, x.shape[-1]))
+            layouts = (Layout.of((over.count, self.shape[-1]), cuts) for cuts in ({0: OVER}, {0: "z", 1: "y"}))
+            self.inside[id(x)] = x, once_more(functools.partial(_reshard, *layouts, self.grid), rows)
         return self.inside[id(x)][1]
 
-    def move(self, x: torch.Tensor, features: int, source: dict, target: dict, partial: tuple = ()) -> torch.Tensor:
-        """Activations of so many features, (tokens, …, features), from one layout to another."""
-        shape = (math.prod(self.shape[:-1]), *x.shape[1:-1], features)
-        return reshard(x, Layout.of(shape, source, partial), Layout.of(shape, target), self.grid)
+    def between(self, dim: int, unit: int) -> dict[int, Axes]:
+        """How what lies between the products is cut, its features in dim `dim`."""
+        return {0: "z", dim: _cut(unit, "x", "y")} if self.over_tokens else {dim: _cut(unit, "x", "y", "z")}
+
+
+def _reshard(source, target, grid, x):
+    return reshard(x, source, target, grid)
+
+
+def _cut(unit, *axes) -> tuple[Cut, ...]:
+    return tuple(Cut(axis, unit) for axis in axes)
 
 
 class BoxLinear(SplitLinear):
@@ -65,79 +82,99 @@ class BoxLinear(SplitLinear):
     Attributes:
         entered: of the block.
         features: out and in, of each of `fused` matrices.
+        unit: features between the products that stay together.
         transposed: the weight is (in, out).
     """
 
     enters = leaves = False
+    entered: Entered
+    features: tuple[int, int]
+    fused: int
+    unit: int
+    transposed: bool
 
-    def full_weight(self, over_out: str, over_in: str) -> torch.Tensor:
+    def full_weight(self, over_out: Cut, over_in: Cut) -> torch.Tensor:
         """(fused × out, in), gathered over z."""
+        shape = self.fused, *self.features
+        layouts = [Layout.of(shape, {1: out, 2: over_in}) for out in ((over_out, Cut("z", 1)), over_out)]
 
         def gather(part):
             part = (part.t() if self.transposed else part).unflatten(0, (self.fused, -1))
-            layouts = (
-                Layout.of((self.fused, *self.features), {1: out, 2: over_in}) for out in ((over_out, "z"), over_out)
-            )
-            return reshard(part, *layouts, self.entered.grid).flatten(0, 1)
+            return _reshard(*layouts, self.entered.grid, part).flatten(0, 1)
 
         return once_more(gather, self._parameters["weight"])
-
-    def full_bias(self, over_out: tuple[str, ...]) -> torch.Tensor | None:
-        """(fused, out)"""
-        bias, shape = self._parameters["bias"], (self.fused, self.features[0])
-        if bias is None:
-            return None
-        layouts = (Layout.of(shape, {1: over}) for over in (("x", "y", "z"), over_out))
-        return reshard(bias.unflatten(0, (self.fused, -1)), *layouts, self.entered.grid)
 
 
 class BoxUp(BoxLinear):
     def run(self, x: torch.Tensor, enters: bool, leaves: bool) -> torch.Tensor:
         with local():
-            inside, weight, bias = self.entered.enter(x), self.full_weight("x", "y"), self.full_bias(("x", "y"))
+            entered, unit = self.entered, self.unit
+            inside, weight = entered.enter(x), self.full_weight(Cut("x", unit), Cut("y", 1))
             with gathering_again(inside, weight):
                 summand = F.linear(inside, weight).unflatten(1, (self.fused, -1))
-            y = self.entered.move(summand, self.features[0], {0: "z", 2: "x"}, {0: "z", 2: ("x", "y")}, ("y",))
-            y = (y if bias is None else y + bias).flatten(1)
-            return y.view(*[1] * (len(self.entered.shape) - 2), *y.shape)
+            shape, between = (math.prod(entered.shape[:-1]), self.fused, self.features[0]), entered.between(2, unit)
+            source = Layout.of(shape, {0: "z", 2: Cut("x", unit)}, "y")
+            y = _reshard(source, Layout.of(shape, between), entered.grid, summand)
+            if (bias := self._parameters["bias"]) is not None:
+                cuts = {1: _cut(unit, "x", "y", "z")}, {1: between[2]}
+                layouts = (Layout.of(shape[1:], each) for each in cuts)
+                y = y + _reshard(*layouts, entered.grid, bias.unflatten(0, (self.fused, -1)))
+            leading = (*[1] * (len(entered.shape) - 2), len(y)) if entered.over_tokens else entered.shape[:-1]
+            return y.reshape(*leading, y.shape[1] * y.shape[2])
 
 
 class BoxDown(BoxLinear):
     def run(self, x: torch.Tensor, enters: bool, leaves: bool) -> torch.Tensor:
         with local():
-            entered, (out, into) = self.entered, self.features
-            hidden = {0: "z", 1: ("x", "y")}, {0: "z", 1: "x"}
-            inside = once_more(lambda part: entered.move(part, into, *hidden), x.reshape(-1, x.shape[-1]))
-            weight, bias = self.full_weight("y", "x"), self.full_bias(())
+            entered, (out, into), over_in = self.entered, self.features, Cut("x", self.unit)
+            leading = entered.shape[:-1] if entered.over_tokens else tuple(x.shape[:-1])
+            count, grid = math.prod(leading), entered.grid
+            layouts = [Layout.of((count, into), cuts) for cuts in (entered.between(1, self.unit), {0: "z", 1: over_in})]
+            inside = once_more(functools.partial(_reshard, *layouts, grid), x.reshape(-1, x.shape[-1]))
+            weight = self.full_weight(Cut("y", 1), over_in)
             with gathering_again(inside, weight):
                 summand = F.linear(inside, weight)
-            rows = entered.move(summand, out, {0: "z", 1: "y"}, {0: OVER}, ("x",))
-            rows = rows if bias is None else rows + bias
-            shape, axis = (*entered.shape[:-1], out), entered.grid.tensor
+            source = Layout.of((count, out), {0: "z", 1: "y"}, "x")
+            rows = _reshard(source, Layout.of((count, out), {0: OVER}), grid, summand)
+            if (bias := self._parameters["bias"]) is not None:
+                rows = rows + _reshard(Layout.of((out,), {0: ("x", "y", "z")}), Layout.of((out,), {}), grid, bias)
             if torch.is_inference_mode_enabled():
-                return rows_of(shape, axis).gather(rows).view(shape)
-            return sharded(rows, axis, shape)
+                return rows_of((*leading, out), grid.tensor).gather(rows).view(*leading, out)
+            return sharded(rows, grid.tensor, (*leading, out))
 
 
 def split_block(plan: Plan, module: nn.Module, ups: list[nn.Module], down: nn.Module, fused: int = 1) -> None:
     """On what its products up make the block works element by element; see `feed_forward`."""
-    entered = Entered(plan.grid)
+    entered = Entered(plan.grid, over_tokens=True)
     for layer in ups:
-        _split(plan, layer, BoxUp, ("x", "z"), "y", fused, entered=entered)
-    _split(plan, down, BoxDown, ("y", "z"), "x", 1, entered=entered)
+        split_up(plan, layer, entered, fused)
+    split_down(plan, down, entered)
     plan.swap_class(module, Unit)
     plan.change(module, entered=entered, planned=dict(module._modules))
 
 
-def _split(plan, layer, mixin, over_out, over_in, fused, **attributes: Any):
+def split_up(plan: Plan, layer: nn.Module, entered: Entered, fused: int = 1, unit: int = 1) -> None:
+    _split(plan, layer, BoxUp, entered, fused, unit, (Cut("x", unit), Cut("z", 1)), "y", _cut(unit, "x", "y", "z"))
+
+
+def split_down(plan: Plan, layer: nn.Module, entered: Entered, unit: int = 1) -> None:
+    _split(plan, layer, BoxDown, entered, 1, unit, ("y", "z"), Cut("x", unit), ("x", "y", "z"))
+
+
+def _split(plan, layer, mixin, entered, fused, unit, over_out, over_in, over_bias):
     transposed = type(layer).__name__ == "Conv1D"
     out, into = layer.weight.shape[::-1] if transposed else layer.weight.shape
     over, shape = [over_out, over_in], [out // fused, into]
     if transposed:
         over.reverse()
         shape.reverse()
-    stacked = [fused] * (fused > 1)
-    cuts = {len(stacked) + dim: axes for dim, axes in enumerate(over)}
-    plan.split_blocks(layer, "weight", Layout.of((*stacked, *shape), cuts))
-    plan.split_blocks(layer, "bias", Layout.of((*stacked, out // fused), {len(stacked): ("x", "y", "z")}))
-    plan.swap_class(layer, mixin, features=(out // fused, into), fused=fused, transposed=transposed, **attributes)
+    cuts, place = dict(enumerate(over)), int(transposed)  # of out, before which matrices are stacked
+    if fused > 1:
+        shape.insert(place, fused)
+        cuts = {dim + (dim >= place): axes for dim, axes in cuts.items()}
+    plan.split_blocks(layer, "weight", Layout.of(shape, cuts), place + 1)
+    bias = [fused] * (fused > 1) + [out // fused]
+    plan.split_blocks(layer, "bias", Layout.of(bias, {len(bias) - 1: over_bias}), 1)
+    plan.swap_class(
+        layer, mixin, entered=entered, features=(out // fused, into), fused=fused, unit=unit, transposed=transposed
+    )

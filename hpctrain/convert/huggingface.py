@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpctrain.convert.box import split_block
+from hpctrain.convert.box import Entered, split_block, split_down, split_up
 from hpctrain.convert.plain import is_plain, is_pointwise
 from hpctrain.convert.products import (
     SharedEntry,
@@ -21,7 +21,7 @@ from hpctrain.convert.products import (
     split_linear,
     split_matrix,
 )  # fmt: skip
-from hpctrain.convert.split_heads import divide_heads
+from hpctrain.convert.split_heads import divide_heads, heads_on_box
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
@@ -57,6 +57,16 @@ def split_gpt2_attention(plan: Plan, module: torch.nn.Module) -> None:
     if not (plain and is_plain(module.attn_dropout, nn.Dropout)):
         return
     heads, width = plan.parts(module.num_heads), module.head_dim
+    if plan.box and module.num_heads >= plan.axis.size:
+        heads, _ = heads_on_box(plan, module.num_heads, module.num_heads)
+        entered = Entered(plan.grid, over_tokens=False)
+        for projection, times in fused.items():
+            split_up(plan, projection, entered, times, width)
+        split_down(plan, module.c_proj, entered, width)
+        divide_heads(plan, module, heads)
+        part = heads[plan.axis.rank]
+        plan.change(module, entered=entered, planned=dict(module._modules), split_size=(part.stop - part.start) * width)
+        return
     parts = [slice(part.start * width, part.stop * width) for part in heads]
     part = parts[plan.axis.rank]
     local = part.stop - part.start

@@ -91,15 +91,19 @@ class Plan:
         counts = tuple(part.stop - part.start for part in parts)
         self._keep(module, name, Shard(tuple(shape), tuple(slices)), dim, counts)
 
-    def split_blocks(self, module: torch.nn.Module, name: str, layout: Layout) -> None:
-        """Each rank keeps its block of a parameter, whose first dim may be one of stacked matrices."""
+    def split_blocks(self, module: torch.nn.Module, name: str, layout: Layout, dim: int) -> None:
+        """Each rank keeps its block of a parameter, whose dim `dim` - 1 is two in the layout where matrices are stacked
+        along it."""
         if module._parameters[name] is None:
             return
-        sizes, stacked = self.grid.sizes, len(layout.shape) - module._parameters[name].dim()
-        places = [self.grid.place_of(rank) for rank in self.grid.members(self.axis.name)]
-        blocks = tuple(layout.slices(sizes, place) for place in places)
-        counts = tuple(map(volume, blocks))
-        self._keep(module, name, layout.shard(sizes, self.grid.coords), stacked, counts, blocks=blocks)
+        blocks = self.blocks(layout)
+        shard = layout.shard(self.grid.sizes, self.grid.coords)
+        self._keep(module, name, shard, dim, tuple(map(volume, blocks)), blocks=blocks)
+
+    def blocks(self, layout: Layout) -> tuple[tuple[slice, ...], ...]:
+        """By rank of the tensor axis."""
+        places = (self.grid.place_of(rank) for rank in self.grid.members(self.axis.name))
+        return tuple(layout.slices(self.grid.sizes, place) for place in places)
 
     def spread(self, module: torch.nn.Module, name: str) -> None:
         """Each rank of `grid.expert` keeps some of the experts of a parameter, which are its dim 0."""

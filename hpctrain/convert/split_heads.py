@@ -16,12 +16,14 @@ from torch.utils._pytree import tree_map
 
 from hpctrain.comm import functional
 from hpctrain.convert.boundary import enter, gather
+from hpctrain.convert.box import Entered, split_down, split_up
 from hpctrain.convert.head_dropout import HeadDropout
 from hpctrain.convert.head_twins import find_heads, local_attributes
 from hpctrain.convert.plain import is_hooked, is_plain
 from hpctrain.convert.products import SharedEntry, SplitLinear, Unit, share_entry, split_linear, split_matrix
 from hpctrain.convert.sequence import use_context_attention
 from hpctrain.convert.sharded_activation import ShardedActivation
+from hpctrain.layout import Layout
 from hpctrain.shard import split, split_sizes, subsplit
 
 if TYPE_CHECKING:
@@ -171,16 +173,30 @@ def split_bert_attention(plan: Plan, module: torch.nn.Module) -> None:
 
 def _split_projections(plan, module, found, out):
     ranks = plan.axis.size
-    queries, keys = zip(*(grouped_heads(found.heads, found.key_heads, ranks, rank) for rank in range(ranks)))
+    on_box = plan.box and found.key_heads >= ranks and all(_on_box(each, found) for each in found.projections)
+    if on_box:
+        queries, keys = heads_on_box(plan, found.heads, found.key_heads)
+    else:
+        queries, keys = zip(*(grouped_heads(found.heads, found.key_heads, ranks, rank) for rank in range(ranks)))
     if not (found.may_be_none or all(part.stop > part.start for part in queries)):
         return
     layers = [getattr(module, projection.name) for projection in found.projections]
     if any(plan.is_shared(layer.weight) for layer in (*layers, out)) or any(map(is_hooked, module.children())):
         return
-    for projection, layer in zip(found.projections, layers):
-        _split_projection(plan, projection, layer, found, queries, keys)
-    parts = [slice(part.start * found.width, part.stop * found.width) for part in queries]
-    split_linear(plan, out, by_output=False, parts=parts, enters=False)
+    outer = [layer for projection, layer in zip(found.projections, layers) if not projection.inner]
+    if on_box:
+        entered, group = Entered(plan.grid, over_tokens=False), found.heads // found.key_heads
+        for projection, layer in zip(found.projections, layers):
+            fused, width = _widths(projection, found)
+            split_up(plan, layer, entered, fused, width * (group if projection.layout == "queries" else 1))
+        split_down(plan, out, entered, group * found.width)
+        plan.change(module, entered=entered, planned=dict(module._modules))
+    else:
+        for projection, layer in zip(found.projections, layers):
+            _split_projection(plan, projection, layer, found, queries, keys)
+        parts = [slice(part.start * found.width, part.stop * found.width) for part in queries]
+        split_linear(plan, out, by_output=False, parts=parts, enters=False)
+        share_entry(plan, module, outer)
     for name in (*found.norms, *found.biases):
         child = getattr(module, name)
         if name in found.norms:
@@ -189,8 +205,6 @@ def _split_projections(plan, module, found, out):
         elif not hasattr(module, "compute_bias"):
             plan.whole(child)
             plan.swap_class(child, HeadBias, axis=plan.axis, part=queries[plan.axis.rank])
-    outer = [layer for projection, layer in zip(found.projections, layers) if not projection.inner]
-    share_entry(plan, module, outer)
     mixin = BiasedAttention if hasattr(module, "compute_bias") else SplitAttention
     divide_heads(plan, module, queries, mixin)
     part, kept = queries[plan.axis.rank], keys[plan.axis.rank]
@@ -200,17 +214,10 @@ def _split_projections(plan, module, found, out):
 def _split_projection(plan, projection, layer, found, queries, keys):
     """By heads, where every feature is for one rank and those of a rank lie together; else all of it to all ranks."""
     heads, key_heads, axis = found.heads, found.key_heads, plan.axis
+    fused, width = _widths(projection, found)
     mixin: type[SplitLinear] = SplitLinear if projection.inner else SharedEntry
     how: dict[str, Any] = {"by_output": True, "leaves": False, "enters": not projection.inner}
-    width = {
-        "queries": projection.width,
-        "keys": projection.width,
-        "groups": (heads // key_heads + 2) * projection.width,
-        "thirds": projection.width,
-    }.get(projection.layout)
-    fused = 3 if projection.layout == "thirds" and heads == key_heads else 1
-    alone = projection.layout in ("queries", "keys", "groups") or fused == 3
-    if alone and (projection.layout == "queries" or key_heads >= axis.size):
+    if width and (projection.layout == "queries" or key_heads >= axis.size):
         whole = queries if projection.layout == "queries" else keys
         parts = [slice(part.start * width, part.stop * width) for part in whole]
         split_matrix(plan, layer, mixin, 0, 1, parts=parts, fused=fused, **how)
@@ -219,6 +226,26 @@ def _split_projection(plan, projection, layer, found, queries, keys):
     rows = projection.rows(queries[axis.rank], keys[axis.rank], heads, key_heads)
     together = len(rows) and len(rows) == int(rows[-1] - rows[0]) + 1
     plan.change(layer, needed=slice(int(rows[0]), int(rows[-1]) + 1) if together else rows)
+
+
+def _widths(projection, found) -> tuple[int, int]:
+    """Of a projection whose features are each for one head, or group of them: matrices in one, and features of a head;
+    0 of others."""
+    layout, group = projection.layout, found.heads // found.key_heads
+    if layout == "thirds":
+        return (3, projection.width) if group == 1 else (1, 0)
+    return 1, {"queries": 1, "keys": 1, "groups": group + 2}.get(layout, 0) * projection.width
+
+
+def _on_box(projection, found) -> bool:
+    return not projection.inner and _widths(projection, found)[1] > 0
+
+
+def heads_on_box(plan: Plan, heads: int, key_heads: int) -> tuple[list[slice], list[slice]]:
+    """Query and key heads of every rank, cut over x, then y, then z."""
+    keys = [part for (part,) in plan.blocks(Layout.of((key_heads,), {0: ("x", "y", "z")}))]
+    group = heads // key_heads
+    return [slice(part.start * group, part.stop * group) for part in keys], keys
 
 
 def divide_heads(plan: Plan, module: torch.nn.Module, parts: list[slice], mixin: type = SplitAttention) -> None:
