@@ -4,7 +4,8 @@
     PYTHONPATH=ZOO $MPIRUN -n 2 python -m mpi4py benchmarks/zoo.py [--only WORD] [--out benchmarks/results/zoo.jsonl]
     PYTHONPATH=ZOO $MPIRUN -n 4 python -m mpi4py benchmarks/zoo.py --data 2 --zero 0 --times 3 --out ...
 
-With replicas, each is given the whole batch, and the mean of their gradients is that of one rank. With `--times`,
+With `--shard-activations`, what leaves blocks stays divided. With replicas, each is given the whole batch, and the mean
+of their gradients is that of one rank. With `--times`,
 `seconds_a_step` is the median of so many forwards and backwards, `plain` that of the untouched model on one rank with
 as many threads; `received` are the bytes that reach a rank in a step, the most of any, and `bytes` those of the weights
 that a rank holds, the most of any, and of all weights.

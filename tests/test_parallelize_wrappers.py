@@ -51,7 +51,8 @@ def test_ddp_of_other_models(world, process_group):
     DistributedDataParallel(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
 
 
-def test_compiled_batches_of_several_sizes(world):
+@pytest.mark.parametrize("shards", [False, True])
+def test_compiled_batches_of_several_sizes(world, shards):
     """The code between the sharded modules is compiled."""
 
     class Network(nn.Module):
@@ -65,7 +66,7 @@ def test_compiled_batches_of_several_sizes(world):
 
     torch.manual_seed(0)
     serial = Network().double()
-    model = ht.parallelize(copy.deepcopy(serial), ht.Grid(tensor=world.size))
+    model = ht.parallelize(copy.deepcopy(serial), ht.Grid(tensor=world.size), shard_activations=shards)
     compiled = torch.compile(model, backend="eager")
     expected = None
     for m in (serial, compiled):

@@ -24,7 +24,7 @@ from torch import nn
 from hpctrain.comm.functional import reshard
 from hpctrain.convert.gathering_again import gathering_again, once_more
 from hpctrain.convert.products import SplitLinear, Unit
-from hpctrain.convert.sharded_activation import ShardedActivation, rows_of, sharded
+from hpctrain.convert.sharded_activation import ShardedActivation, gives_whole, rows_of, sharded
 from hpctrain.convert.sharding import local
 from hpctrain.convert.token_rows import OVER
 from hpctrain.grid import Grid
@@ -138,7 +138,7 @@ class BoxDown(BoxLinear):
             rows = _reshard(source, Layout.of((count, out), {0: OVER}), grid, summand)
             if (bias := self._parameters["bias"]) is not None:
                 rows = rows + _reshard(Layout.of((out,), {0: ("x", "y", "z")}), Layout.of((out,), {}), grid, bias)
-            if torch.is_inference_mode_enabled():
+            if gives_whole():
                 return rows_of((*leading, out), grid.tensor).gather(rows).view(*leading, out)
             return sharded(rows, grid.tensor, (*leading, out))
 

@@ -101,9 +101,9 @@ def parallelize(
         shard_activations: what leaves feed-forward blocks and attention stays divided by tokens, through sums, dropout
             and norms until the next block, as in Megatron's sequence parallelism: as many bytes are moved as without,
             and half as many again in backward, where blocks gather their inputs once more rather than keep them; each
-            rank keeps 1 / t of what it would. Where the tensor axis is a box, feed-forward blocks run on x, y and z by
-            Agarwal's product. To any other code these are whole activations, gathered when it looks at them; so all
-            ranks must, or none.
+            rank keeps 1 / t of what it would. Where the tensor axis is a box, the linear layers of these blocks run on
+            x, y and z by Agarwal's product. To any other code these are whole activations, gathered when it looks at
+            them; so all ranks must, or none.
         pipeline: path of the model's trunk, a ModuleList or Sequential of blocks, which a pipeline axis cuts into
             stages; by default the only one there is. The model's own forward runs every stage, so that one tensor must
             go from block to block; modules beside the trunk lie on the first stage where they are registered before it,

@@ -30,7 +30,7 @@ class Plan:
 
     Attributes:
         axis: the ranks of the tensor axis, x × y × z of them, in one line: whole activations at the border of every
-            unit leave little for a box to save, so its ranks divide each weight along one dim.
+            unit leave little for a box to save, so its ranks divide each weight along one dim, but for `box`.
         replicated: modules that stay whole on every rank.
         sequence: the ranks that share sequences.
         claimed: modules that are dealt with.
@@ -38,7 +38,7 @@ class Plan:
         spreads: whether experts are spread over ranks.
         kept: those of types that nobody knows, whose own weights stay whole by themselves.
         shards: whether what leaves a unit stays divided, by rows.
-        box: whether feed-forward blocks are then divided over x, y and z.
+        box: whether feed-forward blocks and attention are then divided over x, y and z.
         context_attention: those whose tokens meet those of all of `sequence`.
     """
 

@@ -118,9 +118,15 @@ def sharded(rows: torch.Tensor, axis: Axis, whole_shape: Sequence[int]) -> Shard
 
 def leave(x: torch.Tensor, axis: Axis, shards: bool) -> torch.Tensor:
     """The sum of every rank's tensor: whole, or with `shards` this rank's rows of it, whose adjoint gathers."""
-    if axis.size == 1 or not shards or x.dim() < 2 or torch.is_inference_mode_enabled():
+    if axis.size == 1 or not shards or x.dim() < 2 or gives_whole():
         return boundary.leave(x, axis)
     return sharded(rows_of(x.shape, axis).leave(_rows(x)), axis, x.shape)
+
+
+def gives_whole() -> bool:
+    """Where no activation can stay divided: in inference mode tensors have no versions, and torch.compile, in code
+    between its graphs, would find other shapes than it expects."""
+    return torch.is_inference_mode_enabled() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def rows_of(shape: Sequence[int], axis: Axis) -> TokenRows:
