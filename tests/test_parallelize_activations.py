@@ -83,15 +83,18 @@ def test_hugging_face(world, case):
         held_once_but_norms(compare(lambda: MODELS[case]().train(), grid, [IDS], run, **SHARDED), grid)
 
 
-def test_learned_mask(world):
-    """Ranks without heads take part in its gradient."""
+def test_learned_biases(world):
+    """Ranks without heads take part in their gradients."""
 
-    def run(model, mask):
-        return model(IDS, attention_mask=mask).logits
+    def t5():
+        sizes = {"num_layers": 1, "num_heads": 1, "d_kv": 4, "d_model": 12, "d_ff": 18, "vocab_size": 19}
+        return transformers.T5EncoderModel(transformers.T5Config(**sizes))
 
     for grid in tensor_grids(world):
+        compare(t5, grid, [IDS], lambda model, ids: model(ids)[0], **SHARDED)
         make = lambda: llama(num_attention_heads=1, num_key_value_heads=1)  # noqa: E731
-        compare(make, grid, [numbers(2, 1, 11, 11, seed=8)], run, **SHARDED)
+        mask = numbers(2, 1, 11, 11, seed=8)
+        compare(make, grid, [mask], lambda model, mask: model(IDS, attention_mask=mask)[0], **SHARDED)
 
 
 def held_once_but_norms(model, grid):

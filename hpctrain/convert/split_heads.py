@@ -55,8 +55,7 @@ class SplitAttention(Unit):
             out, *others, weights = super().forward(**kwargs)
         learned += [vars(child).pop("made") for child in self.children() if isinstance(child, HeadBias)]
         if not here:  # torch's kernel leaves what is added to no scores out of the graph
-            nothing = sum(each[:0].sum() for each in learned)
-            out = out.like(out.rows() + nothing) if isinstance(out, ShardedActivation) else out + nothing
+            out = _depends_on(out, sum(each[:0].sum() for each in learned))
         wanted = self._forward_hooks or kwargs.get("output_attentions")  # hooks: Hugging Face's, to collect them
         if weights is not None:
             weights = gather(weights[:, :here], self.axis, self.counts, 1) if wanted else None
@@ -85,6 +84,11 @@ class SplitAttention(Unit):
         return value
 
 
+def _depends_on(out, nothing):
+    """`out`, to which a rank alone adds a sum of nothing: no other is to be waited for in backward."""
+    return out.like(out.rows() + nothing) if isinstance(out, ShardedActivation) else out + nothing
+
+
 class BiasedAttention(SplitAttention):
     """Mixin for T5's: a layer makes the position biases, and gives them, of all heads, to those after it; or each makes
     its own."""
@@ -95,7 +99,7 @@ class BiasedAttention(SplitAttention):
         out, *local, weights = super().forward(**kwargs)
         biases, made, self.biases, self.made = self.biases, self.made, None, None
         if made is not None and not self.counts[self.axis.rank]:  # as in SplitAttention
-            out = out + made.sum()
+            out = _depends_on(out, made.sum())
         if not local:
             return out, weights
         (local,) = local
