@@ -86,7 +86,9 @@ def main():
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=1e9)
-    parser.add_argument("--elastic", action="store_true", help="1, 2 and 4 keys, for so many epochs each")
+    parser.add_argument(
+        "--elastic", type=int, nargs="*", metavar="KEYS", help="so many, for so many epochs each: 1, 2 and 4"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="of weights and data, each a run, for --elastic")
     parser.add_argument("--sgd", type=float, default=0.0, help="SGD with momentum at this rate, for Adam")
     options = parser.parse_args()
@@ -97,10 +99,10 @@ def main():
         if MPI.COMM_WORLD.rank == 0:
             print(json.dumps({"benchmark": "ampnet", **line}), flush=True)
 
-    if options.elastic:
+    if options.elastic is not None:
         optimizer, synchronous = f"SGD {options.sgd:g}" if options.sgd else "Adam", []
         case = f"elastic {options.task}, {optimizer}, an update every {options.every}, {ranks} ranks"
-        for keys in (1, 2, 4):
+        for keys in options.elastic or (1, 2, 4):
             found = []
             for seed in range(options.seeds):
                 run = train(options.task, keys, options.every, options.epochs, sgd=options.sgd, seed=seed)

@@ -88,6 +88,20 @@ def test_one_key_is_serial_sgd_to_the_bit(world, shape, every, optimizer, synchr
         same_weights(trainer.model, node)
 
 
+@pytest.mark.parametrize("shape", checks.SHAPES)
+def test_many_keys_with_one_update_a_step_are_serial(world, shape):
+    """To rounding: no gradient is stale, and they are added in another order."""
+    graph, instances_of, _ = checks.SHAPES[shape]
+    instances = instances_of(7)
+    node, losses = serially(shape, instances, 7, "sgd", steps=2)
+    made = graph()
+    trainer = trainer_of(chain_of(world), made, checks.random_placement(2, made, world.size), AMPNet(4, 999))
+    for loss in losses:
+        assert trainer.step(instances)[0] == pytest.approx(loss.item(), rel=1e-12)
+    for name, p in trainer.model.node.named_parameters():
+        torch.testing.assert_close(p, node.get_parameter(name), rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_graphs_end(world, seed):
     """Loops within branches within loops, by MPI_Issend: every instance comes back, and nothing is left anywhere."""

@@ -33,13 +33,13 @@ def test_a_gradient_is_that_of_its_forward():
     assert parameter.item() == 0.0
     backward(weights, 1, taken[1])
     backward(weights, 3, late)  # of the version that is the newest, 0
-    assert forward(weights, 4)[0] == 2  # updates: 0 - 0.5·(8 + 0) = -4
+    assert forward(weights, 4)[0] == 3  # updates, as often as with one at a time: 0 - 0.5·8 = -4, and -4 - 0.5·0
     assert parameter.item() == -4.0
-    assert weights.staleness == {0: 2, 1: 1}
+    assert weights.staleness == {0: 1, 1: 2}
     backward(weights, 2, taken[2])
     weights.finish()
     assert parameter.item() == -8.0
-    assert weights.staleness == {0: 2, 1: 1, 2: 1}
+    assert weights.staleness == {0: 1, 1: 2, 3: 1}
     assert parameter.grad.item() == 8.0  # the last one
 
 

@@ -67,7 +67,7 @@ class PipelineConfig:
         0, "microbatches under way at most, for ampnet; 1: serial SGD; 0: as many as ranks of the pipeline", low=0
     )
     min_update_frequency: int = option(
-        1, "gradients of microbatches, at least, of each update of a stage, for ampnet", low=1
+        1, "gradients of microbatches of each update of a stage, but what is left for the last, for ampnet", low=1
     )
     staleness_correction: bool = option(
         False, "for ampnet: divide a stage's learning rate by the staleness of its gradients, in updates"

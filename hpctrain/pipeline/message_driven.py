@@ -17,8 +17,8 @@ class AMPNet:
 
     Attributes:
         max_active_keys: instances (samples, microbatches) that are under way at most.
-        min_update_frequency: a node updates its weights by the sum of the gradients of so many instances, at least,
-            that are done there: when the next instance comes to it, or when the step ends.
+        min_update_frequency: a node updates its weights by the sum of the gradients of each so many instances that are
+            done there: when the next instance comes to it, or, by what is left, when the step ends.
         staleness_correction: the learning rate of an update is divided by the mean staleness of its gradients, where
             that is above 1 (Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning", 2016). Staleness
             is the number of updates between the weights that a gradient is of and those that it is applied to.

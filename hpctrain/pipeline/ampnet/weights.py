@@ -33,8 +33,9 @@ class Weights:
     updated in between (the paper differentiates by the newest, which is the gradient of nothing). An update leaves
     older weights alone where a message still needs them, and is made in place where none does.
 
-    An update is made when an instance comes that was not here before, by the gradients of those that have nothing left
-    here; so never in the middle of one instance that is alone. `finish` makes the last.
+    Updates are made when an instance comes that was not here before, each by the gradients of the next so many of those
+    that have nothing left here, as many as with one instance at a time; so never in the middle of one that is alone.
+    `finish` makes the last, of what is left.
 
     Where one instance at a time is under way, its gradients are added in the reverse order of its states, whatever the
     order in which they came: then the sum is that of autograd on one rank, to the bit. Otherwise as they come.
@@ -65,8 +66,6 @@ class Weights:
         """The newest version and its number, for a forward whose backward calls `give`."""
         if instance not in self._here:
             self._collect()
-            if self._done >= self.options.min_update_frequency:
-                self._update()
             self._here[instance] = _Instance()
         self._here[instance].missing += 1
         self._users += 1
@@ -102,7 +101,7 @@ class Weights:
         return [None] * len(self.trained)
 
     def _collect(self) -> None:
-        """Add up the instances that have nothing left here."""
+        """Add up the instances that have nothing left here, and update whenever they are enough."""
         for number in [number for number, here in self._here.items() if not here.missing]:
             here = self._here.pop(number)
             total = here.sum or self._none()
@@ -111,6 +110,8 @@ class Weights:
             self._sum = _added(self._sum, total)
             self._done += 1
             self._versions += here.versions
+            if self._done >= self.options.min_update_frequency:
+                self._update()
 
     def _update(self) -> None:
         stale = [self.updates - version for version in self._versions]
