@@ -175,9 +175,10 @@ def ampnet_elastic():
     """Losses of the last epoch, over the seeds: mean, and least to most."""
     found = [line for line in lines("ampnet_accuracy") if line["case"].startswith("elastic")]
     return table(
-        ["task", "epochs", "keys", "staleness", "loss of the last epoch", "beside one key"],
+        ["task", "epochs", "keys", "seeds", "staleness", "loss of the last epoch", "beside one key"],
         (
-            [line["case"].removeprefix("elastic "), str(line["epoch"]), str(line["keys"]), f"{line['staleness']:.2f}",
+            [line["case"].removeprefix("elastic "), str(line["epoch"]), str(line["keys"]), str(len(line["losses"])),
+             f"{line['staleness']:.2f}",
              f"{line['loss']:.3f} ({min(line['losses']):.3f}–{max(line['losses']):.3f})",
              f"{100 * line['beside_one_key']:+.1f} %"]
             for line in found
