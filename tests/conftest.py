@@ -54,10 +54,12 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """An MPI run reads no doctests, and no file that has no test for its number of ranks; nobody those of conftest.py,
-    of which there are several."""
+    """An MPI run reads no doctests, and no file that has no test for its number of ranks; one of jobs no file without
+    any; nobody those of conftest.py, of which there are several."""
     if collection_path.name == "conftest.py":
         return True
+    if config.getoption("markexpr") == "job" and collection_path.suffix == ".py":
+        return not ({"faults", "jobs"} & {*collection_path.parts} or "mark.job" in collection_path.read_text()) or None
     if config.getoption("--only-mpi") and collection_path.suffix == ".py":
         return not ranks_named.may_have_tests(collection_path, RANKS) or None
     return None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import warm
 
 from hpctrain import Grid, comm
 from hpctrain.comm import device, functional
@@ -32,7 +33,8 @@ def test_order_of_the_ladder(monkeypatch, environment, library, expected):
 def test_the_library_that_is_loaded_is_asked():
     """In a process of its own, where MPI is loaded and the extension list of a wheel says "cuda" whatever is true."""
     code = "from mpi4py import MPI; from hpctrain.comm.device import query_library; print(query_library())"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.split()[-1]
+    command = warm([sys.executable, "-c", code])
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split()[-1]
     assert answer in ("True", "False", "None")
     assert torch.cuda.is_available() or answer != "True"
 

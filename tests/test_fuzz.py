@@ -4,13 +4,13 @@ import json
 import subprocess
 import sys
 
-from running import ROOT
+from running import ROOT, warm
 
 NUMBER = 30  # of each format, over 300 in all; benchmarks/fuzz.py does 10,000 of each
 
 
 def test_damaged_files():
-    command = [sys.executable, "benchmarks/fuzz.py", "--number", str(NUMBER)]
+    command = warm([sys.executable, "benchmarks/fuzz.py", "--number", str(NUMBER)])
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
     counts = {row["format"]: row for row in map(json.loads, ended.stdout.splitlines())}

@@ -66,4 +66,4 @@ def test_importing_layers_starts_no_mpi_and_is_quick():
         "import sys, time, torch; start = time.process_time(); import hpctrain, hpctrain.layers; hpctrain.parallelize;"
         "print(time.process_time() - start); assert not any(name.startswith('mpi4py') for name in sys.modules)"
     )
-    assert min(float(output_of([sys.executable, "-c", program], 60)) for _ in range(3)) < 0.3
+    assert any(float(output_of([sys.executable, "-c", program], 60)) < 0.3 for _ in range(3))

@@ -28,9 +28,12 @@ MIXTRAL = MixtralShape(
 DEEPSEEK = dataclasses.replace(MIXTRAL, router="sigmoid", shared_experts=2, aux_loss=0.0, tied=False)
 
 
-def grids(ranks):
-    """All of them; of 8 ranks those that split three axes, as the others' shapes of grid occur on 4."""
-    return [grid for grid in all_grids(ranks) if ranks < 8 or [*grid[:2], *grid[2]].count(2) == 3]
+def grids(ranks, turn, turns):
+    """All of them; of 8 ranks those that split three axes, as the others' shapes of grid occur on 4: some in each of
+    a test's turns."""
+    if ranks < 8:
+        return all_grids(ranks)
+    return [grid for grid in all_grids(ranks) if [*grid[:2], *grid[2]].count(2) == 3][turn::turns]
 
 
 def costs(shape):
@@ -40,9 +43,10 @@ def costs(shape):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2, 4, 8)
-@pytest.mark.parametrize("shape", [EVEN, dataclasses.replace(EVEN, tied=False), QWEN2, QWEN3])
-def test_ledger_equals_formula(world, shape):
-    for data, pipeline, tensor in grids(world.size):
+@pytest.mark.parametrize("turn", range(4))
+def test_ledger_equals_formula(world, turn):
+    shape = (EVEN, dataclasses.replace(EVEN, tied=False), QWEN2, QWEN3)[turn]
+    for data, pipeline, tensor in grids(world.size, turn, 4):
         grid = Grid(data, pipeline, tensor)
         shape = dataclasses.replace(shape, layers=max(2, pipeline))
         received, sent = counted(grid, shape, batch=16, order=2)
@@ -56,9 +60,10 @@ def test_ledger_equals_formula(world, shape):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2, 4, 8)
-@pytest.mark.parametrize("shape", [MIXTRAL, dataclasses.replace(MIXTRAL, aux_scope="step"), DEEPSEEK])
-def test_ledger_equals_formula_of_experts(world, shape):
-    for data, pipeline, tensor in grids(world.size):
+@pytest.mark.parametrize("turn", range(3))
+def test_ledger_equals_formula_of_experts(world, turn):
+    shape = (MIXTRAL, dataclasses.replace(MIXTRAL, aux_scope="step"), DEEPSEEK)[turn]
+    for data, pipeline, tensor in grids(world.size, turn, 3):
         for expert in {1, min(4, world.size // pipeline)}:
             parts = 2 if shape.router == "sigmoid" and expert > 1 else 1
             with Grid(data, pipeline, tensor, expert=expert, expert_tensor=parts) as grid:
@@ -74,9 +79,10 @@ def test_ledger_equals_formula_of_experts(world, shape):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 4, 8)
-@pytest.mark.parametrize("overlap", [(), *((name,) for name in OVERLAPS), OVERLAPS])
-def test_ledger_equals_formula_with_overlaps(world, overlap):
-    for data, pipeline, tensor in grids(world.size):
+@pytest.mark.parametrize("turn", range(2 + len(OVERLAPS)))
+def test_ledger_equals_formula_with_overlaps(world, turn):
+    overlap = ((), *((name,) for name in OVERLAPS), OVERLAPS)[turn]
+    for data, pipeline, tensor in grids(world.size, turn % 2, 2):
         if tensor[2] > 1:
             grid = Grid(data, pipeline, tensor)
             shape = dataclasses.replace(EVEN, layers=max(2, pipeline))
