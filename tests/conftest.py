@@ -59,7 +59,10 @@ def pytest_ignore_collect(collection_path, config):
     if collection_path.name == "conftest.py":
         return True
     if config.getoption("markexpr") == "job" and collection_path.suffix == ".py":
-        return not ({"faults", "jobs"} & {*collection_path.parts} or "mark.job" in collection_path.read_text()) or None
+        return (
+            not ({"faults", "jobs"} & {*collection_path.parts} or "mark.job" in collection_path.read_text("utf-8"))
+            or None
+        )
     if config.getoption("--only-mpi") and collection_path.suffix == ".py":
         return not ranks_named.may_have_tests(collection_path, RANKS) or None
     return None
