@@ -247,10 +247,12 @@ def sequence_memory():
 
 def zoo():
     """Models of each library. Where a model differs from itself by its last bits, that is beside its difference."""
-    found = lines("zoo")
+    groups: dict[tuple, list] = {}
     rows = []
-    for library, ranks in dict.fromkeys((line["model"].split("/")[0], line["ranks"]) for line in found):
-        chosen = [line for line in found if line["model"].startswith(f"{library}/") and line["ranks"] == ranks]
+    for line in (*lines("zoo"), *lines("zoo_sharded")):
+        library = line["model"].split("/")[0] + ", activations divided too" * line.get("shard_activations", False)
+        groups.setdefault((library, line["ranks"]), []).append(line)
+    for (library, _), chosen in groups.items():
         ran = [line for line in chosen if "difference" in line]
         wrong = sum("wrong" in line for line in chosen)
         divided = [line["divided"] for line in ran]
