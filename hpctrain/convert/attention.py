@@ -125,7 +125,7 @@ def _to_add(mask, dtype):
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)
 
 
-def split_multihead_attention(plan: Plan, module: torch.nn.Module) -> None:
+def split_multihead_attention(plan: Plan, module: torch.nn.MultiheadAttention) -> None:
     for option, is_on in (("add_bias_kv", module.bias_k is not None), ("add_zero_attn", module.add_zero_attn)):
         if is_on:
             raise ValueError(f"{option} is not supported")
@@ -146,7 +146,7 @@ def split_multihead_attention(plan: Plan, module: torch.nn.Module) -> None:
     )  # fmt: skip
 
 
-def split_feed_forward(plan: Plan, module: torch.nn.Module) -> None:
+def split_feed_forward(plan: Plan, module: torch.nn.TransformerEncoderLayer | torch.nn.TransformerDecoderLayer) -> None:
     """linear1, activation, dropout, linear2 of nn.TransformerEncoderLayer and nn.TransformerDecoderLayer.
 
     Left to the layers themselves where one of them was exchanged.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from hpctrain.convert.dropout import drop
@@ -11,8 +12,6 @@ from hpctrain.convert.plain import POINTWISE, is_hooked, is_plain
 from hpctrain.convert.products import SplitLinear, split_linear
 
 if TYPE_CHECKING:
-    import torch
-
     from hpctrain.convert.plan import Plan
 
 
@@ -41,22 +40,22 @@ class Chained(nn.Sequential):
         return x
 
 
-def split_chain(plan: Plan, module: torch.nn.Module) -> None:
+def split_chain(plan: Plan, module: nn.Sequential) -> None:
     """Find pairs of linear layers whose hidden features are at least as many as those that go in and out."""
     divided: dict[int, tuple[int, slice]] = {}
-    first: int | None = None
+    first: tuple[int, nn.Linear] | None = None
     between: list[int] = []
     for position, child in enumerate(module):
         if is_plain(child, nn.Linear) and child not in plan.claimed and not plan.is_shared(child.weight):
-            if first is not None and module[first].out_features >= max(module[first].in_features, child.out_features):
-                split_linear(plan, module[first], by_output=True)
+            if first is not None and first[1].out_features >= max(first[1].in_features, child.out_features):
+                start, up = first
+                split_linear(plan, up, by_output=True)
                 split_linear(plan, child, by_output=False)
-                features = module[first].out_features
-                part = plan.parts(features)[plan.axis.rank]
-                divided.update(dict.fromkeys((first, *between), (features, part)))
+                part = plan.parts(up.out_features)[plan.axis.rank]
+                divided.update(dict.fromkeys((start, *between), (up.out_features, part)))
                 first = None
             else:
-                first = position
+                first = position, child
             between = []
         elif type(child) in POINTWISE:
             between.append(position)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 
 from hpctrain.convert import (
@@ -25,7 +28,7 @@ from hpctrain.convert.rules import split_by_rule
 
 # What divides a module of this type, or of an heir that works as it. Those of Hugging Face go by name, as transformers
 # need not be there.
-_OWNERS = {
+_OWNERS: dict[type | str, Callable[[Plan, Any], None]] = {
     nn.Linear: products.split_linear,
     "Conv1D": products.split_conv1d,
     "FalconLinear": products.split_linear,
@@ -43,7 +46,7 @@ _OWNERS = {
     "LlamaRotaryEmbedding": lambda plan, module: None,  # constant buffers
 }
 # Modules whose children are divided together.
-_UNITS = {
+_UNITS: dict[type | str, Callable[[Plan, Any], None]] = {
     nn.Sequential: chains.split_chain,
     **dict.fromkeys((nn.TransformerEncoderLayer, nn.TransformerDecoderLayer), attention.split_feed_forward),
     "GPT2Attention": huggingface.split_gpt2_attention,

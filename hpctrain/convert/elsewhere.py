@@ -46,7 +46,7 @@ class Absent(torch.Tensor):
             return absent(func(*args, **kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # torch's stub has no cls
         raise ValueError(f"{func} is given what another stage of the pipeline computes")
 
 
@@ -111,7 +111,9 @@ class Progress:
     def fake(self, tensor: torch.Tensor) -> FakeTensor:
         """Of its shape, dtype and device."""
         with self.mode:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
+        assert isinstance(made, FakeTensor)
+        return made
 
     def come_to(self, place: int) -> None:
         if place != self.place:

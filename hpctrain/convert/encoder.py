@@ -29,7 +29,8 @@ class PaddedEncoder(nn.TransformerEncoder):
         src_key_padding_mask: torch.Tensor | None = None,
         is_causal: bool | None = None,
     ):
-        if not (self.nests and mask is None and self._leaves_out(src, src_key_padding_mask)):
+        leaves_out = self.nests and mask is None and self._leaves_out(src, src_key_padding_mask)
+        if src_key_padding_mask is None or not leaves_out:
             return super().forward(src, mask, src_key_padding_mask, is_causal)
         norm, self.norm = self.norm, None
         try:

@@ -111,10 +111,11 @@ def _weights_to_tokens(of_rows, dispatch):
     return dispatch.weights_to_tokens(of_rows.contiguous())
 
 
-class _Alone:
-    """In the place of an axis, of one rank."""
+class _Alone(Axis):
+    """Of one rank, without a communicator."""
 
-    rank, size = 0, 1
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
 
 
 def _linear(rows, weight, counts: Sequence[int]):
@@ -158,13 +159,14 @@ def is_experts(module: torch.nn.Module) -> bool:
         for shape in ((5, 4), (5, 2), (3, 2 * 6, 4), (3, 4, 6))
     )
     chosen = torch.tensor([[0, 2], [2, 1], [1, 0], [0, 3], [3, 2]])  # of 3, the last is none
-    twin, config = copy.copy(module), copy.copy(module.config)
+    experts: Any = module  # of Hugging Face's
+    twin, config = copy.copy(experts), copy.copy(experts.config)
     config._experts_implementation_internal = "eager"
     twin.__dict__ = {
         **vars(module), "num_experts": 3, "config": config,
         "_parameters": {name: torch.nn.Parameter(stack) for name, stack in zip(_STACKS, (up, down))},
     }  # fmt: skip
-    dispatch = Dispatch(_Alone, chosen, (3,))
+    dispatch = Dispatch(_Alone(), chosen, (3,))
     with torch.no_grad():
         try:
             given, expected = twin(x, chosen, weights), _apply(module, x, weights, up, down, dispatch)
@@ -173,7 +175,7 @@ def is_experts(module: torch.nn.Module) -> bool:
     return given.shape == expected.shape and torch.allclose(given, expected, rtol=1e-9, atol=1e-9)
 
 
-def split_experts(plan: Plan, module: torch.nn.Module) -> None:
+def split_experts(plan: Plan, module: Any) -> None:
     """Leaves alone those whose hidden features meet, where these would be divided."""
     if plan.grid.expert.size > 1:
         if plan.grid.pipeline.size > 1:

@@ -223,6 +223,7 @@ def _agree_on_overflow(arguments) -> None:
     """torch.amp.GradScaler leaves out a step on all ranks, or on none."""
     gradients, found, _ = arguments
     part = _first(gradients, {}).part
+    assert part is not None
     for axis in (part.grid.tensor, part.grid.data):
         comm.all_reduce(found, axis, "max")
 

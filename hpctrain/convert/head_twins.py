@@ -12,6 +12,7 @@ import inspect
 import itertools
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,10 +46,10 @@ def local_attributes(module: nn.Module, found: Heads, heads: int, key_heads: int
     where it has none, reads its configuration."""
     counts = {**dict.fromkeys(HEADS, heads), **dict.fromkeys(KEY_HEADS, key_heads)}
     counts["num_key_value_groups"] = heads // max(1, key_heads)
-    own = {name: count for name, count in counts.items() if isinstance(getattr(module, name, None), int)}
+    own: dict[str, Any] = {name: n for name, n in counts.items() if isinstance(getattr(module, name, None), int)}
     config = getattr(module, "config", None)
     thirds = any(projection.layout == "thirds" for projection in found.projections)
-    if thirds and own.keys().isdisjoint(HEADS) and hasattr(config, "num_attention_heads"):
+    if config is not None and thirds and own.keys().isdisjoint(HEADS) and hasattr(config, "num_attention_heads"):
         own["config"] = copy.copy(config)
         own["config"].__dict__[config.attribute_map.get("num_attention_heads", "num_attention_heads")] = heads
     return own

@@ -5,7 +5,7 @@ Where a layer of a unit was exchanged, as for LoRA, the unit is left to its laye
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ class HeadsBack(SplitConv1D):
         return super().multiply(x[..., : len(self.weight)], bias)
 
 
-def split_gpt2_attention(plan: Plan, module: torch.nn.Module) -> None:
+def split_gpt2_attention(plan: Plan, module: Any) -> None:
     fused = {module.c_attn: 3}
     if module.is_cross_attention:
         fused = {module.c_attn: 2, module.q_attn: 1}
@@ -79,7 +79,7 @@ def split_gpt2_attention(plan: Plan, module: torch.nn.Module) -> None:
     plan.change(module, split_size=local or width)
 
 
-def split_gpt2_mlp(plan: Plan, module: torch.nn.Module) -> None:
+def split_gpt2_mlp(plan: Plan, module: Any) -> None:
     if not (is_plain(module.c_fc, "Conv1D") and is_plain(module.c_proj, "Conv1D") and is_pointwise(module.act)):
         return
     if plan.box:
@@ -89,7 +89,7 @@ def split_gpt2_mlp(plan: Plan, module: torch.nn.Module) -> None:
     split_conv1d(plan, module.c_proj, by_output=False, enters=False)
 
 
-def split_layer_feed_forward(plan: Plan, module: torch.nn.Module) -> None:
+def split_layer_feed_forward(plan: Plan, module: Any) -> None:
     """The pair of linear layers that a transformer layer has of its own, or in `intermediate` and `output`."""
     if hasattr(module, "fc1"):
         up, down, activation = module.fc1, module.fc2, module.activation_fn

@@ -37,11 +37,12 @@ def initial_numbers(module: torch.nn.Module, name: str, path: str, config: Any):
     if isinstance(module, nn.Embedding):
         return _without_row(_normal(1.0 if std is None else std), module.padding_idx, module.embedding_dim)
     if kind == "Conv1D" or (std is not None and isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))):
+        assert std is not None  # a Conv1D is Hugging Face's
         if config.model_type == "gpt2" and path.endswith("c_proj.weight"):
             std = std / math.sqrt(2 * config.n_layer)
         return _normal(std) if weight else _constant(0.0)
     if isinstance(module, nn.MultiheadAttention) and not name.startswith("bias_"):
-        shape = module._parameters[name].shape
+        shape = module.get_parameter(name).shape
         return _uniform(math.sqrt(6 / sum(shape))) if weight else _constant(0.0)  # Glorot and Bengio's
     if type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear and not weight:
         return _constant(0.0)  # the output projection of nn.MultiheadAttention
@@ -74,10 +75,10 @@ def give_buffers(module: torch.nn.Module) -> None:
     if lost and type(module).__name__ == "LlamaRotaryEmbedding":
         with torch.device("cpu"):
             module._buffers.update(type(module)(module.config)._buffers)
-    elif lost and hasattr(module, "reset_running_stats"):  # others are refused by `check_buffers`
+    elif lost and (reset := getattr(module, "reset_running_stats", None)):  # others are refused by `check_buffers`
         for name, buffer in lost.items():
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
-        module.reset_running_stats()
+        reset()
 
 
 def _constant(value: float):

@@ -37,14 +37,15 @@ class Gathered(nn.Module):
         return self._with_weights(gather, *args, **kwargs)
 
     def _with_weights(self, gather, *args, **kwargs):
-        parts = dict(self._parameters)
+        weights: dict[str, Any] = self._parameters  # tensors, for a while
+        parts = dict(weights)
         try:
             with local():
                 for name, (dim, counts) in self.divided.items():
-                    self._parameters[name] = gather(parts[name], self.axis, counts, dim)
+                    weights[name] = gather(parts[name], self.axis, counts, dim)
             return super().forward(*args, **kwargs)
         finally:
-            self._parameters.update(parts)
+            weights.update(parts)
 
 
 class GatheredByRows(Gathered):
@@ -94,7 +95,7 @@ class GatheredBatchNorm(Gathered, nn.modules.batchnorm._BatchNorm):
             return super().forward(input)
         input = whole(input)
         self._check_input_dim(input)
-        parts = self._parameters
+        parts: dict[str, Any] = self._parameters
         with local():
             weight, bias = (
                 gather(parts[name], self.axis, self.divided[name][1], 0) if name in self.divided else parts[name]

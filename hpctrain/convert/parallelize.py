@@ -28,6 +28,7 @@ from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp, refuse_ot
 from hpctrain.digest import digest
 from hpctrain.grid import Grid
 from hpctrain.layers.parameter import drawn_key
+from hpctrain.parameter import shard_of
 
 log = logging.getLogger("hpctrain")
 
@@ -161,7 +162,7 @@ def parallelize(
             stages = PipelineStages(model, grid, pipeline, layers_per_stage)
     with comm.together(grid.comm):
         plan = Plan(model, grid, _chosen(model, replicate), shard_activations)
-        decide(model, plan, stages and stages.trunk)
+        decide(model, plan, None if stages is None else stages.trunk)
         if zero is not None and grid.data.size > 1 and plan.spreads:
             raise ValueError(
                 f"zero = {zero} averages over replicas, and the ranks that have the same experts are others where "
@@ -189,8 +190,8 @@ def parallelize(
     watch_buffers(model, plan.kept, grid)
     refuse_router_losses(model, grid)
     if zero is not None:
-        model.no_sync = contextlib.nullcontext  # nothing is summed before it is needed
-    replicas = any(grid.alike(parameter.shard).size > 1 for parameter in model.parameters())
+        vars(model)["no_sync"] = contextlib.nullcontext  # nothing is summed before it is needed
+    replicas = any(grid.alike(shard_of(parameter)).size > 1 for parameter in model.parameters())
     if zero and replicas:
         from hpctrain.convert.zero import ZeroGradients
 
@@ -205,10 +206,10 @@ def parallelize(
     leave_out_of_graphs()
     if stages is not None:
         stages.annotate()
-        model.hpctrain_pipeline = stages
+        vars(model)["hpctrain_pipeline"] = stages
     elif check_steps and grid.tensor.size * grid.sequence.size > 1:
         FirstSteps(model, grid, plan.claimed, check_steps)
-    model.hpctrain_grid = grid
+    vars(model)["hpctrain_grid"] = grid
     if grid.rank == 0 and grid.tensor.size > 1:
         _report(model)
     return model
@@ -234,7 +235,7 @@ def _chosen(model, replicate) -> set:
     """The modules that `replicate` names, and all that are in them."""
     if isinstance(replicate, str):
         raise ValueError(f"replicate must be a list of paths or types, got {replicate!r}; write [{replicate!r}]")
-    chosen = set()
+    chosen: set[nn.Module] = set()
     for entry in replicate:
         found = [
             module

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
 
 # They treat every feature by itself.
 POINTWISE = (
@@ -65,7 +67,11 @@ def is_of_huggingface(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.")
 
 
-def is_plain(module: nn.Module, kind: type | str) -> bool:
+@overload
+def is_plain(module: nn.Module, kind: type[M]) -> TypeGuard[M]: ...
+@overload
+def is_plain(module: nn.Module, kind: str) -> bool: ...
+def is_plain(module: nn.Module, kind: type[nn.Module] | str) -> bool:
     """Whether it works as a type, given by name where it is Hugging Face's, and nothing was done to it; a layer with
     hooks is not."""
     found = type(module)

@@ -67,7 +67,7 @@ class Plan:
         """Every rank's range of `length`, balanced, cut at multiples of `unit`."""
         return [split(length, self.axis.size, rank, unit) for rank in range(self.axis.size)]
 
-    def is_shared(self, parameter: torch.nn.Parameter) -> bool:
+    def is_shared(self, parameter: torch.Tensor) -> bool:
         """Whether several modules have the parameter."""
         return id(parameter) in self._shared
 
@@ -186,6 +186,7 @@ class Plan:
             sharding, parameter = self._shardings[identity], module.get_parameter(name)
             if parameter.is_meta:
                 data = torch.empty(sharding.shard.shape, dtype=parameter.dtype, device="cpu")
+                assert key is not None
                 fill_slice(data, sharding.shard, self._draws[identity](key / self.names[identity]))
                 made = torch.nn.Parameter(data.view(sharding.local_shape), parameter.requires_grad)
                 made.__dict__.update(vars(parameter))

@@ -5,20 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hpctrain import comm
 from hpctrain.convert.refusals import place
 from hpctrain.convert.state_dict import gather_state_dict
+from hpctrain.grid import Grid
 
 if TYPE_CHECKING:
-    import torch
+    from transformers import PreTrainedModel
+else:  # need not be there
+    PreTrainedModel = torch.nn.Module
 
 
-class DividedPretrained:
+class DividedPretrained(PreTrainedModel):
     """Mixin for a PreTrainedModel with divided weights in it, be it the model or a part of it.
 
     Attributes: `hpctrain_grid`.
     """
 
+    hpctrain_grid: Grid
     prefix = ""  # the name of the type is written into config.json, and what can be recorded is looked up by it
 
     def save_pretrained(

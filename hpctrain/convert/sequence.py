@@ -19,7 +19,14 @@ from hpctrain import comm
 from hpctrain.convert.boundary import gather, leave, take
 from hpctrain.convert.plain import altered, is_one_of, is_plain, is_pointwise
 from hpctrain.convert.pretrained import DividedPretrained
-from hpctrain.convert.sequence_dropout import OF_ATTENTION, OF_TOKENS, drawn_mask, members, positions
+from hpctrain.convert.sequence_dropout import (
+    OF_ATTENTION,
+    OF_TOKENS,
+    CurrentSpans,
+    drawn_mask,
+    members,
+    positions,
+)
 from hpctrain.convert.sharded_activation import whole
 from hpctrain.grid import Grid
 from hpctrain.layers.context.attention import Context, attend
@@ -48,6 +55,9 @@ class CutSequences(DividedPretrained):
     Attributes: `hpctrain_grid`; `hpctrain_current`, which its dropout looks at.
     """
 
+    path: str
+    hpctrain_current: CurrentSpans
+
     def forward(
         self, input_ids: torch.Tensor | None = None, *, attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None,
@@ -61,7 +71,9 @@ class CutSequences(DividedPretrained):
                 part.
         """
         grid, given = self.hpctrain_grid, input_ids if inputs_embeds is None else inputs_embeds
-        self._check(given, attention_mask, labels, {"use_cache": use_cache, **options})
+        if given is None:
+            raise ValueError(f"{type(self).__name__} needs input_ids or inputs_embeds")
+        self._check(attention_mask, labels, {"use_cache": use_cache, **options})
         batch, length = given.shape[:2]
         sharding = SequenceSharding(grid, tuple(sequence_spans(length, grid.ring.size, grid.ulysses.size)))
         if not all(sharding.spans):
@@ -103,10 +115,8 @@ class CutSequences(DividedPretrained):
             "ranks share; load ht.gather_state_dict(model) into a model on a grid with grid.data = N"
         )
 
-    def _check(self, given, attention_mask, labels, options):
+    def _check(self, attention_mask, labels, options):
         kind = type(self).__name__
-        if given is None:
-            raise ValueError(f"{kind} needs input_ids or inputs_embeds")
         for name, value in options.items():
             if value is not None and value is not (name == "return_dict"):
                 raise ValueError(
@@ -162,7 +172,7 @@ def documents(position_ids: torch.Tensor) -> tuple[Mask, ...]:
     return tuple(masks)
 
 
-def use_context_attention(plan: Plan, module: nn.Module) -> None:
+def use_context_attention(plan: Plan, module: Any) -> None:
     """Let an attention of ATTENTION, of which a rank has whole heads, look at the tokens of all ranks."""
     from transformers import AttentionInterface
 

@@ -31,14 +31,14 @@ class ShardedModule(torch.nn.Module):
             fn(self)
         return self
 
-    def register_parameter(self, name: str, parameter: torch.nn.Parameter):
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """Refuses to put another weight in the place of a divided one, or parts of it beside it (`weight_g`)."""
         for mine, path in self.sharded_weights.items():
             if name.startswith(f"{mine}_"):
                 raise ValueError(refused(f"compute from {name!r}", path))
-            if name == mine and not _same_sharding(parameter, self._parameters.get(mine)):
+            if name == mine and not _same_sharding(param, self._parameters.get(mine)):
                 raise ValueError(refused("put another parameter in the place of", path))
-        super().register_parameter(name, parameter)
+        super().register_parameter(name, param)
 
     def __delattr__(self, name):
         if name in self.sharded_weights:
@@ -91,8 +91,7 @@ def full_weights(module: torch.nn.Module) -> Iterator[None]:
         with local(), torch.no_grad():
             data = whole(parameter).as_subclass(torch.Tensor)
         parameter.grad = None
-        parameter.__class__ = torch.nn.Parameter
-        parameter.data = data
+        _make_plain(parameter, data)
     try:
         yield
     finally:
@@ -101,6 +100,11 @@ def full_weights(module: torch.nn.Module) -> Iterator[None]:
             part = sharding.take(parameter.data)
             parameter.data = data.copy_(part) if part.dtype == data.dtype else part
             attach(parameter, sharding, kind).grad = gradients[parameter]
+
+
+def _make_plain(parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
+    parameter.__class__ = torch.nn.Parameter
+    parameter.data = data
 
 
 def reset(name: str, base: type):

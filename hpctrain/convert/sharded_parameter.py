@@ -11,6 +11,7 @@ forward of the user's, and in peft, `.data` and `.detach()` stand for the whole 
 from __future__ import annotations
 
 import sys
+import types
 
 import torch
 from torch.optim import optimizer as _optimizer
@@ -143,7 +144,7 @@ def _gather_part(parameter):
         zero3.gather()
 
 
-def whole(parameter: ShardedParameter) -> torch.Tensor:
+def whole(parameter: Sharded) -> torch.Tensor:
     """Gathered, differentiable. What does not require a gradient is a copy that nothing may be written to."""
     _gather_part(parameter)
     gathered = parameter.sharding.gather(parameter)
@@ -250,7 +251,7 @@ def _write(func, name, parameter, args, kwargs):
 
 
 def _refuse_initial():
-    frame = sys._getframe(4)  # that of the operation
+    frame: types.FrameType | None = sys._getframe(4)  # that of the operation
     for _ in range(5):
         if frame is None:
             return

@@ -63,7 +63,7 @@ class SplitEmbeddingBag(nn.EmbeddingBag):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         with local():
-            weight, local_features = self._parameters["weight"], self.counts[self.axis.rank]
+            weight, local_features = self.weight, self.counts[self.axis.rank]
             if not local_features:  # of which torch's sums make no bags
                 weight = F.pad(weight, (0, 1))
             scale = per_sample_weights
@@ -84,7 +84,7 @@ def _check(ids, rows):
         raise IndexError(f"nn.Embedding of {rows} rows got the index {wrong}; indices must be from 0 to {rows - 1}")
 
 
-def split_embedding(plan: Plan, module: torch.nn.Module) -> None:
+def split_embedding(plan: Plan, module: nn.Embedding) -> None:
     """Along the longer dim, as a linear layer of the same weight is, so that the two can share it."""
     _check_options(module)
     rows, width = module.weight.shape
@@ -96,7 +96,7 @@ def split_embedding(plan: Plan, module: torch.nn.Module) -> None:
     plan.swap_class(module, SplitEmbedding, axis=plan.axis, by_row=by_row, part=part, counts=counts)
 
 
-def split_embedding_bag(plan: Plan, module: torch.nn.Module) -> None:
+def split_embedding_bag(plan: Plan, module: nn.EmbeddingBag) -> None:
     """By features: a bag is of any rows."""
     _check_options(module)
     plan.split(module, "weight", 1)

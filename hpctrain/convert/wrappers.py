@@ -34,13 +34,13 @@ class _Refusal:
 def refuse_ddp(model: torch.nn.Module) -> None:
     """Around the model or one of its modules when it is made; around what holds the model, when that is called."""
     for module in model.modules():
-        module._ddp_params_and_buffers_to_ignore = _Refusal()
+        vars(module)["_ddp_params_and_buffers_to_ignore"] = _Refusal()
     model.register_forward_pre_hook(_check_ddp)
 
 
 def refuse_other_weights(model: torch.nn.Module) -> None:
     """In the place of divided ones, when the model is called. Costs 0.1 microseconds a weight and call."""
-    model.divided_weights = [
+    vars(model)["divided_weights"] = [
         (module, name)
         for module in model.modules()
         for name, parameter in module._parameters.items()

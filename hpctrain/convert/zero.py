@@ -26,10 +26,11 @@ from hpctrain.parameter import annotate, shard_of
 _GRAD = vars(torch._C.TensorBase)["grad"]
 
 
-class SpreadGradient:
+class SpreadGradient(torch.nn.Parameter):
     """Mixin for a parameter whose gradient is spread over the replicas. Code of ours sees the one of its backwards."""
 
     __slots__ = ()
+    replicas: ZeroGradients
 
     @property
     def grad(self):
