@@ -96,7 +96,7 @@ def split_layer_feed_forward(plan: Plan, module: Any) -> None:
     else:
         up, down, activation = module.intermediate.dense, module.output.dense, module.intermediate.intermediate_act_fn
     pair = all(is_plain(linear, nn.Linear) and not plan.is_shared(linear.weight) for linear in (up, down))
-    if not pair or not is_pointwise(activation) or getattr(module, "activation_dropout", 0.0):
+    if not pair or not is_pointwise(activation) or getattr(module, "activation_dropout", False):
         return
     split_linear(plan, up, by_output=True, leaves=False)
     split_linear(plan, down, by_output=False, enters=False)

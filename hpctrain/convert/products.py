@@ -6,19 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from hpctrain.convert.boundary import gather, take
 from hpctrain.convert.gathering_again import gathering_again
 from hpctrain.convert.plain import is_hooked
 from hpctrain.convert.sharded_activation import enter, leave, whole
 from hpctrain.convert.sharding import local
+from hpctrain.grid import Axis
+from hpctrain.parameter import shard_of
 from hpctrain.shard import split_sizes
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
 
 
-class SplitLinear:
+class SplitLinear(nn.Module):
     """Mixin for nn.Linear.
 
     Attributes:
@@ -31,6 +34,12 @@ class SplitLinear:
         shards: of what leaves a unit, each rank keeps some rows.
     """
 
+    axis: Axis
+    by_output: bool
+    counts: tuple[int, ...]
+    enters: bool
+    leaves: bool
+    weight: torch.Tensor
     feature_dim = -1  # of activations
     shards = False
 
@@ -55,7 +64,7 @@ class SplitLinear:
         dim = x.dim() + self.feature_dim
         y = self.multiply(take(x, axis, self.counts, dim) if enters else x, None)
         if bias is not None:  # each rank adds its part of the bias to its summand
-            start = bias.shard.slices[0].start
+            start = shard_of(bias).slices[0].start
             y.narrow(dim, start, len(bias)).add_(bias.view(-1, *[1] * (-1 - self.feature_dim)))
         return leave(y, axis, self.shards and not enters)
 
@@ -72,13 +81,15 @@ class SharedEntry(SplitLinear):
     Attributes: `entered`, {id of an input: it, what came inside}, of all of these layers; see `Unit`.
     """
 
+    entered: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
     def enter(self, x: torch.Tensor):
         if id(x) not in self.entered:
             self.entered[id(x)] = x, enter(x, self.axis)
         return self.entered[id(x)][1]
 
 
-class Unit:
+class Unit(nn.Module):
     """Mixin for a module with layers of `SharedEntry`, of which it has `entered` as well.
 
     Attributes: `planned`, {name: layer} as they were divided together.
@@ -86,6 +97,10 @@ class Unit:
     Raises:
         ValueError: where one of them was exchanged since, as by LoRA, or has a hook: these would meet parts.
     """
+
+    path: str
+    planned: dict[str, nn.Module]
+    entered: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
     def forward(self, *args: Any, **kwargs: Any):
         if self._modules != self.planned:
@@ -119,7 +134,7 @@ class SplitConv1D(SplitLinear):
         return F.linear(x, self._parameters["weight"].t(), bias)
 
 
-class SplitConv(SplitLinear):
+class SplitConv(SplitLinear, nn.modules.conv._ConvNd):
     """Mixin for nn.Conv1d, nn.Conv2d and nn.Conv3d, divided by output channels; of a grouped one, by groups.
 
     Attributes:
@@ -128,10 +143,7 @@ class SplitConv(SplitLinear):
     """
 
     by_output, enters, leaves = True, True, True
-
-    @property
-    def feature_dim(self):
-        return -1 - len(self.kernel_size)
+    input_counts: tuple[int, ...] | None
 
     def enter(self, x: torch.Tensor):
         if self.input_counts is None:
@@ -147,13 +159,14 @@ class SplitConv(SplitLinear):
     def _no_channels(self, x, convolve):
         # torch refuses to make no channels: make one, which gives the shape and the place in the graph, and drop it.
         # Its kernel, sums of nothing, depends on the parameters: backward must pass here on all ranks, or on none.
-        zero = sum(parameter.sum() for parameter in self._parameters.values() if parameter is not None)
+        sums = (parameter.sum() for parameter in self._parameters.values() if parameter is not None)
+        zero = sum(sums, start=x.new_zeros(()))
         kernel = zero.to(x.dtype).expand(1, 1, *self.kernel_size)
         one = convolve(x.sum(self.feature_dim, keepdim=True), kernel)
         return one.narrow(self.feature_dim, 0, 0)
 
 
-class SplitConvTranspose(SplitConv):
+class SplitConvTranspose(SplitConv, nn.modules.conv._ConvTransposeNd):
     """Mixin for nn.ConvTranspose1d, 2d and 3d, divided in the same way."""
 
     def forward(self, x: torch.Tensor, output_size: list[int] | None = None):
@@ -172,11 +185,14 @@ class SplitConvTranspose(SplitConv):
             return gather(y, self.axis, self.counts, inside.dim() + self.feature_dim)
 
 
-class SplitBilinear:
+class SplitBilinear(nn.Bilinear):
     """Mixin for nn.Bilinear: each rank computes its part of the output features.
 
     Attributes: `axis`; `counts`, of output features by rank.
     """
+
+    axis: Axis
+    counts: tuple[int, ...]
 
     def forward(self, input1: torch.Tensor, input2: torch.Tensor):
         with local():
@@ -212,7 +228,7 @@ def split_matrix(
         parts: every rank's part of the divided features; balanced by default.
         fused: matrices stacked along the output features, of each of which a rank keeps the same part.
     """
-    shape = module.weight.shape
+    shape = module.get_parameter("weight").shape
     if by_output is None:
         by_output = shape[out_dim] >= shape[in_dim]
     dim = out_dim if by_output else in_dim
@@ -225,7 +241,7 @@ def split_matrix(
     )  # fmt: skip
 
 
-def split_convolution(plan: Plan, module: torch.nn.Module) -> None:
+def split_convolution(plan: Plan, module: nn.modules.conv._ConvNd) -> None:
     size, groups = plan.axis.size, module.groups
     unit = module.out_channels // groups if groups > 1 else 1
     parts = plan.parts(module.out_channels, unit)
@@ -236,10 +252,11 @@ def split_convolution(plan: Plan, module: torch.nn.Module) -> None:
         module, SplitConv, axis=plan.axis, counts=tuple(p.stop - p.start for p in parts),
         groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,
         input_counts=split_sizes(module.in_channels, size, module.in_channels // groups) if groups > 1 else None,
+        feature_dim=-1 - len(module.kernel_size),
     )  # fmt: skip
 
 
-def split_transposed_convolution(plan: Plan, module: torch.nn.Module) -> None:
+def split_transposed_convolution(plan: Plan, module: nn.modules.conv._ConvTransposeNd) -> None:
     """By output channels, which are dim 1 of its weight; of a grouped one by groups, which are in dim 0."""
     size, groups = plan.axis.size, module.groups
     unit = module.out_channels // groups if groups > 1 else 1
@@ -255,10 +272,11 @@ def split_transposed_convolution(plan: Plan, module: torch.nn.Module) -> None:
         module, SplitConvTranspose, axis=plan.axis, counts=tuple(p.stop - p.start for p in parts),
         groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,
         input_counts=split_sizes(module.in_channels, size, inputs) if groups > 1 else None,
+        feature_dim=-1 - len(module.kernel_size),
     )  # fmt: skip
 
 
-def split_bilinear(plan: Plan, module: torch.nn.Module) -> None:
+def split_bilinear(plan: Plan, module: nn.Bilinear) -> None:
     plan.split(module, "weight", 0)
     plan.split(module, "bias", 0)
     plan.swap_class(module, SplitBilinear, axis=plan.axis, counts=split_sizes(module.out_features, plan.axis.size))

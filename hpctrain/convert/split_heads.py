@@ -23,6 +23,7 @@ from hpctrain.convert.plain import is_hooked, is_plain
 from hpctrain.convert.products import SharedEntry, SplitLinear, Unit, share_entry, split_linear, split_matrix
 from hpctrain.convert.sequence import use_context_attention
 from hpctrain.convert.sharded_activation import ShardedActivation
+from hpctrain.grid import Axis
 from hpctrain.layout import Layout
 from hpctrain.shard import split, split_sizes, subsplit
 
@@ -37,9 +38,16 @@ class SplitAttention(Unit):
     `arguments`, the names of the forward's.
     """
 
+    axis: Axis
+    heads: int
+    part: slice
+    counts: tuple[int, ...]
+    arguments: list[str]
+
     def forward(self, *args: Any, **kwargs: Any):
         kwargs.update(zip(self.arguments, args))
-        here, learned = self.counts[self.axis.rank], []
+        here = self.counts[self.axis.rank]
+        learned: list[torch.Tensor] = []
         for name, value in kwargs.items():
             if name.endswith("states") or name == "residual":  # to projections, which bring them inside; past them
                 continue
@@ -93,53 +101,61 @@ class BiasedAttention(SplitAttention):
     """Mixin for T5's: a layer makes the position biases, and gives them, of all heads, to those after it; or each makes
     its own."""
 
+    biases: torch.Tensor | None
+    output: torch.Tensor | None
+
     def forward(self, *args: Any, **kwargs: Any):
         kwargs.update(zip(self.arguments, args))
-        self.biases, self.made = kwargs.get("position_bias"), None
-        out, *local, weights = super().forward(**kwargs)
-        biases, made, self.biases, self.made = self.biases, self.made, None, None
-        if made is not None and not self.counts[self.axis.rank]:  # as in SplitAttention
-            out = _depends_on(out, made.sum())
-        if not local:
+        self.biases, self.output = kwargs.get("position_bias"), None
+        out, *others, weights = super().forward(**kwargs)
+        biases, own, self.biases, self.output = self.biases, self.output, None, None
+        if own is not None and not self.counts[self.axis.rank]:  # as in SplitAttention
+            out = _depends_on(out, own.sum())
+        if not others:
             return out, weights
-        (local,) = local
+        (local,) = others
         if biases is None:  # no layer makes any
             biases = local.new_zeros((1, self.heads, *local.shape[2:]), requires_grad=local.requires_grad)
         return out, biases, weights
 
     def compute_bias(self, *args: Any, **kwargs: Any):
-        self.biases = super().compute_bias(*args, **kwargs)
-        self.made = enter(self.biases, self.axis)[:, self.part]
-        return self.made
+        biases = super().compute_bias(*args, **kwargs)  # type: ignore[misc]  # Hugging Face's
+        self.biases, self.output = biases, enter(biases, self.axis)[:, self.part]
+        return self.output
 
 
-class HeadBias:
+class HeadBias(nn.Module):
     """Mixin for a module that makes what is added to the scores: whole weights, and this rank's heads of it.
 
     Attributes: `axis`; `part`; `made`, what the forward gave, until the attention has taken it.
     """
+
+    axis: Axis
+    part: slice
+    made: torch.Tensor
 
     def forward(self):
         self.made = enter(super().forward(), self.axis)[:, self.part]
         return self.made
 
 
-class HeadNorm:
+class HeadNorm(nn.Module):
     """Mixin for a norm that treats every head by itself, or what heads are made from: whole weights, on what this rank
     goes on with.
 
     Attribute: `axis`.
     """
 
+    axis: Axis
+
     def forward(self, *args: Any, **kwargs: Any):
-        weights = dict(self._parameters)
+        weights: dict[str, Any] = self._parameters  # tensors, for a while
+        own = dict(weights)
         try:
-            self._parameters.update(
-                {name: enter(weight, self.axis) for name, weight in weights.items() if weight is not None}
-            )
+            weights.update({name: enter(weight, self.axis) for name, weight in own.items() if weight is not None})
             return super().forward(*args, **kwargs)
         finally:
-            self._parameters.update(weights)
+            weights.update(own)
 
 
 class SharedHead(SharedEntry):
@@ -149,6 +165,8 @@ class SharedHead(SharedEntry):
 
     Attributes: `needed`, the features of this rank: a slice or their numbers.
     """
+
+    needed: slice | torch.Tensor
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
         part = super().multiply(x, bias)
@@ -163,7 +181,7 @@ def split_attention(plan: Plan, module: torch.nn.Module) -> None:
         _split_projections(plan, module, found, getattr(module, found.out))
 
 
-def split_bert_attention(plan: Plan, module: torch.nn.Module) -> None:
+def split_bert_attention(plan: Plan, module: Any) -> None:
     """Attention whose projection back is in `output`."""
     found, out = find_heads(module.self), module.output.dense
     if (
