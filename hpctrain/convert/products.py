@@ -72,7 +72,9 @@ class SplitLinear(nn.Module):
         return enter(x, self.axis)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
-        return F.linear(x, self._parameters["weight"], bias)
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return F.linear(x, weight, bias)
 
 
 class SharedEntry(SplitLinear):
@@ -131,7 +133,9 @@ class SplitConv1D(SplitLinear):
     """Mixin for Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
-        return F.linear(x, self._parameters["weight"].t(), bias)
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return F.linear(x, weight.t(), bias)
 
 
 class SplitConv(SplitLinear, nn.modules.conv._ConvNd):
@@ -171,17 +175,19 @@ class SplitConvTranspose(SplitConv, nn.modules.conv._ConvTransposeNd):
 
     def forward(self, x: torch.Tensor, output_size: list[int] | None = None):
         with local():
-            dims, inside = len(self.kernel_size), self.enter(x)
-            padding = self._output_padding(
-                inside, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation
-            )
-            how = self.stride, self.padding, padding, self.groups, self.dilation
-            weight, bias = self._parameters["weight"], self._parameters["bias"]
+            dims, inside, weight = len(self.kernel_size), self.enter(x), self.weight
+            assert not isinstance(self.padding, str)
+            stride, padding, dilation = list(self.stride), list(self.padding), list(self.dilation)
+            more = self._output_padding(inside, output_size, stride, padding, list(self.kernel_size), dims, dilation)
             apply = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+
+            def convolve(x, kernel, bias=None):
+                return apply(x, kernel, bias, stride, padding, more, self.groups, dilation)
+
             if weight.numel():
-                y = apply(inside, weight, bias, *how)
+                y = convolve(inside, weight, self._parameters["bias"])
             else:
-                y = self._no_channels(inside, lambda one, kernel: apply(one, kernel, None, *how))
+                y = self._no_channels(inside, convolve)
             return gather(y, self.axis, self.counts, inside.dim() + self.feature_dim)
 
 
@@ -197,7 +203,7 @@ class SplitBilinear(nn.Bilinear):
     def forward(self, input1: torch.Tensor, input2: torch.Tensor):
         with local():
             first, second = (enter(x, self.axis) for x in (input1, input2))
-            y = F.bilinear(first, second, self._parameters["weight"], self._parameters["bias"])
+            y = F.bilinear(first, second, self.weight, self._parameters["bias"])
             return gather(y, self.axis, self.counts, y.dim() - 1)
 
 
@@ -234,7 +240,10 @@ def split_matrix(
     dim = out_dim if by_output else in_dim
     parts = parts or plan.parts(shape[dim] // fused)
     plan.split(module, "weight", dim, parts, fused)
-    plan.split(module, "bias", 0, *[parts, fused] if by_output else [])
+    if by_output:
+        plan.split(module, "bias", 0, parts, fused)
+    else:
+        plan.split(module, "bias", 0)
     plan.swap_class(
         module, mixin, axis=plan.axis, by_output=by_output, counts=tuple(p.stop - p.start for p in parts),
         enters=enters, leaves=leaves, shards=plan.shards,
