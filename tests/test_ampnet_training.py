@@ -15,7 +15,7 @@ from hpctrain import Grid, RngKey
 from hpctrain.config import load_config
 from hpctrain.data_parallel import Zero1
 from hpctrain.models.llama import LlamaShape
-from hpctrain.pipeline import AMPNet, schedule
+from hpctrain.pipeline import AMPNet, Network, schedule
 from hpctrain.pipeline.ampnet import Loss, MessageGraph, MessageNetwork, Source, Transform
 from hpctrain.train.message_order import MESSAGES, MessageOrder
 from hpctrain.train.optimizer import adamw
@@ -193,6 +193,11 @@ def test_what_does_not_go_with_it(world):
     network = MessageNetwork(grid, checks.chain(), key=RngKey(0))
     optimizer = torch.optim.SGD([{"params": list(network.parameters())}], 0.1)
     refused(grid, "got Zero1", network, strategy=Zero1(list(network.parameters()), grid, optimizer))
+    order = schedule("gpipe", world.size, 2)
+    refused(grid, "and a MessageNetwork by an AMPNet", network, order)
+    stages = [lambda: nn.Linear(2, 2)] * world.size
+    network = Network(grid, order, stages, key=RngKey(0), shape=lambda edge, pair: (1, 2))
+    refused(grid, "a Network is run by a Schedule", network)
     if world.size > 1:
         shape = fitting(UNEVEN, world.size)  # tied
         refused(grid, "model.tied=false", made(grid, shape), schedule("ampnet", world.size, 2))
