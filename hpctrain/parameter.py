@@ -56,12 +56,12 @@ def annotate(parameter: torch.nn.Parameter, **attributes: Unpack[Annotations]) -
 
 def shard_of(parameter: torch.Tensor) -> Shard:
     """The parameter's `shard`."""
-    return vars(parameter)["shard"]
+    return parameter.__dict__["shard"]  # half the time of vars()
 
 
 def grad_sync_of(parameter: torch.Tensor) -> GradSync:
     """The parameter's `grad_sync`, where a strategy keeps gradients in buckets."""
-    return vars(parameter)["grad_sync"]
+    return parameter.__dict__["grad_sync"]
 
 
 def forget_grad_sync(parameter: torch.nn.Parameter) -> None:
