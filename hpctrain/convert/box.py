@@ -102,7 +102,7 @@ class BoxLinear(SplitLinear):
             part = (part.t() if self.transposed else part).unflatten(0, (self.fused, -1))
             return _reshard(*layouts, self.entered.grid, part).flatten(0, 1)
 
-        return once_more(gather, self._parameters["weight"])
+        return once_more(gather, self.weight)
 
 
 class BoxUp(BoxLinear):

@@ -127,7 +127,7 @@ def _treats_rows_alone(module, ups, down, fused) -> bool:
         try:
             for training in (False, True):
                 for rows in (None, few):
-                    layers = {name: _RowsOf(weights[name], rows) for name in ups}
+                    layers: dict[str, nn.Module] = {name: _RowsOf(weights[name], rows) for name in ups}
                     layers[down] = _Last(getattr(module, down).out_features, found)
                     _twin(module, layers, {}, training)(x)
         except Exception:  # as it asks for the shape of all

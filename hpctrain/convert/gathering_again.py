@@ -14,7 +14,7 @@ def once_more(gather: Callable[[torch.Tensor], torch.Tensor], source: torch.Tens
     """`gather(source)`, which `gathering_again` does not keep."""
     gathered = gather(source)
     if torch.is_grad_enabled():
-        gathered.again = _Again(gather, source.detach(), gathered)
+        gathered.__dict__["again"] = _Again(gather, source.detach(), gathered)
     return gathered
 
 

@@ -74,12 +74,13 @@ class WholeByRows(nn.Module):
         x = (*args, *kwargs.values())[0]
         if not isinstance(x, ShardedActivation):
             return super().forward(*args, **kwargs)
-        weights = dict(self._parameters)
+        weights: dict[str, Any] = self._parameters  # tensors, for a while
+        own = dict(weights)
         try:
-            self._parameters.update({name: enter(weight, self.axis) for name, weight in weights.items()})
+            weights.update({name: enter(weight, self.axis) for name, weight in own.items()})
             return x.like(super().forward(x.rows()))
         finally:
-            self._parameters.update(weights)
+            weights.update(own)
 
 
 class GatheredBatchNorm(Gathered, nn.modules.batchnorm._BatchNorm):

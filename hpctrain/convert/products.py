@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +91,12 @@ class SharedEntry(SplitLinear):
         return self.entered[id(x)][1]
 
 
+class Entrances(Protocol):
+    """What has come inside of a unit, while it is called."""
+
+    def clear(self) -> None: ...
+
+
 class Unit(nn.Module):
     """Mixin for a module with layers of `SharedEntry`, of which it has `entered` as well.
 
@@ -102,7 +108,7 @@ class Unit(nn.Module):
 
     path: str
     planned: dict[str, nn.Module]
-    entered: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    entered: Entrances
 
     def forward(self, *args: Any, **kwargs: Any):
         if self._modules != self.planned:

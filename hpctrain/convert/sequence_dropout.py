@@ -34,18 +34,20 @@ class CurrentSpans:
     spans: tuple[Spans, ...] = ()
 
 
-class CutDropout:
+class CutDropout(nn.Dropout):
     """Mixin for nn.Dropout of (batch, tokens, features) of which a rank has some tokens.
 
     Attributes: `current`, of the model.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    current: CurrentSpans
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0:
-            return x
+            return input
         mine = positions(self.current.spans[self.current.rank])
-        shape = len(x), sum(map(span_length, self.current.spans)), x.shape[2]
-        return x * kept(shape, self.p, 1, mine.to(x.device), x)
+        shape = len(input), sum(span_length(spans) for spans in self.current.spans), input.shape[2]
+        return input * kept(shape, self.p, 1, mine.to(input.device), input)
 
 
 @dataclasses.dataclass(frozen=True)

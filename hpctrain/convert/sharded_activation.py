@@ -22,7 +22,7 @@ from hpctrain.convert import boundary
 from hpctrain.convert.dropout import kept
 from hpctrain.convert.gathering_again import once_more
 from hpctrain.convert.refusals import place
-from hpctrain.convert.sharding import local
+from hpctrain.convert.sharding import ATTRIBUTES, local
 from hpctrain.convert.token_rows import TokenRows
 from hpctrain.grid import Axis
 
@@ -48,7 +48,7 @@ class ShardedActivation(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.__name__
         first = next(_activations((args, kwargs)), None)
-        if first is None or name in _REFUSED or func == torch.Tensor.data.__get__:
+        if first is None or name in _REFUSED or func == _DATA:
             raise ValueError(
                 f"{place()}: {name} of an activation of which every rank has some rows, for shard_activations=True of "
                 "ht.parallelize; do it to a clone of x[...], or leave that option out"
@@ -175,9 +175,12 @@ def _rows(x):
 # What is done to rows, each by itself --------------------------------------------------------------------------------
 
 _METHODS = ("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "is_contiguous")
-_SIZES = {torch.Tensor.shape.__get__, torch.Tensor.ndim.__get__, *(getattr(torch.Tensor, name) for name in _METHODS)}
-_OF_THE_WHOLE = {torch.Tensor.shape.__get__, torch.Tensor.ndim.__get__, torch.Tensor.nbytes.__get__}
-_OF_THE_WHOLE |= {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+_DATA = ATTRIBUTES["data"].__get__
+_SIZES = {
+    *(ATTRIBUTES[name].__get__ for name in ("shape", "ndim")),
+    *(getattr(torch.Tensor, name) for name in _METHODS),
+}
+_OF_THE_WHOLE = {ATTRIBUTES[name].__get__ for name in ("shape", "ndim", "nbytes", "T", "mT", "H", "mH", "real", "imag")}
 _OF_THE_ROWS = {"is_floating_point", "is_complex", "is_inference", "get_device", "element_size"}
 _REFUSED = {"retain_grad", "__set__", "__delete__", "requires_grad_", "register_post_accumulate_grad_hook", "set_"}
 _POINTWISE = {"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "neg"}

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
 from hpctrain.convert.refusals import place, refused, unpicklable, wants_whole
 from hpctrain.convert.sharded_activation import whole as whole_activation
-from hpctrain.convert.sharding import Sharding, hooked, local
+from hpctrain.convert.sharding import ATTRIBUTES, Sharding, hooked, local
 from hpctrain.parameter import annotate
 from hpctrain.shard import Shard
 
@@ -153,12 +153,11 @@ def whole(parameter: Sharded) -> torch.Tensor:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-_SHAPE = vars(torch._C.TensorBase)["shape"]
 _SIZES = {getattr(torch.Tensor, name) for name in ("size", "numel", "nelement", "__len__")}
-_SIZES.add(_SHAPE.__get__)
+_SIZES.add(ATTRIBUTES["shape"].__get__)
 _VIEWS = {torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag}
-_DATA = vars(torch._C.TensorBase)["data"].__get__
-_OF_THE_WHOLE = {_SHAPE, *_VIEWS}  # of the attributes
+_DATA = ATTRIBUTES["data"].__get__
+_OF_THE_WHOLE = {ATTRIBUTES["shape"], *_VIEWS}  # of the attributes
 # What asks or makes something of the part: memory, gradients, what the state of an optimizer is made of.
 _OF_THE_PART = {
     "grad", "detach", "detach_", "requires_grad_", "retain_grad", "share_memory_", "zeros_like", "ones_like",

@@ -16,6 +16,7 @@ import torch
 
 from hpctrain.convert.gradients import Part, PartialGradient, as_tensors
 from hpctrain.convert.sharded_parameter import ReplicatedParameter, ShardedParameter
+from hpctrain.convert.sharding import ATTRIBUTES
 from hpctrain.data_parallel import Zero1, Zero2, Zero3
 from hpctrain.data_parallel.clipping import clipping_factor
 from hpctrain.data_parallel.master_weights import cut_state
@@ -23,7 +24,7 @@ from hpctrain.data_parallel.optimizer_state import ParameterSlice
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate, shard_of
 
-_GRAD = vars(torch._C.TensorBase)["grad"]
+_GRAD = ATTRIBUTES["grad"]
 
 
 class SpreadGradient(torch.nn.Parameter):
