@@ -61,7 +61,7 @@ class SplitAttention(Unit):
             kwargs[name] = value
         with HeadDropout(self.heads, self.part) if self.training else contextlib.nullcontext():
             out, *others, weights = super().forward(**kwargs)
-        learned += [vars(child).pop("made") for child in self.children() if isinstance(child, HeadBias)]
+        learned += [vars(child).pop("output") for child in self.children() if isinstance(child, HeadBias)]
         if not here:  # torch's kernel leaves what is added to no scores out of the graph
             out = _depends_on(out, sum(each[:0].sum() for each in learned))
         wanted = self._forward_hooks or kwargs.get("output_attentions")  # hooks: Hugging Face's, to collect them
@@ -127,16 +127,16 @@ class BiasedAttention(SplitAttention):
 class HeadBias(nn.Module):
     """Mixin for a module that makes what is added to the scores: whole weights, and this rank's heads of it.
 
-    Attributes: `axis`; `part`; `made`, what the forward gave, until the attention has taken it.
+    Attributes: `axis`; `part`; `output`, what the forward gave, until the attention has taken it.
     """
 
     axis: Axis
     part: slice
-    made: torch.Tensor
+    output: torch.Tensor
 
     def forward(self):
-        self.made = enter(super().forward(), self.axis)[:, self.part]
-        return self.made
+        self.output = enter(super().forward(), self.axis)[:, self.part]
+        return self.output
 
 
 class HeadNorm(nn.Module):
