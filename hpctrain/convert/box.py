@@ -59,8 +59,9 @@ class Entered:
         if id(x) not in self.inside:
             over = rows_of(self.shape, self.grid.tensor)
             rows = x.rows() if isinstance(x, ShardedActivation) else over.take(x.reshape(-1, x.shape[-1]))
-            layouts = (Layout.of((over.count, self.shape[-1]), cuts) for cuts in ({0: OVER}, {0: "z", 1: "y"}))
-            self.inside[id(x)] = x, once_more(functools.partial(_reshard, *layouts, self.grid), rows)
+            shape = over.count, self.shape[-1]
+            source, target = Layout.of(shape, {0: OVER}), Layout.of(shape, {0: "z", 1: "y"})
+            self.inside[id(x)] = x, once_more(functools.partial(_reshard, source, target, self.grid), rows)
         return self.inside[id(x)][1]
 
     def between(self, dim: int, unit: int) -> dict[int, Axes]:
@@ -96,11 +97,11 @@ class BoxLinear(SplitLinear):
     def full_weight(self, over_out: Cut, over_in: Cut) -> torch.Tensor:
         """(fused × out, in), gathered over z."""
         shape = self.fused, *self.features
-        layouts = [Layout.of(shape, {1: out, 2: over_in}) for out in ((over_out, Cut("z", 1)), over_out)]
+        source, target = (Layout.of(shape, {1: out, 2: over_in}) for out in ((over_out, Cut("z", 1)), over_out))
 
         def gather(part):
             part = (part.t() if self.transposed else part).unflatten(0, (self.fused, -1))
-            return _reshard(*layouts, self.entered.grid, part).flatten(0, 1)
+            return _reshard(source, target, self.entered.grid, part).flatten(0, 1)
 
         return once_more(gather, self.weight)
 
@@ -117,8 +118,8 @@ class BoxUp(BoxLinear):
             y = _reshard(source, Layout.of(shape, between), entered.grid, summand)
             if (bias := self._parameters["bias"]) is not None:
                 cuts = {1: _cut(unit, "x", "y", "z")}, {1: between[2]}
-                layouts = (Layout.of(shape[1:], each) for each in cuts)
-                y = y + _reshard(*layouts, entered.grid, bias.unflatten(0, (self.fused, -1)))
+                source, target = (Layout.of(shape[1:], each) for each in cuts)
+                y = y + _reshard(source, target, entered.grid, bias.unflatten(0, (self.fused, -1)))
             leading = (*[1] * (len(entered.shape) - 2), len(y)) if entered.over_tokens else entered.shape[:-1]
             return y.reshape(*leading, y.shape[1] * y.shape[2])
 
@@ -129,8 +130,9 @@ class BoxDown(BoxLinear):
             entered, (out, into), over_in = self.entered, self.features, Cut("x", self.unit)
             leading = entered.shape[:-1] if entered.over_tokens else tuple(x.shape[:-1])
             count, grid = math.prod(leading), entered.grid
-            layouts = [Layout.of((count, into), cuts) for cuts in (entered.between(1, self.unit), {0: "z", 1: over_in})]
-            inside = once_more(functools.partial(_reshard, *layouts, grid), x.reshape(-1, x.shape[-1]))
+            source = Layout.of((count, into), entered.between(1, self.unit))
+            target = Layout.of((count, into), {0: "z", 1: over_in})
+            inside = once_more(functools.partial(_reshard, source, target, grid), x.reshape(-1, x.shape[-1]))
             weight = self.full_weight(Cut("y", 1), over_in)
             with gathering_again(inside, weight):
                 summand = F.linear(inside, weight)
