@@ -1,5 +1,7 @@
 """One function for each table of README.md and benchmarks/README.md."""
 
+import statistics
+
 from figures import RESULTS, figure, lines, median, pivot, table
 
 PEERS = {
@@ -247,21 +249,21 @@ def sequence_memory():
 
 def zoo():
     """Models of each library. Where a model differs from itself by its last bits, that is beside its difference."""
-    groups: dict[tuple, list] = {}
+    found = [*lines("zoo"), *lines("zoo_sharded")]
     rows = []
-    for line in (*lines("zoo"), *lines("zoo_sharded")):
-        library = line["model"].split("/")[0] + ", activations divided too" * line.get("shard_activations", False)
-        groups.setdefault((library, line["ranks"]), []).append(line)
-    for (library, _), chosen in groups.items():
+    for grid, library in dict.fromkeys((line["grid"], line["model"].split("/")[0]) for line in found):
+        chosen = [line for line in found if line["model"].startswith(f"{library}/") and line["grid"] == grid]
         ran = [line for line in chosen if "difference" in line]
         wrong = sum("wrong" in line for line in chosen)
         divided = [line["divided"] for line in ran]
         steady = max(line["difference"] for line in ran if "rounding" not in line)
         shaky = [f"{line['difference']:.1e} ({line['rounding']:.1e})" for line in ran if "rounding" in line]
         counts = len(chosen), len(ran) - wrong, len(chosen) - len(ran), wrong, sum(share >= 0.8 for share in divided)
-        rows.append([library, *map(str, counts), f"{100 * min(divided):.0f} %", f"{steady:.1e}", ", ".join(shaky)])
-    header = ["models of", "tried", "equal", "refused", "wrong", "80 % divided", "least divided", "largest difference"]
-    return table([*header, "ill-conditioned"], rows)
+        held = [line["bytes"][0] / line["bytes"][1] for line in ran if "bytes" in line]
+        shares = [f"{100 * min(divided):.0f} %", f"{100 * statistics.median(held):.0f} %" if held else None]
+        rows.append([grid, library, *map(str, counts), *shares, f"{steady:.1e}", ", ".join(shaky)])
+    header = ["grid", "models of", "tried", "equal", "refused", "wrong", "80 % divided", "least divided"]
+    return table([*header, "a rank holds", "largest difference", "ill-conditioned"], rows)
 
 
 def at_scale():

@@ -2,13 +2,14 @@
 
     python -m pip install --no-deps --target ZOO torchvision timm diffusers requests importlib_metadata zipp
     PYTHONPATH=ZOO $MPIRUN -n 2 python -m mpi4py benchmarks/zoo.py [--only WORD] [--out benchmarks/results/zoo.jsonl]
-    PYTHONPATH=ZOO $MPIRUN -n 4 python -m mpi4py benchmarks/zoo.py --data 2 --zero 0 --times 3 --out ...
+    PYTHONPATH=ZOO $MPIRUN -n 2 python -m mpi4py benchmarks/zoo.py --data 2 --zero 0 --out ...
 
-With `--shard-activations`, what leaves blocks stays divided. With replicas, each is given the whole batch, and the mean
-of their gradients is that of one rank. With `--times`,
-`seconds_a_step` is the median of so many forwards and backwards, `plain` that of the untouched model on one rank with
-as many threads; `received` are the bytes that reach a rank in a step, the most of any, and `bytes` those of the weights
-that a rank holds, the most of any, and of all weights.
+The first takes 5 minutes on 2 cores; `--after MODEL` goes on where one was stopped. With `--shard-activations`, what
+leaves blocks stays divided. With replicas, each is given the whole batch, and the mean of their gradients is that of
+one rank. `bytes` are those of the weights that a rank holds, the most of any, and of all weights. With `--times`, which
+wants a machine that does nothing else, `seconds_a_step` is the median of so many forwards and backwards, `plain` that
+of the untouched model on one rank with as many threads as ranks; `received` are the bytes that reach a rank in a step,
+the most of any.
 
 Each in float64 and train mode, outputs and gradients of a forward and a backward beside the untouched model on one
 rank. One JSON line a model: `divided`, the share of the weights that are; `whole`, elements that are not, by type of
@@ -50,10 +51,11 @@ def main():
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     world = MPI.COMM_WORLD
-    tensor = tuple(options.tensor) if options.tensor else world.size // options.data
-    grid = ht.Grid(data=options.data, tensor=tensor)
-    shape = {"grid": [options.data, *(options.tensor or [tensor])]} if options.times else {}
-    sharded = {"shard_activations": True} if options.shard_activations else {}
+    grid = ht.Grid(data=options.data, tensor=tuple(options.tensor) if options.tensor else world.size // options.data)
+    sizes = {"data": options.data if options.data > 1 else None, "zero": options.zero}
+    sizes["tensor"] = "x".join(map(str, options.tensor)) if options.tensor else grid.tensor.size
+    shape = " ".join(f"{name}={size}" for name, size in sizes.items() if size not in (None, 1))
+    shape += " activations divided" * options.shard_activations
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     names = list(models())
@@ -63,7 +65,7 @@ def main():
             continue
         start = time.perf_counter()
         found = tried(name, grid, options.zero, options.times, options.shard_activations)
-        line = {"benchmark": "zoo", "model": name, "ranks": world.size, **shape, **sharded, **found}
+        line = {"benchmark": "zoo", "model": name, "ranks": world.size, "grid": shape, **found}
         line["seconds"] = round(time.perf_counter() - start, 1)
         if world.rank == 0:
             text = json.dumps(line)
@@ -84,7 +86,8 @@ def tried(name, grid, zero=None, times=0, shard_activations=False):
     except Exception as error:
         return {"unbuilt": said(error)}
     try:
-        model = ht.parallelize(model, grid, zero=zero, shard_activations=shard_activations)
+        checks = {"check_steps": 0} if times else {}
+        model = ht.parallelize(model, grid, zero=zero, shard_activations=shard_activations, **checks)
     except ValueError as error:
         return {"refused": said(error)}
     result = {"divided": round(share(model), 4), "whole": whole(model)}
@@ -98,14 +101,16 @@ def tried(name, grid, zero=None, times=0, shard_activations=False):
     gradients = ht.gather_gradients(model)
     if grid.rank == 0:
         for path, parameter in serial.named_parameters():
-            zero = torch.zeros_like(parameter)
-            worst[path] = difference(gradients.get(path, zero), zero if parameter.grad is None else parameter.grad)
+            none = torch.zeros_like(parameter)
+            worst[path] = difference(gradients.get(path, none), none if parameter.grad is None else parameter.grad)
     place, largest = max(worst.items(), key=lambda item: item[1])
     if not largest < CLOSE:
         result["rounding"] = float(f"{rounding(serial, inputs, place):.2g}")
         if not largest < 100 * result["rounding"]:
             result["wrong"] = place
     result["difference"] = float(f"{largest:.2g}")
+    held = grid.comm.allreduce(sum(p.detach().nbytes for p in model.parameters()), MPI.MAX)
+    result["bytes"] = [held, sum(p.nbytes for p in serial.parameters())]
     return {**result, **(cost(model, serial, inputs, grid, times) if times else {})}
 
 
@@ -130,12 +135,10 @@ def cost(model, serial, inputs, grid, times):
         while not done.Test():
             time.sleep(1e-3)
     received = (grid.transport.traffic.moved()[1] - before) // times
-    held = grid.comm.allreduce(sum(p.detach().nbytes for p in model.parameters()), MPI.MAX)
     return {
         "seconds_a_step": float(f"{statistics.median(ours):.3g}"),
         "plain": float(f"{statistics.median(plain or [0]):.3g}"),
         "received": grid.comm.allreduce(received, MPI.MAX),
-        "bytes": [held, sum(p.nbytes for p in serial.parameters())],
     }
 
 
