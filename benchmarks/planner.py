@@ -33,11 +33,13 @@ from hpctrain.grid_shape import all_grids
 from hpctrain.plan import Machine, predict
 
 ROOT = Path(__file__).resolve().parents[1]
-JOBS = {
-    "compute": ["model.layers=4", "model.width=384", "model.heads=8", "model.context=128", "train.batch=8"],
+JOBS = {  # of sizes that divide evenly: bytes are exact where they do
+    "compute": ["model.layers=4", "model.width=384", "model.heads=8", "model.context=128", "train.batch=8",
+                "model.vocabulary=320"],
     "communication": ["model.layers=4", "model.width=512", "model.heads=8", "model.context=32", "train.batch=4",
                       "model.vocabulary=4096"],
-    "long": ["model.layers=2", "model.width=128", "model.heads=8", "model.context=1024", "train.batch=4"],
+    "long": ["model.layers=2", "model.width=128", "model.heads=8", "model.context=1024", "train.batch=4",
+             "model.vocabulary=320"],
 }  # fmt: skip
 COMMON = ["train.microbatches=2", "run.checkpoint_minutes=0", "sanity.check_every=0", "comm.watchdog=0"]
 

@@ -32,7 +32,7 @@ def load_config(path: str | os.PathLike | None = None, overrides: Sequence[str] 
         ValueError: naming the key, what it got and what would do.
 
     >>> load_config(overrides=["run.steps=7", "grid.tensor=[2, 1, 1]"]).grid
-    GridConfig(data=1, pipeline=1, tensor=[2, 1, 1], sequence=1, expert=1)
+    GridConfig(data=1, pipeline=1, tensor=[2, 1, 1], sequence=1, expert=1, expert_tensor=1)
     >>> load_config(overrides=["run.stesp=7"])
     Traceback (most recent call last):
     ValueError: unknown key run.stesp; did you mean run.steps?
