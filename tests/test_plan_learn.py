@@ -1,7 +1,7 @@
 """Machine files: what is measured here becomes one, and runs set it right."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +33,7 @@ def figures(ranks, cores=2):
     }
     return {
         "ranks": ranks, "ranks_of_a_node": ranks, "cores": cores, "memory": 8e9 / ranks, "reserved": 2e8,
-        "products": rows, "elements": 2e9, "launch": 3e-6, "attention": 5e9,
+        "products": rows, "elements": 2e9, "state": 1e9, "launch": 3e-6, "attention": 5e9,
         "reading": [(100, 3e-5), (1100, 1.1e-4)],
         "collectives": tables if ranks > 1 else {}, "bucket": 1 << 20,
     }  # fmt: skip
@@ -53,6 +53,12 @@ def test_a_machine_file_of_figures(tmp_path):
     assert machine.device.sample == pytest.approx(2.2e-5)  # and 80 ns a token of 8 bytes
     assert machine.device.reading == pytest.approx(1e8)
     assert machine.software.bucket == 1 << 20
+    config = load_config()
+    by_state, by_elements = (
+        predict(config, replace(machine, device=replace(machine.device, state_bandwidth=rate))).parts["optimizer"]
+        for rate in (machine.device.state_bandwidth, 0)
+    )
+    assert by_state == pytest.approx(2 * by_elements)  # at 1e9 B/s, not at 2e9
     assert [(each.operation, each.ranks) for each in machine.measured] == [
         ("all_gather", 2), ("reduce_scatter", 2), ("all_reduce", 2), ("message", 2),
         ("all_gather", 4), ("reduce_scatter", 4), ("all_reduce", 4),
@@ -65,6 +71,7 @@ def test_ranks_that_share_cores_compute_in_turn(tmp_path):
     crowded = machine.crowded(6)
     assert crowded.device.product == machine.device.product / 3
     assert crowded.device.launch == 3 * machine.device.launch
+    assert crowded.device.optimizer_rate == machine.device.optimizer_rate / 3
     assert machine.crowded(2) is machine
     frontier = Machine.load("frontier")
     assert frontier.crowded(64) is frontier  # it has more nodes
@@ -113,7 +120,7 @@ def test_runs_set_a_machine_right(tmp_path):
     predicted, measured = compare(config, after, records)["data"]
     assert measured == pytest.approx(predicted)
     again, _ = learn(after, runs)
-    assert again.learned == dataclasses.replace(after.learned, runs=6)
+    assert again.learned == replace(after.learned, runs=6)
 
 
 def test_the_command_writes_what_it_learned(tmp_path, capsys):

@@ -41,6 +41,7 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         f"reserved = {full['reserved']:.4g}  # B; resident before a model is made: {by}",
         "slack = 0.05  # of what is allocated; pages that malloc keeps",
         f"bandwidth = {full['elements']:.4g}  # B/s; additions of 4 MiB: {by}",
+        f"state_bandwidth = {full['state']:.4g}  # B/s; additions of 128 MiB: {by}",
         f"product = 1.0  # of `peak`, which is what products reach; {by}",
         f"attention = {attention:.3f}  # of a product's rate; 8 heads of 256 × 32: {by}",
         f"launch = {full['launch']:.3g}  # s; an operation on nothing: {by}",

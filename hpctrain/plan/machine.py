@@ -47,6 +47,7 @@ class Device:
         reserved: B that are gone before the model is made: driver, libraries, the interpreter.
         slack: part of what is allocated that the allocator wastes.
         bandwidth: B/s that element-wise operations read and write.
+        state_bandwidth: B/s that the optimizer reads and writes, of more than caches hold; 0 for `bandwidth`.
         product: part of the peak that a product reaches whose operands cost nothing to read.
         attention: part of a product's rate that the products inside attention reach.
         launch: s that an operation takes besides.
@@ -67,6 +68,12 @@ class Device:
     reserved: float = 0.0
     slack: float = 0.05
     power: float = 0.0
+    state_bandwidth: float = 0.0
+
+    @property
+    def optimizer_rate(self) -> float:
+        """B/s."""
+        return self.state_bandwidth or self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -200,8 +207,9 @@ class Machine:
             return self
         share, device = self.node / ranks, self.device
         slower = replace(
-            device, product=device.product * share, bandwidth=device.bandwidth * share, launch=device.launch / share
-        )
+            device, product=device.product * share, bandwidth=device.bandwidth * share, launch=device.launch / share,
+            state_bandwidth=device.state_bandwidth * share,
+        )  # fmt: skip
         return replace(self, device=slower)
 
     def peak_of(self, compute: str, matmul: str) -> float:

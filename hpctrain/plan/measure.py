@@ -68,7 +68,8 @@ def measure(grid: Grid, folder: Path) -> dict:
             name: [(*shape, seconds(grid, product(shape, dtype, device), device)) for shape in PRODUCTS]
             for name, dtype in types(device).items()
         },
-        "elements": elements(grid, device),
+        "elements": elements(grid, device, 4 * 2**20),  # as large as activations
+        "state": elements(grid, device, 128 * 2**20),  # as large as weights
         "launch": launch(grid, device),
         "attention": attention(grid, device),
         "reading": reading(grid, folder),
@@ -106,8 +107,8 @@ def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     return lambda: torch.mm(a, b, out=out)
 
 
-def elements(grid: Grid, device: torch.device, nbytes: int = 4 * 2**20) -> float:
-    """Bytes a second that an element-wise operation reads and writes, of tensors as large as activations."""
+def elements(grid: Grid, device: torch.device, nbytes: int) -> float:
+    """Bytes a second that an element-wise operation reads and writes, of tensors of so many."""
     a, b = (torch.ones(nbytes // 4, device=device) for _ in range(2))
     out = torch.empty_like(a)
     return 3 * nbytes / seconds(grid, lambda: torch.add(a, b, out=out), device)
