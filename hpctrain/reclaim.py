@@ -3,12 +3,19 @@
 Communicators and windows are freed by all of their ranks together, in one order, and Python drops a grid on one rank
 before it does so on another. So a rank only notes that a grid of its is gone; when all make the next one, they agree on
 which grids are gone everywhere, and free those.
+
+Open MPI frees the windows that are left at the end of the program in the order of their handles, and each by all its
+ranks together. Once some were freed, later ones have their handles, so that ranks with other windows have another order
+and wait for each other for ever. So after that the rest is freed here, before MPI ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
+import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -29,10 +36,15 @@ class Holdings:
     def __init__(self) -> None:
         self.users = 0
         self._frees: list[Callable[[], None]] = []
+        self._windows: list[Callable[[], None]] = []
 
     def add(self, free: Callable[[], None]) -> None:
         """`free`, which may be called a second time, is collective, and refers to handles of MPI's alone."""
         self._frees.append(free)
+
+    def add_window(self, free: Callable[[], None]) -> None:
+        """As `add`, but called at the end of the program too."""
+        self._windows.append(free)
 
     def used_by(self, user: object) -> None:
         self.users += 1
@@ -43,8 +55,41 @@ class Holdings:
 
     def free(self) -> None:
         """The last made first. Collective."""
+        self.free_windows()
         while self._frees:
             self._frees.pop()()
+
+    def free_windows(self) -> None:
+        while self._windows:
+            self._windows.pop()()
+
+
+class End:
+    """Of this program, which frees windows unless it is after an error of this rank, which no other would wait for.
+
+    Of SystemExit only mpi4py knows then, which aborts all ranks after Python has ended and tells nobody before.
+    """
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._process, self._status, self._tell = os.getpid(), 0, MPI._set_abort_status
+        MPI._set_abort_status = self._note
+
+    def _note(self, status: int) -> None:
+        self._status = status
+        self._tell(status)
+
+    def free_windows(self, grids: list[Holdings]) -> None:
+        from mpi4py import MPI
+
+        failed = self._status or hasattr(sys, "last_type")
+        if not failed and os.getpid() == self._process and not MPI.Is_finalized():
+            for holdings in reversed(grids):
+                holdings.free_windows()
+
+
+_end = functools.cache(End)
 
 
 class Freed:
@@ -79,6 +124,7 @@ def made_of(comm: MPI.Intracomm) -> list[Holdings]:
     if not isinstance(made, list):  # none yet
         made = []
         comm.Set_attr(key, made)
+        atexit.register(_end().free_windows, made)
     return made
 
 

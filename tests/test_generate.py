@@ -102,7 +102,7 @@ def test_experts_on_several_ranks(world, monkeypatch):
 
     alone = text(Grid(comm=MPI.COMM_SELF))
     end = next(token for token in range(KNOWN) if token not in alone)
-    for data, pipeline, tensor in grids(world.size)[4::5]:
+    for data, pipeline, tensor in [grid for grid in grids(world.size) if grid[1] <= MIXTRAL.layers][4::5]:
         ranks = world.size // pipeline
         with Grid(data, pipeline, tensor, ranks, 1 + (ranks == 4)) as grid, monkeypatch.context() as changed:
             assert text(grid) == alone

@@ -57,7 +57,7 @@ class Window:
         memory = (ctypes.c_char * sum(sizes)).from_address(first)  # alive as long as any tensor in it
         axis.transport.holdings.used_by(memory)
         self._waited: list[MPI.Request] = []
-        axis.transport.holdings.add(functools.partial(_free, self._window, self._waited))
+        axis.transport.holdings.add_window(functools.partial(_free, self._window, self._waited))
         self.whole = torch.frombuffer(memory, dtype=torch.uint8)
         self.parts = self.whole.split(sizes)
         if not all(axis.comm.allgather(_populate(self.parts[axis.rank]))):
