@@ -109,8 +109,8 @@ def tried(name, grid, zero=None, times=0, shard_activations=False):
         if not largest < 100 * result["rounding"]:
             result["wrong"] = place
     result["difference"] = float(f"{largest:.2g}")
-    held = grid.comm.allreduce(sum(p.detach().nbytes for p in model.parameters()), MPI.MAX)
-    result["bytes"] = [held, sum(p.nbytes for p in serial.parameters())]
+    most = grid.comm.allreduce(sum(p.detach().nbytes for p in model.parameters()), MPI.MAX)
+    result["bytes"] = [most, sum(p.nbytes for p in serial.parameters())]
     return {**result, **(cost(model, serial, inputs, grid, times) if times else {})}
 
 

@@ -6,7 +6,7 @@ which grids are gone everywhere, and free those.
 
 Open MPI frees the windows that are left at the end of the program in the order of their handles, and each by all its
 ranks together. Once some were freed, later ones have their handles, so that ranks with other windows have another order
-and wait for each other for ever. So after that the rest is freed here, before MPI ends.
+and wait for each other for ever. So those that are left are freed here, the last made first, before MPI ends.
 """
 
 from __future__ import annotations

@@ -82,10 +82,10 @@ def test_the_page(run, tmp_path, capsys):
 def test_a_plan_beside_its_run(run, tmp_path):
     """By part, with bytes and memory; what was wrong stands out."""
     (tmp_path / "mine").mkdir()
-    told = {"machine": "frontier", "seconds": {"step": [0.25, 0.5], "compute": [0.2, 0.4], "tensor": [0.0, 0.0]},
+    outcome = {"machine": "frontier", "seconds": {"step": [0.25, 0.5], "compute": [0.2, 0.4], "tensor": [0.0, 0.0]},
             "bytes": {"data": [2**20, 2**21]}, "memory": [2**30, 2**31],
             "wrong": ["a step took 0.5 s, not 0.2 to 0.3"]}  # fmt: skip
-    (tmp_path / "mine/plan.json").write_text(json.dumps(told))
+    (tmp_path / "mine/plan.json").write_text(json.dumps(outcome))
     text = run([record(n) for n in range(1, 20)])
     assert "Plan for frontier" in text
     assert tables(text)[-1] == [

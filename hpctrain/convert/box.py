@@ -61,16 +61,15 @@ class Entered:
             rows = x.rows() if isinstance(x, ShardedActivation) else over.take(x.reshape(-1, x.shape[-1]))
             shape = over.count, self.shape[-1]
             source, target = Layout.of(shape, {0: OVER}), Layout.of(shape, {0: "z", 1: "y"})
-            self.inside[id(x)] = x, once_more(functools.partial(_reshard, source, target, self.grid), rows)
+            self.inside[id(x)] = (
+                x,
+                once_more(functools.partial(reshard, source=source, target=target, grid=self.grid), rows),
+            )
         return self.inside[id(x)][1]
 
     def between(self, dim: int, unit: int) -> dict[int, Axes]:
         """How what lies between the products is cut, its features in dim `dim`."""
         return {0: "z", dim: _cut(unit, "x", "y")} if self.over_tokens else {dim: _cut(unit, "x", "y", "z")}
-
-
-def _reshard(source, target, grid, x):
-    return reshard(x, source, target, grid)
 
 
 def _cut(unit, *axes) -> tuple[Cut, ...]:
@@ -101,7 +100,7 @@ class BoxLinear(SplitLinear):
 
         def gather(part):
             part = (part.t() if self.transposed else part).unflatten(0, (self.fused, -1))
-            return _reshard(source, target, self.entered.grid, part).flatten(0, 1)
+            return reshard(part, source, target, self.entered.grid).flatten(0, 1)
 
         return once_more(gather, self.weight)
 
@@ -115,11 +114,11 @@ class BoxUp(BoxLinear):
                 summand = F.linear(inside, weight).unflatten(1, (self.fused, -1))
             shape, between = (math.prod(entered.shape[:-1]), self.fused, self.features[0]), entered.between(2, unit)
             source = Layout.of(shape, {0: "z", 2: Cut("x", unit)}, "y")
-            y = _reshard(source, Layout.of(shape, between), entered.grid, summand)
+            y = reshard(summand, source, Layout.of(shape, between), entered.grid)
             if (bias := self._parameters["bias"]) is not None:
                 cuts = {1: _cut(unit, "x", "y", "z")}, {1: between[2]}
                 source, target = (Layout.of(shape[1:], each) for each in cuts)
-                y = y + _reshard(source, target, entered.grid, bias.unflatten(0, (self.fused, -1)))
+                y = y + reshard(bias.unflatten(0, (self.fused, -1)), source, target, entered.grid)
             leading = (*[1] * (len(entered.shape) - 2), len(y)) if entered.over_tokens else entered.shape[:-1]
             return y.reshape(*leading, y.shape[1] * y.shape[2])
 
@@ -132,14 +131,16 @@ class BoxDown(BoxLinear):
             count, grid = math.prod(leading), entered.grid
             source = Layout.of((count, into), entered.between(1, self.unit))
             target = Layout.of((count, into), {0: "z", 1: over_in})
-            inside = once_more(functools.partial(_reshard, source, target, grid), x.reshape(-1, x.shape[-1]))
+            inside = once_more(
+                functools.partial(reshard, source=source, target=target, grid=grid), x.reshape(-1, x.shape[-1])
+            )
             weight = self.full_weight(Cut("y", 1), over_in)
             with gathering_again(inside, weight):
                 summand = F.linear(inside, weight)
             source = Layout.of((count, out), {0: "z", 1: "y"}, "x")
-            rows = _reshard(source, Layout.of((count, out), {0: OVER}), grid, summand)
+            rows = reshard(summand, source, Layout.of((count, out), {0: OVER}), grid)
             if (bias := self._parameters["bias"]) is not None:
-                rows = rows + _reshard(Layout.of((out,), {0: ("x", "y", "z")}), Layout.of((out,), {}), grid, bias)
+                rows = rows + reshard(bias, Layout.of((out,), {0: ("x", "y", "z")}), Layout.of((out,), {}), grid)
             if gives_whole():
                 return rows_of((*leading, out), grid.tensor).gather(rows).view(*leading, out)
             return sharded(rows, grid.tensor, (*leading, out))

@@ -59,7 +59,7 @@ _ROOTS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def decide(model: nn.Module, plan: Plan, trunk: nn.Module | None) -> None:
-    """Tells `plan` what is to become of every module of the model.
+    """Tells `plan` how every module of the model is divided, or that it stays whole.
 
     Args:
         trunk: the blocks that a pipeline axis cuts into stages, which are no unit.

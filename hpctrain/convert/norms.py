@@ -5,7 +5,10 @@ To divide it, each rank would have to send the others what it made of its part: 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +23,24 @@ from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis
 from hpctrain.layers.batch_norm import batch_norm
 from hpctrain.shard import split_sizes
+
+
+@contextlib.contextmanager
+def other_weights(module: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Within it the module has these in the place of its own weights of the same names."""
+    parameters: dict[str, Any] = module._parameters  # tensors, for a while
+    own = dict(parameters)
+    try:
+        parameters.update(weights)
+        yield
+    finally:
+        parameters.update(own)
+
+
+def entered_weights(module: nn.Module, axis: Axis) -> AbstractContextManager[None]:
+    """Within it the module's whole weights are for every rank to work on its part with."""
+    own = module._parameters.items()
+    return other_weights(module, {name: enter(weight, axis) for name, weight in own if weight is not None})
 
 
 class Gathered(nn.Module):
@@ -37,15 +58,11 @@ class Gathered(nn.Module):
         return self._with_weights(gather, *args, **kwargs)
 
     def _with_weights(self, gather, *args, **kwargs):
-        weights: dict[str, Any] = self._parameters  # tensors, for a while
-        parts = dict(weights)
-        try:
-            with local():
-                for name, (dim, counts) in self.divided.items():
-                    weights[name] = gather(parts[name], self.axis, counts, dim)
+        parts = self._parameters
+        with local():
+            found = {name: gather(parts[name], self.axis, counts, dim) for name, (dim, counts) in self.divided.items()}
+        with other_weights(self, found):
             return super().forward(*args, **kwargs)
-        finally:
-            weights.update(parts)
 
 
 class GatheredByRows(Gathered):
@@ -74,13 +91,8 @@ class WholeByRows(nn.Module):
         x = (*args, *kwargs.values())[0]
         if not isinstance(x, ShardedActivation):
             return super().forward(*args, **kwargs)
-        weights: dict[str, Any] = self._parameters  # tensors, for a while
-        own = dict(weights)
-        try:
-            weights.update({name: enter(weight, self.axis) for name, weight in own.items()})
+        with entered_weights(self, self.axis):
             return x.like(super().forward(x.rows()))
-        finally:
-            weights.update(own)
 
 
 class GatheredBatchNorm(Gathered, nn.modules.batchnorm._BatchNorm):

@@ -19,6 +19,7 @@ from hpctrain.convert.boundary import enter, gather
 from hpctrain.convert.box import Entered, split_down, split_up
 from hpctrain.convert.head_dropout import HeadDropout
 from hpctrain.convert.head_twins import find_heads, local_attributes
+from hpctrain.convert.norms import entered_weights
 from hpctrain.convert.plain import is_hooked, is_plain
 from hpctrain.convert.products import SharedEntry, SplitLinear, Unit, share_entry, split_linear, split_matrix
 from hpctrain.convert.sequence import use_context_attention
@@ -149,13 +150,8 @@ class HeadNorm(nn.Module):
     axis: Axis
 
     def forward(self, *args: Any, **kwargs: Any):
-        weights: dict[str, Any] = self._parameters  # tensors, for a while
-        own = dict(weights)
-        try:
-            weights.update({name: enter(weight, self.axis) for name, weight in own.items() if weight is not None})
+        with entered_weights(self, self.axis):
             return super().forward(*args, **kwargs)
-        finally:
-            weights.update(own)
 
 
 class SharedHead(SharedEntry):

@@ -161,7 +161,7 @@ class ShardedGradBucket:
         self.clear()
 
     def _make_masters(self, dtype: torch.dtype | None) -> MasterWeights:
-        """And room for the weights."""
+        """And memory for the weights."""
         self._replicated = comm.ReplicatedBuffer(self.alike, sum(self._sizes), self.parameters[0], dtype)
         return MasterWeights(self.parameters, self._replicated.local, self._replicated.own)
 

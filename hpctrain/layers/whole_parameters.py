@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -20,25 +21,12 @@ def whole_parameters(model: torch.nn.Module, grid: Grid) -> Iterator[tuple[str, 
     The first rank gets the whole tensor, in host memory, one at a time; the others get an empty one.
     """
     here = dict(model.named_parameters())
-    local = {name: p for name, p in here.items() if counted(p, grid)}
-    reported = grid.comm.allgather({name: (shard_of(p), p.dtype) for name, p in local.items()})
-    for name in dict.fromkeys(name for shards in reported for name in shards):
-        owners = [rank for rank, shards in enumerate(reported) if name in shards]
-        with getattr(here.get(name), "gathered", contextlib.nullcontext()):  # of ZeRO-3, spread over the replicas
-            if grid.rank == 0:
-                shard, dtype = reported[owners[0]][name]
-                whole = torch.empty(shard.global_shape, dtype=dtype)
-                for rank in owners:
-                    part = reported[rank][name][0]
-                    if rank == 0:
-                        whole[part.slices] = local[name].detach().cpu().view(part.shape)
-                    elif math.prod(part.shape):
-                        whole[part.slices] = comm.recv(torch.empty(part.shape, dtype=dtype), grid.world, rank)
-                yield name, whole
-            else:
-                if name in local and 0 not in shard_of(here[name]).shape:
-                    comm.send(local[name].detach().cpu(), grid.world, 0)
-                yield name, torch.empty(0)
+    entries = [Entry(name, shard_of(p), p) for name, p in here.items() if counted(p, grid)]
+
+    def gathered(name):  # of ZeRO-3, spread over the replicas
+        return getattr(here.get(name), "gathered", contextlib.nullcontext())
+
+    return whole_tensors(entries, grid, gathered)
 
 
 def counted(parameter: torch.nn.Parameter, grid: Grid) -> bool:
@@ -47,13 +35,16 @@ def counted(parameter: torch.nn.Parameter, grid: Grid) -> bool:
     return grid.alike(shard).rank == 0 and shard.owned(grid.coords)
 
 
-def whole_tensors(entries: list[Entry], grid: Grid) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_tensors(
+    entries: list[Entry], grid: Grid, readable: Callable[[str], AbstractContextManager] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what the entries of all ranks make together, in the same order on every rank; collective.
 
     The first rank gets the whole tensor, in host memory, one at a time; the others get an empty one.
 
     Args:
         entries: of every global tensor, each element on one rank.
+        readable: what its tensors must be read within, by name; on every rank.
 
     Raises:
         ValueError: on every rank, for a tensor of which elements are nowhere.
@@ -66,21 +57,26 @@ def whole_tensors(entries: list[Entry], grid: Grid) -> Iterator[tuple[str, torch
     )
     _check_complete(reported)
     for name in dict.fromkeys(name for there in reported for name in there):
-        if grid.rank:
-            for entry in mine.get(name, ()):
-                if entry.tensor.numel():
-                    comm.send(_on_host(entry), grid.world, 0)
-            yield name, torch.empty(0)
-            continue
-        shard, dtype = next(there[name][0] for there in reported if name in there)
-        whole = torch.empty(shard.global_shape, dtype=dtype)
-        for entry in mine.get(name, ()):
-            whole[entry.shard.slices] = _on_host(entry)
-        for rank, there in enumerate(reported):
-            for part, _ in there.get(name, ()) if rank else ():
-                if math.prod(part.shape):
-                    whole[part.slices] = comm.recv(torch.empty(part.shape, dtype=dtype), grid.world, rank)
-        yield name, whole
+        with readable(name) if readable else contextlib.nullcontext():
+            if grid.rank == 0:
+                yield name, _received(name, mine.get(name, ()), reported, grid)
+            else:
+                for entry in mine.get(name, ()):
+                    if math.prod(entry.shard.shape):
+                        comm.send(_on_host(entry), grid.world, 0)
+                yield name, torch.empty(0)
+
+
+def _received(name, own, reported, grid):
+    shard, dtype = next(there[name][0] for there in reported if name in there)
+    whole = torch.empty(shard.global_shape, dtype=dtype)
+    for entry in own:
+        whole[entry.shard.slices] = _on_host(entry)
+    for rank, there in enumerate(reported):
+        for part, _ in there.get(name, ()) if rank else ():
+            if math.prod(part.shape):
+                whole[part.slices] = comm.recv(torch.empty(part.shape, dtype=dtype), grid.world, rank)
+    return whole
 
 
 def _on_host(entry):

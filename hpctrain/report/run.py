@@ -164,13 +164,13 @@ def plan_rows(folder: Path) -> tuple[str, list[list[str]], list[str]]:
     path = folder / "plan.json"
     if not path.exists():
         return "", [], []
-    told = json.loads(path.read_text(encoding="utf-8"))
-    rows = [[part, *(f"{each:.4g} s" for each in both)] for part, both in told["seconds"].items() if any(both)]
-    for axis, both in told["bytes"].items():
+    outcome = json.loads(path.read_text(encoding="utf-8"))
+    rows = [[part, *(f"{each:.4g} s" for each in both)] for part, both in outcome["seconds"].items() if any(both)]
+    for axis, both in outcome["bytes"].items():
         rows.append([f"received on {axis}", *(f"{each / 2**20:,.3f} MiB" for each in both)])
-    if told["memory"]:
-        rows.append(["memory", *(f"{each / 2**30:.2f} GiB" for each in told["memory"])])
-    return told["machine"], rows, [f"The plan was wrong: {each}." for each in told["wrong"]]
+    if outcome["memory"]:
+        rows.append(["memory", *(f"{each / 2**30:.2f} GiB" for each in outcome["memory"])])
+    return outcome["machine"], rows, [f"The plan was wrong: {each}." for each in outcome["wrong"]]
 
 
 def shown(ranks: Sequence[Any]) -> list[Any]:
