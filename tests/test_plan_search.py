@@ -197,7 +197,7 @@ def test_nothing_fits():
     assert float(needs) - 0.5 == pytest.approx(float(more), abs=0.011)
     job, given = jobs.read(config(LARGE))
     tried = Search(Estimator(job, tiny), given, 4)
-    assert float(needs) == pytest.approx(min(map(tried.estimator.memory, tried.everything())) / 2**30, abs=0.006)
+    assert float(needs) == pytest.approx(min(map(tried.estimator.memory.of, tried.everything())) / 2**30, abs=0.006)
     enough = dataclasses.replace(tiny, device=dataclasses.replace(CPU.device, memory=(float(needs) + 0.01) * 2**30))
     assert search(config(LARGE), 4, enough)
     assert "train.recompute=block" in str(error.value)

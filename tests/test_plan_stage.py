@@ -17,9 +17,10 @@ from hpctrain.config import load_config
 from hpctrain.models import LinearCosts, TransformerCosts
 from hpctrain.plan import Machine, inside_module, inside_stage
 from hpctrain.plan import job as jobs
-from hpctrain.plan.inside_stage import Stage, divided
+from hpctrain.plan.inside_stage import divided
 from hpctrain.plan.one_hot import OneHot
 from hpctrain.plan.operators import operators
+from hpctrain.plan.stage_rules import Stage
 
 GPT3 = ["model.width=12288", "model.heads=96", "model.context=2048", "train.batch=1", "precision.compute=bf16"]
 

@@ -205,8 +205,8 @@ class _Planner:
 
     def _bytes(self, box: Box, count: int, first: bool, last: bool, microbatches: float) -> float:
         choice = self._on(box)
-        states, kept = self.estimator.stage_bytes(choice, (count, 0), first, last)
-        return states + microbatches * kept + self.estimator.working_bytes(choice, last)
+        states, kept = self.estimator.memory.stage(choice, (count, 0), first, last)
+        return states + microbatches * kept + self.estimator.memory.working(choice, last)
 
     def _on(self, box: Box) -> Choice:
         return self.choice._replace(x=box[0], y=box[1], z=box[2])

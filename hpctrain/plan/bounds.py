@@ -135,18 +135,19 @@ class Bounds:
         """Bytes that the fullest rank needs whatever else is chosen, as far as is known without its parts."""
         fewest, active = self.in_flight(layout.pipeline, layout.microbatches)
         states = self._states(layout._replace(microbatches=1), fewest)
-        return self.estimator.used(states + self.estimator.least_activations(layout, recompute, active)) * ROUNDING
+        memory = self.estimator.memory
+        return memory.used(states + memory.least_activations(layout, recompute, active)) * ROUNDING
 
     def _least_states(self, grid: Choice, layers: int) -> float:
-        return min(self.estimator.least_states(way, layers) for way in ways(self.job, self.given, grid))
+        return min(self.estimator.memory.least_states(way, layers) for way in ways(self.job, self.given, grid))
 
     def way(self, way: Choice) -> float:
         """Whatever schedule is chosen, with the least recomputation that may fit into memory; infinite without any."""
-        fewest, active = self.in_flight(way.pipeline, way.microbatches)
+        memory, (fewest, active) = self.estimator.memory, self.in_flight(way.pipeline, way.microbatches)
         for recompute in self.recomputed:
             choice = way._replace(recompute=recompute)
-            need = self.estimator.least_states(choice, fewest) + active * self.estimator.kept(choice)
-            if self.estimator.used(need) * ROUNDING <= self.estimator.machine.device.memory:
+            need = memory.least_states(choice, fewest) + active * memory.kept(choice)
+            if memory.used(need) * ROUNDING <= self.estimator.machine.device.memory:
                 return max(self._work(choice), self._waiting(choice))
         return math.inf
 

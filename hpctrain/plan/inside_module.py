@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from hpctrain.config import load_config
 from hpctrain.models import TransformerCosts
 from hpctrain.plan import job as jobs
-from hpctrain.plan.inside_stage import Operator, Stage, StagePlan, divided
+from hpctrain.plan.inside_stage import StagePlan, divided
 from hpctrain.plan.job import Choice, Job
 from hpctrain.plan.machine import Machine
+from hpctrain.plan.stage_rules import Operator, Stage
 
 if TYPE_CHECKING:
     import torch

@@ -175,7 +175,7 @@ class Search:
         return same.values()
 
     def fits(self, choice: Choice) -> bool:
-        return self.estimator.memory(choice) <= self.memory
+        return self.estimator.memory.of(choice) <= self.memory
 
     def everything(self) -> Iterator[Choice]:
         """All choices, whether they fit or not."""
@@ -191,7 +191,7 @@ class Search:
             if bound >= least:
                 break
             for choice in itertools.chain.from_iterable(map(self.choices, ways(self.job, self.given, layout))):
-                if (need := self.estimator.memory(choice)) < least:
+                if (need := self.estimator.memory.of(choice)) < least:
                     leanest, least = choice, need
         if leanest is None:
             return f"no layout has what is to be kept: {', '.join(self.keep)}"
