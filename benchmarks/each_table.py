@@ -260,10 +260,12 @@ def zoo():
         shaky = [f"{line['difference']:.1e} ({line['rounding']:.1e})" for line in ran if "rounding" in line]
         counts = len(chosen), len(ran) - wrong, len(chosen) - len(ran), wrong, sum(share >= 0.8 for share in divided)
         kept = [line["bytes"][0] / line["bytes"][1] for line in ran if "bytes" in line]
+        speeds = [line["plain"] / line["seconds_a_step"] for line in ran if "plain" in line]
         shares = [f"{100 * min(divided):.0f} %", f"{100 * statistics.median(kept):.0f} %" if kept else None]
         rows.append([grid, library, *map(str, counts), *shares, f"{steady:.1e}", ", ".join(shaky)])
+        rows[-1].append(f"{statistics.median(speeds):.2f}" if speeds else None)
     header = ["grid", "models of", "tried", "equal", "refused", "wrong", "80 % divided", "least divided"]
-    return table([*header, "a rank holds", "largest difference", "ill-conditioned"], rows)
+    return table([*header, "a rank holds", "largest difference", "ill-conditioned", "speed"], rows)
 
 
 def at_scale():
