@@ -71,7 +71,8 @@ def test_adversarial_routing(world, dispatch, way):
         assert counts_of(world, layer) == [12, 12, 12, 0, 0, 0]
         check(grid, 3, 4, {**options, "top_k": EXPERTS})
         check(grid, 3, 4, {**options, "experts": 2})
-        check(grid, 3, 4, {**options, "experts": 1, "top_k": 1})
+        for capacity in (0.0, 0.5):
+            check(grid, 3, 4, {**options, "experts": 1, "top_k": 1, "capacity": capacity})
         check(grid, 1, 1, options)
         _, serial = check(grid, 3, 4, {**options, "capacity": 0.01})
         assert len(serial.dropped) >= 12 * TOP_K - 3 * EXPERTS  # one of each sequence is left

@@ -9,24 +9,28 @@ COUNTS = [41, 0, 7, 1, 0, 83]
 
 
 @pytest.mark.parametrize("kernel", ["mm", "onednn", "grouped_mm"])
-def test_products_of_each_expert(monkeypatch, kernel):
-    """Numbers of rows that are of few sizes and those that are not, and experts without rows."""
+@pytest.mark.parametrize("counts", [COUNTS, [83], [64], [0], [5, 1]], ids=str)
+def test_products_of_each_expert(monkeypatch, kernel, counts):
+    """Numbers of rows that oneDNN has a kernel for and those that it has none for, the last ones among them; few rows,
+    and experts without any."""
     monkeypatch.setattr(grouped, "choose", lambda rows, weight: kernel)
     monkeypatch.setattr(grouped, "_PAYS", 20 * 24 * 16)
     generator = torch.Generator().manual_seed(0)
-    rows, grad = (torch.randn(sum(COUNTS), width, generator=generator) for width in (16, 24))
-    weight = torch.randn(len(COUNTS), 24, 16, generator=generator)
+    rows, grad = (torch.randn(sum(counts), width, generator=generator) for width in (16, 24))
+    weight = torch.randn(len(counts), 24, 16, generator=generator)
     forward, backward = (torch.cat(parts) for parts in zip(*(
-        (x @ w.T, g @ w) for x, g, w in zip(rows.split(COUNTS), grad.split(COUNTS), weight)
+        (x @ w.T, g @ w) for x, g, w in zip(rows.split(counts), grad.split(counts), weight)
     )))  # fmt: skip
-    gradient = torch.stack([g.T @ x for x, g in zip(rows.split(COUNTS), grad.split(COUNTS))])
+    gradient = torch.stack([g.T @ x for x, g in zip(rows.split(counts), grad.split(counts))])
     for found, expected in (
-        (grouped.products(rows, weight, COUNTS, transposed=True), forward),
-        (grouped.products(grad, weight, COUNTS, transposed=False), backward),
-        (grouped.weight_gradients(grad, rows, COUNTS, torch.full_like(weight, torch.nan)), gradient),
+        (grouped.products(rows, weight, counts, transposed=True), forward),
+        (grouped.products(grad, weight, counts, transposed=False), backward),
+        (grouped.weight_gradients(grad, rows, counts, torch.full_like(weight, torch.nan)), gradient),
     ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert not gradient[1].any()
+    out = torch.full_like(forward, torch.nan)
+    assert grouped.products(rows, weight, counts, transposed=True, out=out) is out
+    torch.testing.assert_close(out, forward, rtol=1e-5, atol=1e-5)
 
 
 class On:

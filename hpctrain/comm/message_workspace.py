@@ -41,6 +41,9 @@ class MessageWorkspace:
     def read_start(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> Work[torch.Tensor]:
         return all_gather_start(part, self.axis, counts)
 
+    def read_buffer(self, like: torch.Tensor, counts: tuple[int, ...], width: int) -> torch.Tensor:
+        return like.new_empty(counts[self.axis.rank], width)
+
     def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(numel)
 

@@ -33,6 +33,7 @@ class SharedMemoryWorkspace:
         self.axis = axis
         self._windows: list[Window | None] = [None] * windows
         self._turn = 0
+        self._filled: tuple[torch.Tensor, torch.Tensor] | None = None  # by `read_buffer`, until it is read
 
     @property
     def _window(self) -> Window:
@@ -61,11 +62,22 @@ class SharedMemoryWorkspace:
         return self._window.barrier_start(lambda: whole)
 
     def _placed(self, part, counts):
-        rows, row = sum(counts), math.prod(part.shape[1:])
+        if self._filled is not None and part is self._filled[1]:
+            (whole, _), self._filled = self._filled, None
+            return whole
+        whole, place = self._place(counts, part.shape[1:], part.dtype)
+        place.copy_(part)
+        return whole
+
+    def _place(self, counts, shape, dtype):
+        """The next window's memory for rows of this shape, and this rank's part of it."""
         first, local = sum(counts[: self.axis.rank]), counts[self.axis.rank]
-        whole = self._whole(rows * row, part.dtype)
-        whole[first * row : (first + local) * row].view(part.shape).copy_(part)
-        return whole.view(rows, *part.shape[1:])
+        whole = self._whole(sum(counts) * math.prod(shape), dtype).view(sum(counts), *shape)
+        return whole, whole[first : first + local]
+
+    def read_buffer(self, like: torch.Tensor, counts: tuple[int, ...], width: int) -> torch.Tensor:
+        self._filled = self._place(counts, (width,), like.dtype)
+        return self._filled[1]
 
     def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return self._next(numel * like.itemsize).parts[self.axis.rank].view(like.dtype)[:numel]

@@ -17,7 +17,7 @@ class LocalWorkspace:
     """That of an axis with one rank: nothing is copied, what a method is given is its result.
 
     The methods that every workspace has; rank r holds `counts[r]` rows, elements or `widths[r]` columns. What they
-    return is scratch memory, valid until the next call of the same workspace other than `buffer`.
+    return is scratch memory, valid until the next call of the same workspace other than `buffer` and `read_buffer`.
     """
 
     def __init__(self, axis: Axis):
@@ -35,6 +35,10 @@ class LocalWorkspace:
     def read_start(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> Work[torch.Tensor]:
         """Begin `read`, which must be waited for before the next call of the same workspace."""
         return done(part)
+
+    def read_buffer(self, like: torch.Tensor, counts: tuple[int, ...], width: int) -> torch.Tensor:
+        """(rows, width) to be filled, and given to the next call, which is `read` or `read_start`: not copied there."""
+        return like.new_empty(counts[0], width)
 
     def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A flat tensor to fill with this rank's summands, for the sums below."""

@@ -30,7 +30,7 @@ class SwiGLU:
         grad_weight = (grad.to(weight.dtype) * y).sum(1)
         grad.mul_(weight[:, None])
         torch.mul(grad, activated, out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grad.mul_(up), gate))
+        torch.ops.aten.silu_backward(grad.mul_(up), gate, grad_input=grad_gate)
         return y.mul_(weight[:, None]), grad_hidden, grad_weight
 
 

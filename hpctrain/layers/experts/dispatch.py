@@ -58,6 +58,7 @@ class Dispatch:
         """Find out what comes here."""
         self.counts = self.sent.tolist()
         self.rows = len(self.pairs)
+        self._alone = self.top_k == 1 and self.of_rank == (1,) and self.kept_by_token is None  # rows are the tokens
         self._token = self.pairs // self.top_k
         self._bags = self.bags_of_pairs(torch.arange(self.rows, device=self.pairs.device))
 
@@ -74,11 +75,16 @@ class Dispatch:
 
     def to_experts(self, x: torch.Tensor) -> comm.Work[torch.Tensor]:
         """From (tokens, features) to (rows, features). To be waited for before anything else is dispatched."""
-        return comm.done(x.index_select(0, self._token))
+        return comm.done(x if self._alone else x.index_select(0, self._token))
+
+    def buffer(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Where the rows that `to_tokens` is given next are not copied, of the dtype and features of `like`; None where
+        they are anyway, or not at all. Nothing else is dispatched in between."""
+        return None
 
     def to_tokens(self, rows: torch.Tensor) -> comm.Work[torch.Tensor]:
         """From (rows, features) to (tokens, features); likewise."""
-        return comm.done(self._bags(rows))
+        return comm.done(rows if self._alone else self._bags(rows))
 
     def weights_to_experts(self, weights: torch.Tensor) -> torch.Tensor:
         """(tokens, top_k) to (rows,)."""
@@ -250,6 +256,9 @@ class InPlace(Gather):
 
     def to_experts(self, x: torch.Tensor) -> comm.Work[torch.Tensor]:
         return self._tokens_of_all(x, tuple(self.sizes)).then(lambda all_of: all_of.index_select(0, self._token))
+
+    def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        return comm.workspace(self.axis, like).read_buffer(like, self._over_ranks, like.shape[1])
 
     def to_tokens(self, rows: torch.Tensor) -> comm.Work[torch.Tensor]:
         return self._rows_of_all(rows).then(self._bags)

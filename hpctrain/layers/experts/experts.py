@@ -169,7 +169,9 @@ class _Experts(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, hidden, up, down, *more)
         ctx.up, ctx.down = up, down  # as in layers.box
         ctx.flight, ctx.experts = flight, experts
-        flight.work = dispatch.to_tokens(products(act, _both(down, more[1]), counts, transposed=True))
+        flight.work = dispatch.to_tokens(
+            products(act, _both(down, more[1]), counts, transposed=True, out=dispatch.buffer(rows))
+        )
         return x.new_empty(()).expand(x.shape)  # nothing yet
 
     @staticmethod
@@ -182,7 +184,9 @@ class _Experts(torch.autograd.Function):
         grad = ctx.flight.work.wait()
         grad_act = products(grad, _both(down, more[1]), counts, transposed=False)
         act, grad_hidden, grad_weight = activation.backward(hidden, weight, grad_act)
-        returning = dispatch.to_tokens(products(grad_hidden, _both(up, more[0]), counts, transposed=False))
+        returning = dispatch.to_tokens(
+            products(grad_hidden, _both(up, more[0]), counts, transposed=False, out=dispatch.buffer(rows))
+        )
         own, of_others = counts[: len(up)], counts[len(up) :]
         here, home = sum(own), None
         if replicas:

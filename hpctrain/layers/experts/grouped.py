@@ -2,7 +2,7 @@
 
 grouped_mm   one kernel for all experts, of bfloat16 on a GPU of compute capability 9 or more
 onednn       in float32 on an AVX-512 processor that is not Intel's, where MKL, which torch.mm calls, takes its
-             AVX2 kernels: oneDNN's are strict float32 too, and 2.5 times as fast on an AMD EPYC (Zen 5)
+             AVX2 kernels: oneDNN's are strict float32 too, and up to 2.5 times as fast on an AMD EPYC (Zen 5)
 mm           one call for each expert
 """
 
@@ -10,29 +10,39 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-_PAYS = 1 << 23  # multiplications below which calls of oneDNN, new kernels among them, take longer than those of MKL
-_SIZES = 16  # of a product in each octave: oneDNN compiles a kernel for each, which takes up to a millisecond
+_PAYS = 1 << 22  # multiplications below which a call of oneDNN takes as long as one of MKL
+_SIZES = 16  # numbers of rows in each octave: oneDNN compiles a kernel for each, once, which takes a millisecond
 
 
-def products(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], transposed: bool) -> torch.Tensor:
-    """Of the next counts[e] rows with weight[e] (out, in), or with its transpose for rows of `in` elements."""
+def products(
+    rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], transposed: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Of the next counts[e] rows with weight[e] (out, in), or with its transpose for rows of `in` elements; written to
+    `out` where that is given."""
     matrices, kernel = weight.mT if transposed else weight, choose(rows, weight)
     if kernel == "grouped_mm":
-        return F.grouped_mm(rows, matrices, offs=_ends(counts, rows))
-    out = rows.new_empty(len(rows), matrices.shape[2])
-    for expert, part in _parts(counts):
-        a, b, to = rows[part], matrices[expert], out[part]
-        if fast := _by_onednn(len(a), b.numel()) if kernel == "onednn" else 0:
-            to[:fast] = _onednn(a[:fast], b)
+        found = F.grouped_mm(rows, matrices, offs=_ends(counts, rows))
+        return found if out is None else out.copy_(found)
+    result = rows.new_empty(len(rows), matrices.shape[2]) if out is None else out
+    starts = itertools.accumulate(counts, initial=0)
+    for start, a, b, to in zip(starts, rows.split(counts), matrices.unbind(), result.split(counts)):
+        if kernel == "onednn" and len(a) * b.numel() >= _PAYS:
+            size = _up(len(a)) if _up(len(a)) <= len(rows) else _down(len(a))
+            first, fast = min(start, len(rows) - size), min(size, len(a))
+            found = _onednn(rows[first : first + size], b)  # with some rows of others
+            if out is None and fast == len(rows):
+                return found
+            to[:fast] = found.narrow(0, start - first, fast)
             a, to = a[fast:], to[fast:]
-        torch.mm(a, b, out=to)
-    return out
+        if len(a):
+            torch.mm(a, b, out=to)
+    return result
 
 
 def weight_gradients(grad: torch.Tensor, rows: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> torch.Tensor:
@@ -44,11 +54,12 @@ def weight_gradients(grad: torch.Tensor, rows: torch.Tensor, counts: Sequence[in
             if not count:
                 out[expert].zero_()
         return out
-    for expert, part in _parts(counts):
-        a, b, to = grad[part].t(), rows[part], out[expert]
-        if fast := _by_onednn(len(b), to.numel()) if kernel == "onednn" else 0:
+    for a, b, to in zip(grad.t().split(counts, 1), rows.split(counts), out.unbind()):
+        fast = _down(len(b))
+        if kernel == "onednn" and fast * to.numel() >= _PAYS:
             to.copy_(_onednn(a[:, :fast], b[:fast]))
-            torch.addmm(to, a[:, fast:], b[fast:], out=to)
+            if fast < len(b):
+                torch.addmm(to, a[:, fast:], b[fast:], out=to)
         else:
             torch.mm(a, b, out=to)
     return out
@@ -80,23 +91,23 @@ def _onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
 
 
-def _by_onednn(rows: int, numel: int) -> int:
-    """How many of the rows oneDNN multiplies with a matrix of `numel` elements: of few different numbers.
+def _down(rows: int) -> int:
+    """The number of rows below for which oneDNN has a kernel, or this one.
 
-    >>> [_by_onednn(rows, 1 << 16) for rows in (0, 127, 128, 129, 1000, 1023, 1024)]
-    [0, 0, 128, 128, 992, 992, 1024]
+    >>> [_down(rows) for rows in (0, 1, 31, 33, 127, 128, 1000)]
+    [0, 1, 31, 32, 124, 128, 992]
     """
-    step = max(1, (1 << rows.bit_length() >> 1) // _SIZES)
-    fast = rows // step * step
-    return fast if fast * numel >= _PAYS else 0
+    return rows - rows % max(1, (1 << rows.bit_length() >> 1) // _SIZES)
+
+
+def _up(rows: int) -> int:
+    """The one above.
+
+    >>> [_up(rows) for rows in (0, 1, 31, 33, 127, 128, 1000)]
+    [0, 1, 31, 34, 128, 128, 1024]
+    """
+    return rows + -rows % max(1, (1 << rows.bit_length() >> 1) // _SIZES)
 
 
 def _ends(counts: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=like.device)
-
-
-def _parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    start = 0
-    for expert, count in enumerate(counts):
-        yield expert, slice(start, start + count)
-        start += count
