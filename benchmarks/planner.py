@@ -7,7 +7,8 @@ First `hpctrain machine` measures the machine, where --machine gives no file of 
 One MPI job for each number of ranks measures all grids of all jobs, round after round, so that all see the same minutes
 of the machine, until its part of --minutes is over. A measurement is that of `hpctrain scale`, a median over --steps;
 the least of the rounds counts, as what others do to the machine only adds to a time. Memory is the largest resident set
-of a rank while the grid was measured. The plan's choice is the grid that is predicted to be the fastest.
+of a rank from the grid's third step on: what building it and other grids have left in the heap is given back before.
+The plan's choice is the grid that is predicted to be the fastest.
 
 Prints one JSON object a line: of each grid `{"benchmark": "planner", "case", "ranks", "grid", "predicted", "measured",
 "memory_predicted", "memory_measured", "bytes_exact", "rounds"}`; of each job and number of ranks `{"regret",
@@ -88,6 +89,7 @@ def work(spec: str, out: str, seconds: float, steps: int) -> None:
 
     from hpctrain.launch import abort
     from hpctrain.scale.measure import measure
+    from hpctrain.train.loop import train_step
     from hpctrain.train.session import build
 
     world, start, rounds = MPI.COMM_WORLD, time.perf_counter(), 0
@@ -96,10 +98,12 @@ def work(spec: str, out: str, seconds: float, steps: int) -> None:
     try:
         while rounds == 0 or world.bcast((time.perf_counter() - start) * (rounds + 1) / rounds < seconds):
             for number, case in enumerate(cases):
+                session = build(load_config(overrides=[*case, f"run.name={rounds}-{number}"]), world)
+                for _ in range(2):
+                    train_step(session)
                 gc.collect()
                 ctypes.CDLL(None).malloc_trim(0)
                 Path("/proc/self/clear_refs").write_text("5")  # the largest resident set begins anew
-                session = build(load_config(overrides=[*case, f"run.name={rounds}-{number}"]), world)
                 found[number].append(measure(session, world, steps))
                 session.grid.free()
                 del session

@@ -29,7 +29,7 @@ LAYERS = [
     ("grid", "launch", "parameter", "layout"),
     (
         "grid_shape", "grad_sync", "shard", "shard_entries", "trace", "traffic", "randomness", "files", "home", "page",
-        "cores", "digest", "choices", "reclaim",
+        "cores", "digest", "choices", "reclaim", "resident",
     ),
 ]  # fmt: skip
 ONE_CONCEPT = [{"cli", "__main__"}, {"shard", "shard_entries"}]  # of several files

@@ -202,7 +202,7 @@ def test_what_is_measured_here_makes_a_machine(world, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "PRODUCTS", ((64, 64, 64), (128, 16, 128), (16, 256, 16)))
     monkeypatch.setattr(measure, "CALLS", 2)
     with Grid(world.size) as grid:
-        found = measure.measure(grid, world.bcast(tmp_path)) | {"cores": 2}
+        found = measure.measure(grid, world.bcast(tmp_path)) | {"cores": 2, "reserved": 3e8}
     assert (
         set(found["collectives"])
         == {1: set(), 2: {"all_gather", "reduce_scatter", "all_reduce", "message"}}[world.size]

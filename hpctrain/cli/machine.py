@@ -20,6 +20,7 @@ SUMMARY = (
 )
 EPILOG = "Under Slurm start it in an allocation: it measures as many ranks as there are tasks."
 LIMIT = 300  # seconds of a measurement
+LEAST = ["model.width=8", "model.heads=1", "model.layers=1", "model.context=4", "train.batch=1", "train.microbatches=1"]
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -39,23 +40,35 @@ def run(options: argparse.Namespace) -> None:
     found = []
     beside = Path(options.output).resolve().parent  # where all nodes see it
     with tempfile.TemporaryDirectory(prefix=".machine-", dir=beside) as folder:
+        least = {"cores": cores.find().count, "reserved": _reserved(launcher, Path(folder))}
         for count in counts:
-            out = Path(folder) / f"{count}.json"
-            command = [launcher, "-n", str(count), sys.executable, "-m", "mpi4py", "-m", "hpctrain.plan.measure"]
-            environment = {"OMP_NUM_THREADS": "1", **os.environ}
-            done = subprocess.run(
-                [*command, str(out)], capture_output=True, text=True, timeout=LIMIT, env=environment,
-                stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-            if done.returncode or not out.exists():
-                raise ValueError(
-                    f"measuring {count} ranks failed with status {done.returncode}:\n{done.stderr[-1000:]}"
-                )
-            found.append(json.loads(out.read_text()) | {"cores": cores.find().count})
+            found.append(_measured(launcher, count, Path(folder), "hpctrain.plan.measure") | least)
             print(f"{count} ranks: measured", flush=True)
     text = machine_toml(found, time.strftime("%Y-%m-%d"), socket.gethostname())
     Path(options.output).write_text(text, encoding="utf-8")
     print(f"{options.output}: `hpctrain plan CONFIG.toml --machine {options.output}`")
+
+
+def _measured(launcher: str, ranks: int, folder: Path, module: str, *arguments: str) -> dict:
+    """What the ranks of a job of this module wrote."""
+    out = folder / f"{module}-{ranks}.json"
+    command = [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", module, str(out), *arguments]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT, env=environment, stdin=subprocess.DEVNULL
+    )
+    if done.returncode or not out.exists():
+        raise ValueError(f"measuring {ranks} ranks failed with status {done.returncode}:\n{done.stderr[-1000:]}")
+    return json.loads(out.read_text())
+
+
+def _reserved(launcher: str, folder: Path) -> float:
+    """Bytes that a rank has resident which trains next to nothing."""
+    config, text = folder / "least.toml", folder / "least.txt"
+    config.write_text("")
+    text.write_text("All ranks have these libraries.\n" * 99)
+    data = [f"data.text={json.dumps([str(text)])}", f"data.path={folder / 'least.h5'}", f"run.out={folder}"]
+    return _measured(launcher, 1, folder, "hpctrain.scale.measure", "1", str(config), *LEAST, *data)["memory"]
 
 
 def _counts(text: str | None) -> list[int]:

@@ -38,7 +38,7 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         "",
         "[device]",
         f"memory = {full['memory']:.4g}  # B; of a rank of {full['ranks_of_a_node']}: {by}",
-        f"reserved = {full['reserved']:.4g}  # B; resident before a model is made: {by}",
+        f"reserved = {full['reserved']:.4g}  # B; resident in training next to nothing: measured on {host} on {date}",
         "slack = 0.05  # of what is allocated; pages that malloc keeps",
         f"bandwidth = {full['elements']:.4g}  # B/s; additions of 4 MiB: {by}",
         f"state_bandwidth = {full['state']:.4g}  # B/s; additions of 128 MiB: {by}",

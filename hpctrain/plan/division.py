@@ -78,6 +78,13 @@ class Division:
         parts = -(-costs.mixture.experts * choice.expert_tensor // choice.expert)  # each 1 / expert_tensor of an expert
         return layers[0] * parts * costs.expert_weights / choice.expert_tensor
 
+    def sums_once(self, choice: Choice) -> bool:
+        """Whether gradients of weights that z divides are summed over z once a step, with all microbatches'."""
+        job = self.job
+        return (
+            "weight_gradient" in job.overlap and choice.method not in ("zero2", "zero3") and job.reduce == job.itemsize
+        )
+
     def placement(self, choice: Choice) -> tuple[list[list[int]], int]:
         """The stages of each rank of a pipeline, and its copies of the model."""
         schedule = choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages

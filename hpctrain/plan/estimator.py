@@ -102,7 +102,7 @@ class Estimator(Division):
         scatter, gather = over_data(net.reduce_scatter, job.comm), over_data(net.all_gather, job.itemsize)
         z_sums = sum(count * each for count, each in zip(layers, found.z_sums)) * learned.tensor
         method, updated, forward_data, backward_data = choice.method, elements + experts, 0.0, 0.0
-        once = "weight_gradient" in job.overlap and method not in ("zero2", "zero3") and job.reduce == job.itemsize
+        once = self.sums_once(choice)
         if not once:
             weights = weights._replace(tensor=weights.tensor + z_sums)
         if method == "zero1":

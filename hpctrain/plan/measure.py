@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import resource
 import statistics
 import sys
 import time
@@ -55,15 +54,12 @@ def main() -> int:
 def measure(grid: Grid, folder: Path) -> dict:
     """The figures, the same on every rank. Collective over the grid's data axis, which has all its ranks. Writes a
     corpus into `folder`."""
-    _load_libraries()
-    reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = comm.local_device("auto", grid.comm)
     nodes = max(grid.world.nodes.count(node) for node in set(grid.world.nodes))
     found = {
         "ranks": grid.size,
         "ranks_of_a_node": nodes,
         "memory": memory(device, nodes),
-        "reserved": grid.comm.allreduce(reserved, op=_max()),
         "products": {
             name: [(*shape, seconds(grid, product(shape, dtype, device), device)) for shape in PRODUCTS]
             for name, dtype in types(device).items()
@@ -191,16 +187,6 @@ def memory(device: torch.device, ranks: int) -> float:
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         most = min(most, int(text))
     return most / ranks
-
-
-def _load_libraries() -> None:
-    """What the first product, the first step of an optimizer and the first file load is reserved by every training."""
-    import h5py  # noqa: F401
-
-    weight = torch.nn.Parameter(torch.ones(8, 8))
-    optimizer = torch.optim.AdamW([weight])
-    (weight @ weight).sum().backward()
-    optimizer.step()
 
 
 def _wait(device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
+from hpctrain.choices import PLANE_PRODUCTS
 from hpctrain.plan.division import Division
 from hpctrain.plan.job import Choice, Job
 
@@ -43,9 +44,14 @@ class Memory:
         last = len(counts) - 1
         each = [self.stage(alike[s], count, s == 0, s == last) for s, count in enumerate(counts)]
         working = {on: [self.working(on, ends) for ends in (False, True)] for on in {*alike}}
+        tables = {on: self.division.parts(on).embedding.working for on in {*alike}}
         return self.used(
             max(
-                sum(each[s][0] + active.get(s, 0) * each[s][1] for s in own) + working[alike[own[0]]][last in own]
+                sum(each[s][0] for s in own)
+                + max(
+                    sum(active.get(s, 0) * each[s][1] for s in own) + working[alike[own[0]]][last in own],
+                    tables[alike[0]] if 0 in own else 0.0,  # when the first backward ends, blocks keep nothing
+                )
                 for own, active in zip(local, in_flight)
             )
         )
@@ -92,11 +98,23 @@ class Memory:
         return state_bytes(self.job, choice.method, copies)
 
     def _stage(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> tuple[float, float]:
-        """States of a stage's parameters, and what each of its microbatches keeps."""
+        """States of a stage, with gradients whose sums over z are put off, and what each of its microbatches keeps."""
         parts = self.division.parts(choice)
         kept = sum(count * block.kept for count, block in zip(layers, parts.blocks))
         kept += first * parts.embedding.kept + last * parts.head.kept
-        return self.states(choice, layers, first, last), kept
+        return self.states(choice, layers, first, last) + self._deferred(choice, layers, last), kept
+
+    def _deferred(self, choice: Choice, layers: tuple[int, int], last: bool) -> float:
+        """Bytes of the sums over microbatches of a rank's part of gradients that are to be summed over z."""
+        on_box = choice.z > 1 and choice.algorithm not in PLANE_PRODUCTS
+        if not (on_box and choice.microbatches > 1 and self.division.sums_once(choice)):
+            return 0.0
+        costs = self.job.costs
+        blocks = sum(
+            count * sum(each.n_in * each.n_out for each in costs.linears_of(dense))
+            for count, dense in zip(layers, (False, True))
+        )
+        return self.job.itemsize * (blocks + last * costs.vocabulary * costs.width) / (choice.x * choice.y)
 
     def working(self, choice: Choice, last: bool) -> float:
         """What a rank needs besides while it computes; with ZeRO-3 two blocks' weights are whole."""

@@ -276,7 +276,7 @@ class Box:
         return Part(
             self.finished(seconds, OPERATIONS // 2, moved + gathered),
             self.finished(2 * seconds, OPERATIONS // 2, moved + gathered),
-            Pass(), rows / (self.x * self.y), 0.0,
+            Pass(), rows / (self.x * self.y), 2 * tables,  # a microbatch's gradient, and its sum with the head's
         )  # fmt: skip
 
     def head(self) -> Part:

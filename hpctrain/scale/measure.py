@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import statistics
 import sys
@@ -21,6 +20,7 @@ from hpctrain import cores
 from hpctrain.comm import together
 from hpctrain.config import load_config
 from hpctrain.launch import abort, check_launcher, complain
+from hpctrain.resident import most_resident
 from hpctrain.scale import work
 from hpctrain.scale.busy import Stopwatch, lacking
 from hpctrain.train.dtypes import DTYPES
@@ -81,7 +81,7 @@ def measure(session: Session, world: MPI.Intracomm, steps: int) -> dict:
         "received": taken[-1]["bytes_received"],
         "formula": work.received(session.config, rank) if known else None,
         "bound": work.bound(session.config, rank) if known else None,
-        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "memory": most_resident(),
         "place": (socket.gethostname(), cores.identities(os.sched_getaffinity(0)), cores.find().quota),
         "used": used,
     }

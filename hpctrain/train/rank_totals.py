@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 from collections import Counter
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from hpctrain.grid import Grid
+from hpctrain.resident import most_resident
 
 
 class RankTotals:
@@ -32,5 +32,5 @@ class RankTotals:
             "rank": grid.rank, "host": socket.gethostname(), "coords": {axis: grid.coords[axis] for axis in grid.shape},
             "steps": self.steps,
             **{part: dict(total) for part, total in self._parts.items()},
-            "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "device_memory": on_device,
+            "memory": most_resident(), "device_memory": on_device,
         }  # fmt: skip
