@@ -67,9 +67,9 @@ class Bounds:
             *costs.linears_of() * (costs.layers - costs.dense_layers),
             *costs.linears_of(True) * costs.dense_layers,
         ]
-        kept = INNER * sum(e.n_out if e.to_inner else e.n_in for e in linears)
-        kept += RESIDUAL * 2 * costs.norms * costs.width * costs.layers
-        elementwise = (1 + BACKWARD) * self.job.itemsize * kept / machine.device.bandwidth
+        inner = INNER * self.job.itemsize * sum(e.n_out if e.to_inner else e.n_in for e in linears)
+        residual = RESIDUAL * self.job.itemsize * 2 * costs.norms * costs.width * costs.layers
+        elementwise = (1 + BACKWARD) * machine.device.elementwise(residual, inner)
         return costs.layers * scores * (3.0 if software.score_bytes else 3.5) + elementwise
 
     @functools.cached_property
@@ -121,7 +121,7 @@ class Bounds:
         """Whatever schedule, recomputation and way to keep replicas are chosen."""
         spread = (layout._replace(expert=expert) for expert in expert_ranks(self.job, self.given, layout))
         work = min(map(self.estimator.whole_microbatch, spread))
-        return self._least(layout, layout.microbatches * work / layout.pipeline)
+        return self._least(layout, self.estimator.full_microbatches(layout) * work / layout.pipeline)
 
     def lean(self, layout: Choice) -> Choice | None:
         """A layout with the least recomputation with which any of its choices may fit into memory; None where none may.
@@ -168,12 +168,12 @@ class Bounds:
     def _work(self, way: Choice) -> float:
         """The mean rank's."""
         each, ending = self._kept_alike(way)
-        work = way.microbatches * (self.estimator.whole_microbatch(way) + each) + ending
+        work = self.estimator.full_microbatches(way) * (self.estimator.whole_microbatch(way) + each) + ending
         return self._least(way, work / way.pipeline)
 
     def _waiting(self, way: Choice) -> float:
         """The bound of choices for blocks alone, with the schedule and cut for which that is the least."""
-        parts, layers, m = self.estimator.parts(way), self.job.costs.layers, way.microbatches
+        parts, layers, m = self.estimator.parts(way), self.job.costs.layers, self.estimator.full_microbatches(way)
         forward = min(block.forward.seconds for block in parts.blocks)
         block = min(block.seconds for block in parts.blocks)
         each, ending = (part * self._in_blocks / layers for part in self._kept_alike(way))
@@ -260,11 +260,12 @@ class Bounds:
             self._least(
                 choice,
                 reached[min(own)]
-                + choice.microbatches * sum(stages[s].microbatch for s in own)
+                + self.estimator.full_microbatches(choice) * sum(stages[s].microbatch for s in own)
                 + max(ending, followed[min(own)] + last),
             )
             for own, ending in zip(local, endings)
         )
 
     def _least(self, choice: Choice, seconds: float) -> float:
-        return (seconds + self.estimator.reading(choice)) * self._late * ROUNDING
+        share = self.estimator.machine.share  # ranks that wait lend theirs
+        return (share * seconds + self.estimator.reading(choice)) * self._late * ROUNDING

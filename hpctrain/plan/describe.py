@@ -42,6 +42,10 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         "slack = 0.05  # of what is allocated; pages that malloc keeps",
         f"bandwidth = {full['elements']:.4g}  # B/s; additions of 4 MiB: {by}",
         f"state_bandwidth = {full['state']:.4g}  # B/s; additions of 128 MiB: {by}",
+        f"norms = {full['norms']:.4g}  # B/s; norms and sums of 4 MiB, forward and backward: {by}",
+        f"activations = {full['activations']:.4g}  # B/s; GELU of 4 MiB, biases, copies of heads: {by}",
+        f"cache = {full['cache']:.4g}  # B; of the last level, a rank's share",
+        f"waiting = {full['waiting']:.3g}  # of products of 384³ with an exchange after each: {by}",
         f"product = 1.0  # of `peak`, which is what products reach; {by}",
         f"attention = {attention:.3f}  # of a product's rate; 8 heads of 256 × 32: {by}",
         f"launch = {full['launch']:.3g}  # s; an operation on nothing: {by}",
@@ -54,6 +58,7 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         "attended = 0.5  # of the scores; the causal half",
         f"bucket = {full['bucket']}  # B; at which sums and gathers over replicas close one: data_parallel/buckets.py",
         "asynchronous = false  # an operation begins when the one before has ended",
+        "accumulates = true  # torch adds the gradients of microbatches by an operation of their own",
         "",
         "[errors]",
         "noise = 0.01  # of a step; no more is known",
@@ -61,6 +66,10 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         "",
         *_links(found, by),
     ]
+    one_node = all(each["ranks"] == each["ranks_of_a_node"] for each in found)
+    for each in found:
+        if each is not full and one_node:
+            lines += _occupied(each, peak["fp32"])
     for each in found:
         for operation, rows in each["collectives"].items():
             lines += [
@@ -72,6 +81,20 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
                 f"seconds = [{', '.join(f'{max(taken, 1e-9):.3g}' for _, taken in rows)}]",
             ]
     return "\n".join(lines) + "\n"
+
+
+def _occupied(each: dict, peak: float) -> list[str]:
+    """What a rank computes with where another number of a node's ranks compute at once."""
+    return [
+        "",
+        f"[[occupied]]  # {each['ranks']} ranks at once",
+        f"ranks = {each['ranks']}",
+        f"memory = {each['memory']:.4g}",
+        f"product = {fitted(each['products']['fp32'], BYTES['fp32'])[0] / peak:.4g}",
+        f"bandwidth = {each['elements']:.4g}",
+        f"state_bandwidth = {each['state']:.4g}",
+        *(f"{name} = {each[name]:.4g}" for name in ("launch", "norms", "activations", "cache", "waiting")),
+    ]
 
 
 def fitted(rows: Sequence[Sequence[float]], itemsize: int) -> tuple[float, float]:

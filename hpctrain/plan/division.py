@@ -39,7 +39,7 @@ class Division:
         """Of a microbatch."""
         distance = choice.pipeline if choice.ring > 1 else 1  # of the boxes of a ring
         shape = choice.algorithm, choice.box, choice.ring, choice.ulysses, choice.expert, choice.expert_tensor
-        key = *shape, distance, choice.recompute, self.job.sequences(choice)
+        key = *shape, distance, choice.recompute, self.job.sequences(choice), *self._figures(choice)
         if key not in self._parts:
             box, costs = Box(self.job, self.machine, self.network, choice), self.job.costs
 
@@ -51,6 +51,29 @@ class Division:
             dense, dense_sums = kind(True) if costs.dense_layers else (mixed, mixed_sums)
             self._parts[key] = Parts((mixed, dense), box.embedding(), box.head(), (mixed_sums, dense_sums))
         return self._parts[key]
+
+    def _figures(self, choice: Choice) -> tuple[int, ...]:
+        """What else decides seconds where a machine's file has figures of it."""
+        device = self.machine.device
+        return (
+            choice.microbatches if self.machine.software.accumulates else 0,
+            choice.pipeline if device.state_bandwidth else 0,
+            choice.ranks if device.waiting else 0,
+        )
+
+    def full_microbatches(self, choice: Choice) -> float:
+        """How many of the fullest microbatch are a step's work: fewer than there are where some have fewer sequences or
+        none. In a pipeline all count, as others wait for the fullest."""
+        fullest = self.job.sequences(choice)
+        if choice.pipeline > 1:
+            return choice.microbatches
+        return -(-self.job.batch // (choice.data - self.job.servers)) / fullest
+
+    def evenness(self, choice: Choice) -> float:
+        """Rows of the mean rank and microbatch as a part of the fullest's."""
+        fullest = -(-self.job.sequences(choice) // choice.z)
+        replicas = choice.data - self.job.servers
+        return self.job.batch / (replicas * choice.microbatches * choice.z * fullest)
 
     def _block_elements(self, dense: bool = False) -> int:
         """Parameters of a block beside those of experts."""

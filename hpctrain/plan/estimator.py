@@ -92,11 +92,15 @@ class Estimator(Division):
 
         bucket, pieces = self.machine.software.bucket, max(1, sum(layers)) if choice.method == "zero3" else 1
 
-        def over_data(operation, size):
+        held = (job.itemsize + job.reduce) * (elements + experts)
+
+        def over_data(operation, size, times=1):
+            """`times` that weights or gradients are read where no cache holds them."""
             seconds = 0.0
             for nbytes, ranks in ((size * elements, group), (size * experts, copies)):
                 count = max(pieces, math.ceil(nbytes / bucket) if bucket else 1)
                 seconds += count * operation(nbytes / count, ranks)
+                seconds += device.cold(times * nbytes, held) if ranks.size > 1 else 0.0
             return seconds * learned.data
 
         scatter, gather = over_data(net.reduce_scatter, job.comm), over_data(net.all_gather, job.itemsize)
@@ -112,7 +116,7 @@ class Estimator(Division):
         elif method == "zero3":
             sums, forward_data, backward_data = 0.0, gather, gather + scatter
         else:
-            sums = over_data(net.all_reduce, job.comm) / max(1, job.average_every)
+            sums = over_data(net.all_reduce, job.comm, 2) / max(1, job.average_every)
         if method.startswith("zero"):
             updated = elements / choice.replicas + experts / copies.size
         hidden = self.machine.software.hidden_data
@@ -144,6 +148,7 @@ class Estimator(Division):
         stages = self.stages(choice)
         local, copies = self.placement(choice)
         if p == 1:
+            m = self.full_microbatches(choice)
             seconds = sum(m * stage.microbatch + stage.ending for stage in stages)
         else:
             forward, inputs, weights = (list(each) for each in zip(*(stage.passes for stage in stages)))
@@ -159,6 +164,10 @@ class Estimator(Division):
             seconds = pipelines.makespan(choice.schedule, p, m, choice.virtual_stages, costs, len(job.slices))
         work = [sum(m / copies * stages[s].microbatch + stages[s].ending for s in own) for own in local]
         busiest = local[max(range(p), key=work.__getitem__)]
+        if self.machine.share < 1:  # ranks that wait lend their core to others
+            even = choice.microbatches * self.evenness(choice)
+            mean = sum(even * stages[s].microbatch / copies + stages[s].ending for own in local for s in own) / p
+            seconds = max(mean, self.machine.share * seconds)
         return self._told(choice, [stages[s] for s in busiest], m / copies, seconds)
 
     def _told(self, choice, own, count, seconds) -> Estimate:
@@ -171,8 +180,10 @@ class Estimator(Division):
             parts["expert"] += count * sum(each.expert for each in passes)
             parts["data"] += count * (stage.forward_data + stage.backward_data) + stage.sums
             parts["optimizer"] += stage.update
-        idle = seconds - sum(parts.values())
-        parts["bubble"] = idle if idle > 1e-9 * seconds else 0.0  # else rounding
+        total = sum(parts.values())
+        if total > seconds:  # where others lend their cores, or rounding
+            parts = {name: part * seconds / total for name, part in parts.items()}
+        parts["bubble"] = max(0.0, seconds - total)
         parts["reading"] = self.reading(choice)
         late = self.machine.errors.noise * math.sqrt(2 * math.log(choice.ranks))
         parts["stragglers"] = late * (seconds + parts["reading"])

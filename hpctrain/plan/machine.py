@@ -13,131 +13,9 @@ from importlib import resources
 from pathlib import Path
 
 from hpctrain import files
+from hpctrain.plan.figures import Device, Errors, Learned, Link, Measured, Occupied, Software
 
 LARGEST = 1 << 20  # bytes of a file
-
-
-@dataclass(frozen=True)
-class Link:
-    """A level of the network. Each of its units (a device, a node, a group of nodes) has `bandwidth` to the other
-    units, up to those that make a unit of the next level.
-
-    Attributes:
-        unit: ranks of a unit, which share its bandwidth; 1 on the first level.
-        latency: s of a message.
-        bandwidth: B/s that a unit sends, and receives at the same time.
-        direct: part of it that messages to one other unit get. 1 where all links lead to switches that everybody
-            shares; less in a dragonfly, whose groups are linked in pairs: 1/2 by adaptive routing, which sends most of
-            them through a third group, and 1/(groups - 1) by the shortest way.
-    """
-
-    name: str
-    unit: int
-    latency: float
-    bandwidth: float
-    direct: float = 1.0
-
-
-@dataclass(frozen=True)
-class Device:
-    """What one rank computes with.
-
-    Attributes:
-        memory: B.
-        reserved: B that are gone before the model is made: driver, libraries, the interpreter.
-        slack: part of what is allocated that the allocator wastes.
-        bandwidth: B/s that element-wise operations read and write.
-        state_bandwidth: B/s that the optimizer reads and writes, of more than caches hold; 0 for `bandwidth`.
-        product: part of the peak that a product reaches whose operands cost nothing to read.
-        attention: part of a product's rate that the products inside attention reach.
-        launch: s that an operation takes besides.
-        sample, reading: s that a sample takes to be read besides, and B/s of its tokens, 8 B each; 0 where reading them
-            costs no more than copying them.
-        ramp: s in which a product fills the device's units and empties them, besides.
-        power: W, or 0 where it is not known.
-    """
-
-    memory: float
-    bandwidth: float
-    product: float
-    attention: float
-    launch: float
-    ramp: float = 0.0
-    sample: float = 0.0
-    reading: float = 0.0
-    reserved: float = 0.0
-    slack: float = 0.05
-    power: float = 0.0
-    state_bandwidth: float = 0.0
-
-    @property
-    def optimizer_rate(self) -> float:
-        """B/s."""
-        return self.state_bandwidth or self.bandwidth
-
-
-@dataclass(frozen=True)
-class Software:
-    """What the measured runs that a file was calibrated on did otherwise than a file of data sheets could say.
-
-    Attributes:
-        score_bytes: B that attention reads and writes a score in forward; 0 for flash attention.
-        attended: part of a head's length² scores that are computed; 0.5 where the causal half is left out.
-        whole_norms: values of train.recompute with which every tensor rank has whole norms and residual sums.
-        hidden_data, hidden_tensor: part of the communication on these axes that the computation beside it hides.
-        bucket: B of gradients or weights that a sum or gather over replicas takes at a time; 0 for all at once.
-        asynchronous: operations are queued ahead, so that launching them costs nothing unless nothing else does.
-    """
-
-    score_bytes: float = 0.0
-    attended: float = 1.0
-    whole_norms: tuple[str, ...] = ()
-    hidden_data: float = 0.0
-    hidden_tensor: float = 0.0
-    bucket: float = 0.0
-    asynchronous: bool = True
-
-
-@dataclass(frozen=True)
-class Errors:
-    """How far predictions are off.
-
-    Attributes:
-        noise: standard deviation of a rank's step, as a part of it: the slowest of N is sqrt(2 ln N) of them late.
-        relative: half width of the interval of a prediction, as a part of it.
-    """
-
-    noise: float = 0.0
-    relative: float = 0.15
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Seconds of one operation by size on this machine, to interpolate instead of the formula.
-
-    Attributes:
-        operation: "all_gather", "reduce_scatter", "all_reduce" or "message".
-        ranks: that took part.
-        bytes, seconds: of the whole tensor; rising.
-    """
-
-    operation: str
-    ranks: int
-    bytes: tuple[float, ...]
-    seconds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Learned:
-    """What runs have shown: measured over predicted seconds of each part, by `hpctrain plan --learn`."""
-
-    compute: float = 1.0
-    data: float = 1.0
-    tensor: float = 1.0
-    sequence: float = 1.0
-    optimizer: float = 1.0
-    memory: float = 1.0
-    runs: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,6 +27,7 @@ class Machine:
         node: ranks of a node.
         peak: flop/s of a device by type: fp64, fp32, tf32, bf16, fp16.
         link: levels of the network, the nearest first.
+        share: of a core that a rank has where all compute, of a `crowded` machine.
 
     >>> Machine.load("dgx-h100").node
     8
@@ -163,6 +42,8 @@ class Machine:
     software: Software = field(default_factory=Software)
     errors: Errors = field(default_factory=Errors)
     measured: tuple[Measured, ...] = ()
+    occupied: tuple[Occupied, ...] = ()
+    share: float = 1.0
     learned: Learned = field(default_factory=Learned)
 
     @classmethod
@@ -202,15 +83,20 @@ class Machine:
         return machine
 
     def crowded(self, ranks: int) -> Machine:
-        """The machine where more ranks than cores share the cores of its only node."""
-        if len(self.link) > 1 or ranks <= self.node:
+        """The machine where so many ranks share its only node, and its cores where they are more: as measured with as
+        many, else each in its turn at the rates of fewer."""
+        if len(self.link) > 1:
             return self
-        share, device = self.node / ranks, self.device
-        slower = replace(
-            device, product=device.product * share, bandwidth=device.bandwidth * share, launch=device.launch / share,
-            state_bandwidth=device.state_bandwidth * share,
-        )  # fmt: skip
-        return replace(self, device=slower)
+        share, device = min(1.0, self.node / ranks), self.device
+        for each in self.occupied:
+            if each.ranks == ranks:
+                figures = {name: value for name, value in vars(each).items() if name != "ranks"}
+                return replace(self, device=replace(device, **figures), share=share)
+        if share == 1:
+            return self
+        rates = ("product", "bandwidth", "state_bandwidth", "norms", "activations", "cache")
+        slower = {name: getattr(device, name) * share for name in rates}
+        return replace(self, device=replace(device, launch=device.launch / share, **slower), share=share)
 
     def peak_of(self, compute: str, matmul: str) -> float:
         """flop/s of products in this precision, of the configuration's [precision].

@@ -27,6 +27,8 @@ from hpctrain.data import ShardedTokens, pack
 from hpctrain.data_parallel.buckets import BUCKET_BYTES
 from hpctrain.grid import Grid
 from hpctrain.launch import abort, check_launcher
+from hpctrain.layers.gelu import gelu_tanh
+from hpctrain.plan.passes import BACKWARD, INNER, RESIDUAL
 
 PRODUCTS = ((1024, 1024, 1024), (512, 512, 2048), (2048, 256, 256), (256, 1024, 256), (1024, 64, 1024), (128, 256, 512))
 SIZES = tuple(4**k for k in range(4, 13))  # bytes of a collective: 256 to 16 MiB
@@ -66,6 +68,10 @@ def measure(grid: Grid, folder: Path) -> dict:
         },
         "elements": elements(grid, device, 4 * 2**20),  # as large as activations
         "state": elements(grid, device, 128 * 2**20),  # as large as weights
+        "norms": norms(grid, device),
+        "activations": activations(grid, device),
+        "cache": cache(device, nodes),
+        "waiting": waiting(grid, device) if grid.size > 1 else 0.0,
         "launch": launch(grid, device),
         "attention": attention(grid, device),
         "reading": reading(grid, folder),
@@ -110,6 +116,64 @@ def elements(grid: Grid, device: torch.device, nbytes: int) -> float:
     return 3 * nbytes / seconds(grid, lambda: torch.add(a, b, out=out), device)
 
 
+def norms(grid: Grid, device: torch.device, layers: int = 4, width: int = 512) -> float:
+    """Bytes a second of norms with the sums around them, forward and backward, as a prediction counts them."""
+    x = torch.ones(2048, width, device=device, requires_grad=True)
+
+    def chain():
+        y = x
+        for _ in range(layers):
+            y = y + torch.nn.functional.layer_norm(y, (width,))
+        y.backward(x)
+
+    return (1 + BACKWARD) * RESIDUAL * 2 * x.nbytes * layers / seconds(grid, chain, device)
+
+
+def activations(grid: Grid, device: torch.device, layers: int = 4, width: int = 512) -> float:
+    """The same of what lies between the products of a block: biases, copies of heads, GELU in the MLP."""
+    heads, hidden = (torch.ones(width, n * width, device=device, requires_grad=True) for n in (3, 4))
+    bias = torch.zeros(4 * width, device=device, requires_grad=True)
+
+    def chain():
+        total = torch.zeros((), device=device)
+        for _ in range(layers):
+            mixed = (heads + bias[: 3 * width])[:, :width].t().contiguous()
+            total = total + gelu_tanh(hidden + bias)[0, 0] + mixed[0, 0]
+        total.backward()
+
+    kept = 4 * width * (3 + 1 + 4 + 4) * width  # inputs and outputs of attention and of the activation
+    return (1 + BACKWARD) * INNER * kept * layers / seconds(grid, chain, device)
+
+
+def waiting(grid: Grid, device: torch.device, products: int = 8) -> float:
+    """Part of a product's time that the ranks wait for one another where they exchange something after each."""
+    axis, part = grid.data, torch.zeros(1, 1024, device=device)
+    work = product((384, 384, 384), torch.float32, device)
+
+    def several(*calls: Callable[[], object]) -> Callable[[], None]:
+        def run():
+            for _ in range(products):
+                for call in calls:
+                    call()
+
+        return run
+
+    def exchange() -> object:
+        return comm.all_gather(part, axis)
+
+    apart = [seconds(grid, several(call), device) for call in (work, exchange)]
+    return max(0.0, seconds(grid, several(work, exchange), device) - sum(apart)) / apart[0]
+
+
+def cache(device: torch.device, ranks: int) -> float:
+    """Bytes of the last level's cache that a rank of a node has."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).L2_cache_size)
+    levels = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    sizes = [int(text[:-1]) << {"K": 10, "M": 20}[text[-1]] for text in (level.read_text().strip() for level in levels)]
+    return max(sizes, default=0) / ranks
+
+
 def launch(grid: Grid, device: torch.device, operations: int = 200) -> float:
     """Seconds of an operation on nothing, forward and backward each."""
 
@@ -124,10 +188,11 @@ def launch(grid: Grid, device: torch.device, operations: int = 200) -> float:
 
 
 def attention(grid: Grid, device: torch.device, heads: int = 8, length: int = 256, width: int = 32) -> float:
-    """flop/s in causal attention, of the half of the scores that count."""
-    q = torch.ones(2, heads, length, width, device=device)
+    """flop/s in causal attention, of the half of the scores that count, forward and backward."""
+    q = torch.ones(2, heads, length, width, device=device, requires_grad=True)
     call = torch.nn.functional.scaled_dot_product_attention
-    return 2 * 2 * heads * length**2 * width / seconds(grid, lambda: call(q, q, q, is_causal=True), device)
+    flops = 2 * 2 * heads * length**2 * width * (1 + 2.5)  # backward computes the scores once more
+    return flops / seconds(grid, lambda: call(q, q, q, is_causal=True).backward(q), device)
 
 
 def collectives(grid: Grid, device: torch.device) -> dict[str, list[tuple[int, float]]]:

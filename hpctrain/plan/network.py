@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from hpctrain.plan.machine import Machine, Measured
@@ -30,8 +31,13 @@ class Network:
 
     def __init__(self, machine: Machine):
         self.machine = machine
-        self._tables = {(table.operation, table.ranks): table for table in machine.measured}
+        self._tables = {(table.operation, table.ranks): self._shared(table) for table in machine.measured}
         self._path = functools.cache(self._find_path)
+
+    def _shared(self, table: Measured) -> Measured:
+        """Of ranks that had a core of their own, where they share them now."""
+        share = self.machine.share if table.ranks <= self.machine.node else 1.0
+        return replace(table, seconds=tuple(taken / share for taken in table.seconds))
 
     def all_gather(self, nbytes: float, group: Group) -> float:
         """Of which every rank has nbytes in the end."""

@@ -99,6 +99,13 @@ class Box:
             self.sequences = x * -(-self.sequences // x)
         self.rows = self.sequences * -(-job.costs.context // (self.ring * self.ulysses))
         self.rate = machine.peak_of(job.compute, job.matmul) * machine.device.product
+        costs, dense = job.costs, job.costs.dense_layers
+        weights = (costs.layers - dense) * costs.block_weights() + dense * costs.block_weights(dense=True)
+        weights += costs.vocabulary * costs.width
+        self.weights = (job.itemsize + job.reduce) * weights / (choice.pipeline * x * y * z)  # and gradients
+        again = 1 - 1 / choice.microbatches if machine.software.accumulates else 0.0
+        self.added = again * (1 if z > 1 else 3)  # times that a weight gradient is read and written besides
+        self.waiting = machine.device.waiting * x * y * z / choice.ranks if x * y * z > 1 else 0.0
         self.expert, self.expert_tensor = choice.expert, choice.expert_tensor
         heads = -(-job.groups // (y if self.plane else x * y)) * (job.heads // max(1, job.groups))
         self.heads = -(-heads // self.ulysses)  # of this rank
@@ -114,6 +121,10 @@ class Box:
     def elements(self, nbytes: float) -> float:
         return nbytes / self.machine.device.bandwidth
 
+    def cold(self, nbytes: float) -> float:
+        """What weights take to be read besides where no cache holds them."""
+        return self.machine.device.cold(nbytes, self.weights)
+
     def finished(
         self, seconds: float, operations: int, tensor: float, sequence: float = 0.0, expert: float = 0.0
     ) -> Pass:
@@ -121,6 +132,7 @@ class Box:
         launches = operations * self.machine.device.launch
         asynchronous = self.machine.software.asynchronous
         compute = max(seconds, launches) if asynchronous else seconds + launches
+        tensor += self.waiting * compute
         hidden = min(self.machine.software.hidden_tensor * tensor, compute)
         learned = self.machine.learned
         return Pass(compute * learned.compute, (tensor - hidden) * learned.tensor, sequence * learned.sequence, expert)
@@ -133,7 +145,10 @@ class Box:
         over_in, over_out = ("y", "x") if to_inner else ("x", "y")
         sizes = {"x": x, "y": y}
         k, n, m = -(-n_in // sizes[over_in]), -(-n_out // sizes[over_out]), self.rows
-        computes = [self.product(m, k, n), self.product(m, n, k), self.product(k, m, n)]
+        weight = self.job.itemsize * k * n
+        read, added = self.cold(weight), self.added * weight / self.machine.device.optimizer_rate
+        gradient = self.product(k, m, n) + 2 * read + added
+        computes = [self.product(m, k, n) + read, self.product(m, n, k) + read, gradient]
         if x * y * self.z == 1:
             return computes, [0.0, 0.0, 0.0]
         size, net, groups = self.job.itemsize, self.network, self.groups
@@ -143,9 +158,9 @@ class Box:
         gather_out = net.all_gather(size * m * n, groups[over_in])
         scatter_in = net.reduce_scatter(size * m * k, groups[over_out])
         scatter_out = net.reduce_scatter(size * m * n, groups[over_in])
-        weight = net.all_gather(size * k * n, groups["z"])
+        whole = net.all_gather(weight, groups["z"])
         # the weight's gradient over z is added by `weight_sum`
-        return computes, [gather_in + weight + scatter_out, gather_out + weight + scatter_in, gather_in]
+        return computes, [gather_in + whole + scatter_out, gather_out + whole + scatter_in, gather_in]
 
     def weight_sum(self, n_in: int, n_out: int) -> float:
         """Of one gradient over z."""
@@ -233,7 +248,7 @@ class Box:
         residual = size * self.rows * costs.width * 2 * costs.norms / box
         inner = size * self.rows * sum(e.n_out if e.to_inner else e.n_in for e in linears) / box
         whole = self.x if recompute in self.machine.software.whole_norms else 1
-        elementwise = self.elements(RESIDUAL * residual * whole + INNER * inner)
+        elementwise = self.machine.device.elementwise(RESIDUAL * residual * whole, INNER * inner)
         norms = costs.norms * self.norm()
         forward = computes[0] + elementwise + self.attention + mixed.seconds, tensors[0] + norms + mixed.rows
         # flash attention computes the scores once more in backward
@@ -273,10 +288,13 @@ class Box:
         moved = self.network.reduce_scatter(rows / self.y, self.groups["x"])
         gathered = self.network.all_gather(tables, self.groups["z"])
         seconds = self.elements(3 * rows / (self.x * self.y))
+        # gradients of tables are whole ones: written, and added to those of the head and of other microbatches
+        dense = 4 * tables / self.machine.device.optimizer_rate if self.machine.software.accumulates else 0.0
         return Part(
             self.finished(seconds, OPERATIONS // 2, moved + gathered),
             self.finished(2 * seconds, OPERATIONS // 2, moved + gathered),
-            Pass(), rows / (self.x * self.y), 2 * tables,  # a microbatch's gradient, and its sum with the head's
+            self.finished(dense, 0, 0.0),
+            rows / (self.x * self.y), 2 * tables,  # a microbatch's gradient, and its sum with the head's
         )  # fmt: skip
 
     def head(self) -> Part:

@@ -135,20 +135,22 @@ class Stage:
     def _stream(self, name: str, width: int) -> Operator:
         """Norm, residual sum, dropout; a norm needs two numbers of a row from the ranks that share its features."""
 
+        device = self.box.machine.device
+
         def seconds(cuts, rows, features):
             moved = 0.0
             for cut, size, group in zip(cuts, self.sizes, self.groups):
                 if cut == "features":
                     moved += 2 * self.network.all_gather(2 * 4 * rows * size, group)
             kept = 2 * self.job.itemsize * rows * features
-            return (1 + BACKWARD) * self.box.elements(RESIDUAL * kept) + moved, kept
+            return (1 + BACKWARD) * device.elementwise(RESIDUAL * kept, 0.0) + moved, kept
 
         return self._elementwise(name, ("rows", "features"), (self.rows, width), seconds, self.rows * width)
 
     def _activation(self, n_in: int, n_out: int) -> Operator:
         def seconds(cuts, rows, features):
             kept = self.job.itemsize * rows * features * (n_in + n_out) / n_out
-            return (1 + BACKWARD) * self.box.elements(INNER * kept), kept
+            return (1 + BACKWARD) * self.box.machine.device.elementwise(0.0, INNER * kept), kept
 
         return self._elementwise("activation", ("rows", "features"), (self.rows, n_out), seconds, self.rows * n_out)
 
@@ -162,7 +164,8 @@ class Stage:
             kept = self.job.itemsize * sequences * length * (n_in + n_out) * heads / costs.heads
             forward = self.box.attended(scores)
             backward = 2.0 if self.box.machine.software.score_bytes else 2.5  # as in `Box.block`
-            return (1 + backward) * forward + (1 + BACKWARD) * self.box.elements(INNER * kept), kept
+            between = self.box.machine.device.elementwise(0.0, INNER * kept)
+            return (1 + backward) * forward + (1 + BACKWARD) * between, kept
 
         lengths = self.sequences, self.job.groups
         return self._elementwise("attention", ("sequences", "heads"), lengths, seconds, self.rows * n_out)

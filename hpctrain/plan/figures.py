@@ -1,0 +1,162 @@
+"""What is known of a machine's devices, links and software: the tables of its file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """A level of the network. Each of its units (a device, a node, a group of nodes) has `bandwidth` to the other
+    units, up to those that make a unit of the next level.
+
+    Attributes:
+        unit: ranks of a unit, which share its bandwidth; 1 on the first level.
+        latency: s of a message.
+        bandwidth: B/s that a unit sends, and receives at the same time.
+        direct: part of it that messages to one other unit get. 1 where all links lead to switches that everybody
+            shares; less in a dragonfly, whose groups are linked in pairs: 1/2 by adaptive routing, which sends most of
+            them through a third group, and 1/(groups - 1) by the shortest way.
+    """
+
+    name: str
+    unit: int
+    latency: float
+    bandwidth: float
+    direct: float = 1.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes with.
+
+    Attributes:
+        memory: B.
+        reserved: B that are gone before the model is made: driver, libraries, the interpreter.
+        slack: part of what is allocated that the allocator wastes.
+        bandwidth: B/s that element-wise operations read and write.
+        state_bandwidth: B/s that the optimizer reads and writes, of more than caches hold; 0 for `bandwidth`.
+        norms, activations: B/s that norms with the sums around them, and operations between two products, read and
+            write; 0 for `bandwidth`.
+        cache: B of weights and gradients that a rank's cache holds from one microbatch to the next.
+        waiting: part of the computing between two exchanges of all ranks of a node that they wait for one another.
+        product: part of the peak that a product reaches whose operands cost nothing to read.
+        attention: part of a product's rate that the products inside attention reach.
+        launch: s that an operation takes besides.
+        sample, reading: s that a sample takes to be read besides, and B/s of its tokens, 8 B each; 0 where reading them
+            costs no more than copying them.
+        ramp: s in which a product fills the device's units and empties them, besides.
+        power: W, or 0 where it is not known.
+    """
+
+    memory: float
+    bandwidth: float
+    product: float
+    attention: float
+    launch: float
+    ramp: float = 0.0
+    sample: float = 0.0
+    reading: float = 0.0
+    reserved: float = 0.0
+    slack: float = 0.05
+    power: float = 0.0
+    state_bandwidth: float = 0.0
+    norms: float = 0.0
+    activations: float = 0.0
+    cache: float = 0.0
+    waiting: float = 0.0
+
+    @property
+    def optimizer_rate(self) -> float:
+        """B/s."""
+        return self.state_bandwidth or self.bandwidth
+
+    def elementwise(self, residual: float, inner: float) -> float:
+        """Seconds in which norms and sums, and what lies between two products, read and write so many bytes."""
+        return residual / (self.norms or self.bandwidth) + inner / (self.activations or self.bandwidth)
+
+    def cold(self, nbytes: float, weights: float) -> float:
+        """Seconds that so many bytes of a rank's `weights` and gradients take beyond those of bytes in a cache."""
+        return nbytes * max(0.0, 1 / self.optimizer_rate - 1 / self.bandwidth) if weights > self.cache else 0.0
+
+
+@dataclass(frozen=True)
+class Software:
+    """What the measured runs that a file was calibrated on did otherwise than a file of data sheets could say.
+
+    Attributes:
+        score_bytes: B that attention reads and writes a score in forward; 0 for flash attention.
+        attended: part of a head's length² scores that are computed; 0.5 where the causal half is left out.
+        whole_norms: values of train.recompute with which every tensor rank has whole norms and residual sums.
+        hidden_data, hidden_tensor: part of the communication on these axes that the computation beside it hides.
+        bucket: B of gradients or weights that a sum or gather over replicas takes at a time; 0 for all at once.
+        asynchronous: operations are queued ahead, so that launching them costs nothing unless nothing else does.
+        accumulates: gradients of microbatches after the first are added by an operation of their own.
+    """
+
+    score_bytes: float = 0.0
+    attended: float = 1.0
+    whole_norms: tuple[str, ...] = ()
+    hidden_data: float = 0.0
+    hidden_tensor: float = 0.0
+    bucket: float = 0.0
+    asynchronous: bool = True
+    accumulates: bool = False
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far predictions are off.
+
+    Attributes:
+        noise: standard deviation of a rank's step, as a part of it: the slowest of N is sqrt(2 ln N) of them late.
+        relative: half width of the interval of a prediction, as a part of it.
+    """
+
+    noise: float = 0.0
+    relative: float = 0.15
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one operation by size on this machine, to interpolate instead of the formula.
+
+    Attributes:
+        operation: "all_gather", "reduce_scatter", "all_reduce" or "message".
+        ranks: that took part.
+        bytes, seconds: of the whole tensor; rising.
+    """
+
+    operation: str
+    ranks: int
+    bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Occupied:
+    """What one rank computes with where so many of a node compute at once; other figures are those of `Device`."""
+
+    ranks: int
+    memory: float
+    bandwidth: float
+    product: float
+    launch: float
+    state_bandwidth: float
+    norms: float
+    activations: float
+    cache: float
+    waiting: float
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What runs have shown: measured over predicted seconds of each part, by `hpctrain plan --learn`."""
+
+    compute: float = 1.0
+    data: float = 1.0
+    tensor: float = 1.0
+    sequence: float = 1.0
+    optimizer: float = 1.0
+    memory: float = 1.0
+    runs: int = 0

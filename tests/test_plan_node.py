@@ -1,0 +1,96 @@
+"""What ranks of a node share: cores, caches and memory; and what is left over where work does not divide."""
+
+import dataclasses
+
+import pytest
+from test_plan_learn import figures, written
+
+from hpctrain.config import load_config
+from hpctrain.plan import Machine, predict
+from hpctrain.plan.job import read
+from hpctrain.plan.network import Network
+from hpctrain.plan.passes import Box
+
+BASE = ["model.layers=8", "model.width=512", "model.heads=8", "train.batch=32", "model.context=128"]
+CPU = Machine.load("cpu-cluster")
+
+
+def config(*overrides):
+    return load_config(overrides=[*BASE, *overrides])
+
+
+def box(*overrides, accumulates=False, **device):
+    device = {"bandwidth": 1e9, "state_bandwidth": 2.5e8, "cache": 1e9, "launch": 0.0} | device
+    made = dataclasses.replace(
+        CPU, device=dataclasses.replace(CPU.device, **device),
+        software=dataclasses.replace(CPU.software, accumulates=accumulates),
+    )  # fmt: skip
+    job, choice = read(config("train.microbatches=2", *overrides))
+    return Box(job, made, Network(made), choice)
+
+
+def test_weights_that_no_cache_holds():
+    """Three products read or write 4, 4 and 8 bytes of each at the slow rate. A second microbatch's gradient is added,
+    by three times 4 bytes, or by 4 where z ranks put its sum off."""
+    weights = 4 * 512 * 2048
+    cold, warm = (box(cache=cache).linear(512, 2048, True)[0] for cache in (0.0, 1e9))
+    assert [a - b for a, b in zip(cold, warm)] == pytest.approx([3e-9 * weights, 3e-9 * weights, 6e-9 * weights])
+    for over_z, times in (("grid.tensor=1", 3), ("grid.tensor=[1,1,2]", 1)):
+        added, plain = (box(over_z, accumulates=each).linear(512, 2048, True)[0] for each in (True, False))
+        assert [a - b for a, b in zip(added, plain)] == pytest.approx([0, 0, times * weights / 2 / 2.5e8])
+
+
+def test_exchanges_wait_for_the_slowest():
+    waits, none = (box("grid.tensor=2", waiting=part).finished(2.0, 0, 0.5) for part in (0.1, 0.0))
+    assert waits.tensor - none.tensor == pytest.approx(0.2)
+    half = box("grid.tensor=2", "grid.data=2", waiting=0.1).finished(2.0, 0, 0.5)  # others compute meanwhile
+    assert half.tensor - none.tensor == pytest.approx(0.1)
+    assert box("grid.data=2", waiting=0.1).finished(2.0, 0, 0.0).tensor == 0
+
+
+def test_ranks_that_wait_lend_their_cores(tmp_path):
+    """What four ranks at once compute at is measured; of a pipeline on two cores nothing is idle, as one stage's ranks
+    have the cores while the other's wait."""
+    four = figures(4) | {"elements": 9e8, "state": 4e8, "launch": 7e-6}
+    machine = Machine.load(written(tmp_path, figures(1), figures(2), four))
+    crowded = machine.crowded(4)
+    device = crowded.device
+    assert (crowded.share, device.memory, device.product, device.bandwidth) == (0.5, 2e9, 1.0, 9e8)
+    assert (device.optimizer_rate, device.launch, device.waiting) == (4e8, 7e-6, 0.4)
+    assert machine.crowded(1).share == 1
+    machine = Machine.load(written(tmp_path, figures(1), figures(2)))  # four take turns
+    job = ["model.width=512", "train.batch=8", "train.microbatches=2"]
+    two, cut, apart = (
+        predict(load_config(overrides=[*job, f"grid.data={data}", f"grid.pipeline={stages}"]), machine)
+        for data, stages in ((1, 2), (2, 2), (4, 1))
+    )
+    assert two.parts["bubble"] > 0.3 * two.parts["compute"]
+    assert cut.parts["bubble"] < 0.1 * cut.parts["compute"]
+    assert cut.seconds == pytest.approx(apart.seconds, rel=0.15)  # which updates twice as many weights
+
+
+def test_microbatches_without_sequences():
+    """Four replicas of four sequences have one each, whatever the number of microbatches."""
+    job = ["grid.data=4", "train.batch=4"]
+    one, two = (predict(config(*job, f"train.microbatches={m}"), CPU).parts["compute"] for m in (1, 2))
+    assert two == pytest.approx(one)
+
+
+def test_ranks_without_rows_lend_their_cores(tmp_path):
+    """Of two sequences on four ranks of z, two have none: the others compute as if they were two."""
+    machine = Machine.load(written(tmp_path, figures(1), figures(2)))
+    job = ["model.context=256", "train.batch=2", "train.microbatches=1"]
+    two, four = (predict(config(*job, f"grid.tensor=[1,1,{z}]"), machine).parts["compute"] for z in (2, 4))
+    assert four == pytest.approx(two, rel=0.05)
+
+
+def test_gradients_whose_sums_over_z_are_put_off():
+    """Each rank keeps its part of the gradient for both, from a second microbatch on."""
+
+    def memory(*overrides):
+        return predict(config("grid.tensor=[1,1,2]", "train.microbatches=2", *overrides), CPU).memory_bytes
+
+    weights = 8 * 12 * 512**2 + 257 * 512
+    assert memory() - memory("tensor.overlap=[]") == pytest.approx(1.05 * 4 * weights)
+    once = "train.microbatches=1"
+    assert memory(once) == memory(once, "tensor.overlap=[]")
