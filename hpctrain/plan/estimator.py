@@ -144,11 +144,10 @@ class Estimator(Division):
 
     def estimate(self, choice: Choice) -> Estimate:
         """What a step takes with this choice."""
-        job, p, m = self.job, choice.pipeline, choice.microbatches
+        job, p, m = self.job, choice.pipeline, self.full_microbatches(choice)
         stages = self.stages(choice)
         local, copies = self.placement(choice)
         if p == 1:
-            m = self.full_microbatches(choice)
             seconds = sum(m * stage.microbatch + stage.ending for stage in stages)
         else:
             forward, inputs, weights = (list(each) for each in zip(*(stage.passes for stage in stages)))
@@ -161,7 +160,8 @@ class Estimator(Division):
                 slices=[n / job.costs.context for n in job.slices] or None,
                 latency=self.edges(choice),
             )
-            seconds = pipelines.makespan(choice.schedule, p, m, choice.virtual_stages, costs, len(job.slices))
+            order = choice.schedule, p, choice.microbatches, choice.virtual_stages
+            seconds = pipelines.makespan(*order, costs, len(job.slices))
         work = [sum(m / copies * stages[s].microbatch + stages[s].ending for s in own) for own in local]
         busiest = local[max(range(p), key=work.__getitem__)]
         if self.machine.share < 1:  # ranks that wait lend their core to others
