@@ -204,6 +204,8 @@ def test_what_is_measured_here_makes_a_machine(world, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "SIZES", (1024, 65536))
     monkeypatch.setattr(measure, "PRODUCTS", ((64, 64, 64), (128, 16, 128), (16, 256, 16)))
     monkeypatch.setattr(measure, "CALLS", 2)
+    monkeypatch.setattr(measure, "TURNS", 1e-4)
+    monkeypatch.setattr(measure, "share_cores", lambda grid: grid.size > 1)  # so that calls are repeated
     with Grid(world.size) as grid:
         found = measure.measure(grid, world.bcast(tmp_path)) | {"cores": 2, "reserved": 3e8}
     assert (

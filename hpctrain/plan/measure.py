@@ -4,25 +4,28 @@
 
 Samples are read from a corpus that is packed beside OUT.json, which all ranks must see; most often from the page cache.
 
-All ranks work at the same time, as they do in training; a figure is the lower quartile of its
-calls, as what others do to the machine only adds to a time, of the slowest rank.
+All ranks work at the same time, as they do in training; a figure is the lower quartile of its calls, as what others do
+to the machine only adds to a time, each of the slowest rank. Where ranks outnumber the cores, a call is repeated until
+all have had several turns: a short one would have a core of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from hpctrain import comm
+from hpctrain import comm, cores
 from hpctrain.data import ShardedTokens, pack
 from hpctrain.data_parallel.buckets import BUCKET_BYTES
 from hpctrain.grid import Grid
@@ -33,6 +36,7 @@ from hpctrain.plan.passes import BACKWARD, INNER, RESIDUAL
 PRODUCTS = ((1024, 1024, 1024), (512, 512, 2048), (2048, 256, 256), (256, 1024, 256), (1024, 64, 1024), (128, 256, 512))
 SIZES = tuple(4**k for k in range(4, 13))  # bytes of a collective: 256 to 16 MiB
 CALLS = 9
+TURNS = 0.03  # s in which every rank of several on a core has had its turns; the scheduler's are of some milliseconds
 CORPUS, SAMPLES = 1 << 20, (128, 8192)  # bytes of text, and tokens that are read of it at once
 _CPU = torch.device("cpu")
 
@@ -57,7 +61,7 @@ def measure(grid: Grid, folder: Path) -> dict:
     """The figures, the same on every rank. Collective over the grid's data axis, which has all its ranks. Writes a
     corpus into `folder`."""
     device = comm.local_device("auto", grid.comm)
-    nodes = max(grid.world.nodes.count(node) for node in set(grid.world.nodes))
+    nodes = max(Counter(grid.world.nodes).values())
     found = {
         "ranks": grid.size,
         "ranks_of_a_node": nodes,
@@ -89,16 +93,24 @@ def types(device: torch.device) -> dict[str, torch.dtype]:
 
 def seconds(grid: Grid, work: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
     """Of a call of `work`, on the slowest rank."""
-    work()
-    taken = []
-    for _ in range(calls):
+
+    def taken(repeats: int) -> float:
         _wait(device)
         grid.comm.Barrier()
         start = time.perf_counter()
-        work()
+        for _ in range(repeats):
+            work()
         _wait(device)
-        taken.append(time.perf_counter() - start)
-    return grid.comm.allreduce(statistics.quantiles(taken)[0], op=_max())
+        return grid.comm.allreduce(time.perf_counter() - start, op=_max()) / repeats
+
+    work()
+    repeats = math.ceil(TURNS / taken(1)) if share_cores(grid) else 1
+    return statistics.quantiles(taken(repeats) for _ in range(calls))[0]
+
+
+def share_cores(grid: Grid) -> bool:
+    """Whether a node has more ranks than cores."""
+    return max(Counter(grid.world.nodes).values()) > cores.find().count
 
 
 def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
