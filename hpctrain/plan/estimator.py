@@ -47,6 +47,11 @@ class Stage:
         return forward, self.input_gradient.seconds + self.backward_data, self.weight_gradient.seconds
 
     @functools.cached_property
+    def compute(self) -> float:
+        """Of a microbatch, products and element-wise operations."""
+        return self.forward.compute + self.input_gradient.compute + self.weight_gradient.compute
+
+    @functools.cached_property
     def microbatch(self) -> float:
         return sum(self.passes)
 
@@ -165,9 +170,11 @@ class Estimator(Division):
         work = [sum(m / copies * stages[s].microbatch + stages[s].ending for s in own) for own in local]
         busiest = local[max(range(p), key=work.__getitem__)]
         if self.machine.share < 1:  # ranks that wait lend their core to others
-            even = choice.microbatches * self.evenness(choice)
-            mean = sum(even * stages[s].microbatch / copies + stages[s].ending for own in local for s in own) / p
-            seconds = max(mean, self.machine.share * seconds)
+            none = 1 - self.evenness(choice)  # of a rank's computing, and of what it waits between
+            none *= 1 + self.machine.device.waits(math.prod(choice.box), choice.ranks)
+            count = choice.microbatches / copies
+            each = [count * (stage.microbatch - none * stage.compute) + stage.ending for stage in stages]
+            seconds = max(sum(each[s] for own in local for s in own) / p, self.machine.share * seconds)
         return self._told(choice, [stages[s] for s in busiest], m / copies, seconds)
 
     def _told(self, choice, own, count, seconds) -> Estimate:

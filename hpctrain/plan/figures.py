@@ -71,6 +71,10 @@ class Device:
         """B/s."""
         return self.state_bandwidth or self.bandwidth
 
+    def waits(self, box: int, ranks: int) -> float:
+        """Of so many ranks' computing, the part that those of a tensor box wait for one another; others go on."""
+        return self.waiting * box / ranks if box > 1 else 0.0
+
     def elementwise(self, residual: float, inner: float) -> float:
         """Seconds in which norms and sums, and what lies between two products, read and write so many bytes."""
         return residual / (self.norms or self.bandwidth) + inner / (self.activations or self.bandwidth)

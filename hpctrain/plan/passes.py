@@ -105,7 +105,7 @@ class Box:
         self.weights = (job.itemsize + job.reduce) * weights / (choice.pipeline * x * y * z)  # and gradients
         again = 1 - 1 / choice.microbatches if machine.software.accumulates else 0.0
         self.added = again * (1 if z > 1 else 3)  # times that a weight gradient is read and written besides
-        self.waiting = machine.device.waiting * x * y * z / choice.ranks if x * y * z > 1 else 0.0
+        self.waits = machine.device.waits(x * y * z, choice.ranks)
         self.expert, self.expert_tensor = choice.expert, choice.expert_tensor
         heads = -(-job.groups // (y if self.plane else x * y)) * (job.heads // max(1, job.groups))
         self.heads = -(-heads // self.ulysses)  # of this rank
@@ -132,7 +132,7 @@ class Box:
         launches = operations * self.machine.device.launch
         asynchronous = self.machine.software.asynchronous
         compute = max(seconds, launches) if asynchronous else seconds + launches
-        tensor += self.waiting * compute
+        tensor += self.waits * compute
         hidden = min(self.machine.software.hidden_tensor * tensor, compute)
         learned = self.machine.learned
         return Pass(compute * learned.compute, (tensor - hidden) * learned.tensor, sequence * learned.sequence, expert)
