@@ -15,7 +15,7 @@ import torch
 
 from hpctrain.comm import collectives, point_to_point, rooted
 from hpctrain.comm.halo import Halo
-from hpctrain.comm.reductions import all_reduce as _all_reduce
+from hpctrain.comm.own_results import rows_of_all, rows_of_sum, sum_of_all
 from hpctrain.comm.repartition import repartitions
 from hpctrain.grid import Axis, Grid
 from hpctrain.layout import Layout
@@ -43,19 +43,19 @@ class _WithAdjoint(torch.autograd.Function):
 
 def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over all ranks, on every rank. Adjoint: the same."""
-    return with_adjoint(x, _sum, _sum, axis)
+    return with_adjoint(x, sum_of_all, sum_of_all, axis)
 
 
 def all_gather(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None) -> torch.Tensor:
     """All ranks' rows on every rank. Adjoint: reduce-scatter."""
     counts = counts or (len(x),) * axis.size
-    return with_adjoint(x, _new(collectives.all_gather), _new(collectives.reduce_scatter), axis, counts)
+    return with_adjoint(x, _new(rows_of_all), _new(rows_of_sum), axis, counts)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's rows of the sum over all ranks. Adjoint: all-gather."""
     counts = counts or collectives.even_rows(len(x), axis.size)
-    return with_adjoint(x, _new(collectives.reduce_scatter), _new(collectives.all_gather), axis, counts)
+    return with_adjoint(x, _new(rows_of_sum), _new(rows_of_all), axis, counts)
 
 
 def broadcast(x: torch.Tensor, axis: Axis, root: int = 0) -> torch.Tensor:
@@ -142,9 +142,6 @@ def _copied(operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         return operation(x.clone(memory_format=torch.contiguous_format), axis, *arguments)
 
     return call
-
-
-_sum = _copied(_all_reduce)
 
 
 def _send_back(

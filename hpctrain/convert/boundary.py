@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain import comm
 from hpctrain.comm.functional import with_adjoint
+from hpctrain.comm.own_results import rows_of_all, sum_of_all
 from hpctrain.grid import Axis
 
 
 def enter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A whole tensor for every rank to work on its part with. Adjoint: the sum of what the ranks made of it."""
-    return x if axis.size == 1 else with_adjoint(x, _same, _sum, axis)
+    return x if axis.size == 1 else with_adjoint(x, _same, sum_of_all, axis)
 
 
 def leave(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The whole tensor, from summands on every rank. Adjoint: the gradient itself."""
-    return x if axis.size == 1 else with_adjoint(x, _sum, _same, axis)
+    return x if axis.size == 1 else with_adjoint(x, sum_of_all, _same, axis)
 
 
 def take(x: torch.Tensor, axis: Axis, counts: tuple[int, ...], dim: int) -> torch.Tensor:
@@ -58,25 +58,23 @@ def _same(x, axis):
     return x.view_as(x)
 
 
-def _sum(x, axis):
-    return comm.all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
-
-
 def _part(x, axis, counts, dim):
     return x.narrow(dim, sum(counts[: axis.rank]), counts[axis.rank])
 
 
 def _whole(x, axis, counts, dim):
+    if dim == 0:
+        return rows_of_all(x, axis, counts)
     shapes = [(*x.shape[:dim], count, *x.shape[dim:][1:]) for count in counts]
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    flat = comm.all_gather(x.reshape(-1), axis, sizes)
+    flat = rows_of_all(x.reshape(-1), axis, sizes)
     return torch.cat([block.view(shape) for block, shape in zip(flat.split(sizes), shapes)], dim)
 
 
 def _assembled(x, axis, blocks, shape):
     whole = x.new_empty(shape)
     parts = [whole[block] for block in blocks]
-    flat = comm.all_gather(x.reshape(-1), axis, [part.numel() for part in parts])
+    flat = rows_of_all(x.reshape(-1), axis, [part.numel() for part in parts])
     for part, came in zip(parts, flat.split([part.numel() for part in parts])):
         part.copy_(came.view(part.shape))
     return whole
@@ -91,4 +89,4 @@ def _whole_for_batches(x, axis, counts, dim, alike):
 
 
 def _part_of_sum(x, axis, counts, dim, alike):
-    return _part(_sum(x, axis), axis, counts, dim) / alike
+    return _part(sum_of_all(x, axis), axis, counts, dim) / alike
