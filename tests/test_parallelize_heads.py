@@ -4,6 +4,9 @@ import pytest
 import torch
 from parallelize_checks import compare, numbers, tensor_grids
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from hpctrain.convert.box import BoxDown
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
@@ -77,3 +80,39 @@ def test_attention(world, case):
     for grid in tensor_grids(world):
         model = compare(lambda: Model(forward), grid, [numbers(2, 5, 12)])
         assert type(model.attention).__name__.startswith("Split") == divided
+
+
+class Vision(nn.Module):
+    """Attention as of timm's ViT: of one fused projection, with one result."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.num_heads, self.head_dim, self.attn_dim = heads, 4, 4 * heads
+        self.qkv, self.proj = nn.Linear(12, 12 * heads), nn.Linear(4 * heads, 12)
+        self.q_norm, self.attn_drop, self.proj_drop = nn.LayerNorm(4), nn.Dropout(0.25), nn.Dropout(0.1)
+
+    def forward(self, x, attn_mask=None):
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        dropped = self.attn_drop.p if self.training else 0.0
+        x = scaled_dot_product_attention(self.q_norm(q), k, v, attn_mask=attn_mask, dropout_p=dropped)
+        return self.proj_drop(self.proj(x.transpose(1, 2).reshape(batch, length, self.attn_dim)))
+
+
+class Wider(Vision):
+    """An argument that nobody knows."""
+
+    def forward(self, x, scale=2.0):
+        return super().forward(scale * x)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_attention_of_others(world, shards):
+    """Uneven heads; on a box where each rank has some; masks by head and learned."""
+    for grid in tensor_grids(world):
+        inputs = [numbers(2, 5, 12), numbers(2, 6, 5, 5, seed=2)]
+        model = compare(lambda: Vision(6), grid, inputs, shard_activations=shards)
+        assert type(model).__name__ == "SplitVision"
+        assert isinstance(model.proj, BoxDown) == (shards and grid.tensor.z.size > 1)
+    compare(lambda: Vision(3), grid, inputs[:1], shard_activations=shards)  # a rank of four has none
+    assert type(compare(lambda: Wider(6), grid, inputs[:1])).__name__ == "Wider"

@@ -117,14 +117,13 @@ def _unit(plan, module):
     elif is_experts(module):
         split_experts(plan, module)
     elif module not in plan.claimed:
-        if is_of_huggingface(module):
-            split_heads.split_attention(plan, module)
+        split_heads.split_attention(plan, module)
         feed_forward.split_feed_forward_block(plan, module)
 
 
 def _root(module) -> type | None:
     """The type that the module's forward goes around, where that may be divided beneath it."""
-    if module._parameters.get("weight") is None or altered(module) or getattr(module, "groups", 1) != 1:
+    if module._parameters.get("weight") is None or altered(module):
         return None
     return next((root for root in _ROOTS if works_as(type(module), root, own="forward")), None)
 

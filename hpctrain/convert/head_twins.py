@@ -46,6 +46,7 @@ def local_attributes(module: nn.Module, found: Heads, heads: int, key_heads: int
     where it has none, reads its configuration."""
     counts = {**dict.fromkeys(HEADS, heads), **dict.fromkeys(KEY_HEADS, key_heads)}
     counts["num_key_value_groups"] = heads // max(1, key_heads)
+    counts["attn_dim"] = heads * found.width
     own: dict[str, Any] = {name: n for name, n in counts.items() if isinstance(getattr(module, name, None), int)}
     config = getattr(module, "config", None)
     thirds = any(projection.layout == "thirds" for projection in found.projections)
@@ -63,7 +64,7 @@ def _probe(module, found, one_key):
     """
     known = inspect.signature(type(module).forward).parameters
     ways = itertools.product(
-        (None, "additive", "boolean") if known.keys() & {"attention_mask", "mask"} else (None,),
+        (None, "additive", "boolean") if known.keys() & {"attention_mask", "attn_mask", "mask"} else (None,),
         ("given", None) if "alibi" in known else (None,),
         ("tuple", "complex") if hasattr(module, "qk_rope_head_dim") else ("tuple",),
     )
@@ -113,6 +114,7 @@ class _Twins:
             name: {key: numbers(*p.shape) for key, p in self.children[name].named_parameters()} for name in found.norms
         }
         self.given = {name: numbers(2, _LENGTH, _FEATURES) for name in ("hidden_states", "residual")}
+        self.given["x"] = self.given["hidden_states"]
         self.given["encoder_hidden_states"] = numbers(2, _LENGTH + 1, _FEATURES)
         self.scores = numbers(2, self.heads, _LENGTH, _LENGTH)  # what is added to them, by head
         self.angles = numbers(2, _LENGTH, 2 * found.width)
@@ -144,6 +146,7 @@ class _Twins:
         mode = _Neutral()
         with mode:
             result = twin(**self._arguments(known, part, queries))
+        result = (result, None) if isinstance(result, torch.Tensor) else result
         width = _FEATURES if found.out else heads * found.width
         shapes = {(2, heads, _LENGTH, found.width), *self.calls}
         well = isinstance(result, tuple) and len(result) in (2, 3) and len(self.calls) <= 1
@@ -169,6 +172,7 @@ class _Twins:
             **self.given,
             "attention_mask": masks[mask],
             "mask": masks[mask],
+            "attn_mask": masks[mask],
             "alibi": None if alibi is None else self.scores[:, queries, :1].flatten(0, 1),
             "position_ids": torch.arange(_LENGTH).unsqueeze(0),
             "position_embeddings": (angles.cos(), angles.sin()),

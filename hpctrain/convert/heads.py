@@ -1,26 +1,29 @@
-"""Attention of Hugging Face's models, of whatever class: how its projections lie, in heads.
+"""Attention of Hugging Face's models and of timm's, of whatever class: how its projections lie, in heads.
 
 What a module's layers are called gives candidates; `head_twins` tells by running them which of these it is.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from hpctrain.convert.plain import altered, is_hooked, is_plain
+from hpctrain.convert.plain import altered, is_hooked, is_of_huggingface, is_plain
 
 _SEPARATE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
-_FUSED = ("query_key_value", "qkv_proj", "Wqkv")
+_FUSED = ("query_key_value", "qkv_proj", "Wqkv", "qkv")
 _LATENT = ("kv_a_proj_with_mqa", "kv_b_proj")
-_OUT = ("o_proj", "out_proj", "dense", "o")
+_OUT = ("o_proj", "out_proj", "dense", "o", "proj")
 _WIDTH = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 # Attributes that forwards may read
 HEADS = ("num_heads", "num_attention_heads", "n_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+# All that forwards of others than Hugging Face's may take
+_ARGUMENTS = {"x", "attn_mask", "mask", "is_causal"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ class Heads:
 def candidates(module: nn.Module) -> Iterator[Heads]:
     """What the module may be, by the names and sizes of its layers."""
     children: Mapping[str, nn.Module] = dict(module.named_children())
-    if altered(module) or any(value is not None for value in module._parameters.values()):
+    own = any(value is not None for value in module._parameters.values())
+    if own or altered(module) or not (is_of_huggingface(module) or _takes_known(module)):
         return
     out = next((name for name in _OUT if name in children), "")
     for projections, heads, key_heads, width in _projections(module, children, out):
@@ -102,6 +106,10 @@ def candidates(module: nn.Module) -> Iterator[Heads]:
         plain = all(_is_linear(children[name]) for name in linears)
         if plain and all(_is_norm(child) for name, child in others.items() if name not in biases):
             yield Heads(tuple(projections), out, width, heads, key_heads, norms, biases)
+
+
+def _takes_known(module) -> bool:
+    return _ARGUMENTS.issuperset([*inspect.signature(type(module).forward).parameters][1:])
 
 
 def _projections(module, children, out):

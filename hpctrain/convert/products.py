@@ -148,11 +148,12 @@ class SplitConv(SplitLinear, nn.modules.conv._ConvNd):
     """Mixin for nn.Conv1d, nn.Conv2d and nn.Conv3d, divided by output channels; of a grouped one, by groups.
 
     Attributes:
-        groups: those of this rank.
+        local_groups: those of this rank.
         input_counts: input channels by rank where there are groups, else None.
     """
 
     by_output, enters, leaves = True, True, True
+    local_groups: int
     input_counts: tuple[int, ...] | None
 
     def enter(self, x: torch.Tensor):
@@ -162,9 +163,13 @@ class SplitConv(SplitLinear, nn.modules.conv._ConvNd):
         return take(x, self.axis, self.input_counts, x.dim() + self.feature_dim)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
-        if len(self.weight):
-            return self._conv_forward(x, self.weight, bias)
-        return self._no_channels(x, lambda one, kernel: self._conv_forward(one, kernel, None))
+        groups, self.groups = self.groups, self.local_groups
+        try:
+            if len(self.weight):
+                return self._conv_forward(x, self.weight, bias)
+            return self._no_channels(x, lambda one, kernel: self._conv_forward(one, kernel, None))
+        finally:
+            self.groups = groups  # which an heir's forward reads beside the whole weight
 
     def _no_channels(self, x, convolve):
         # torch refuses to make no channels: make one, which gives the shape and the place in the graph, and drop it.
@@ -188,7 +193,7 @@ class SplitConvTranspose(SplitConv, nn.modules.conv._ConvTransposeNd):
             apply = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
 
             def convolve(x, kernel, bias=None):
-                return apply(x, kernel, bias, stride, padding, more, self.groups, dilation)
+                return apply(x, kernel, bias, stride, padding, more, self.local_groups, dilation)
 
             if weight.numel():
                 y = convolve(inside, weight, self._parameters["bias"])
@@ -265,7 +270,7 @@ def split_convolution(plan: Plan, module: nn.modules.conv._ConvNd) -> None:
     plan.split(module, "bias", 0, parts)
     plan.swap_class(
         module, SplitConv, axis=plan.axis, counts=tuple(p.stop - p.start for p in parts),
-        groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,
+        local_groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,
         input_counts=split_sizes(module.in_channels, size, module.in_channels // groups) if groups > 1 else None,
         feature_dim=-1 - len(module.kernel_size),
     )  # fmt: skip
@@ -285,7 +290,7 @@ def split_transposed_convolution(plan: Plan, module: nn.modules.conv._ConvTransp
     plan.split(module, "bias", 0, parts)
     plan.swap_class(
         module, SplitConvTranspose, axis=plan.axis, counts=tuple(p.stop - p.start for p in parts),
-        groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,
+        local_groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,
         input_counts=split_sizes(module.in_channels, size, inputs) if groups > 1 else None,
         feature_dim=-1 - len(module.kernel_size),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention of Hugging Face's models with its heads divided, their own code untouched.
+"""Attention of Hugging Face's models and of timm's with its heads divided, their own code untouched.
 
 Their code works on however many heads the projections give it, as it says -1 for their number or reads it from the
 module. Caches then hold this rank's heads, and `generate` works.
@@ -50,7 +50,10 @@ class SplitAttention(Unit):
         here = self.counts[self.axis.rank]
         learned: list[torch.Tensor] = []
         for name, value in kwargs.items():
-            if name.endswith("states") or name == "residual":  # to projections, which bring them inside; past them
+            if name.endswith("states") or name in (
+                "x",
+                "residual",
+            ):  # to projections, which bring them inside; past them
                 continue
             if name.endswith("head_mask") and value is not None:
                 raise ValueError(f"{self.path} of a parallelized model takes no {name}")
@@ -61,14 +64,15 @@ class SplitAttention(Unit):
                 learned += [value] * value.requires_grad
             kwargs[name] = value
         with HeadDropout(self.heads, self.part) if self.training else contextlib.nullcontext():
-            out, *others, weights = super().forward(**kwargs)
+            given = super().forward(**kwargs)
+        out, *others, weights = given if isinstance(given, tuple) else (given, None)
         learned += [vars(child).pop("output") for child in self.children() if isinstance(child, HeadBias)]
         if not here:  # torch's kernel leaves what is added to no scores out of the graph
             out = _depends_on(out, sum(each[:0].sum() for each in learned))
         wanted = self._forward_hooks or kwargs.get("output_attentions")  # hooks: Hugging Face's, to collect them
         if weights is not None:
             weights = gather(weights[:, :here], self.axis, self.counts, 1) if wanted else None
-        return out, *others, weights
+        return (out, *others, weights) if isinstance(given, tuple) else out
 
     def _inside(self, name, value, known):
         """Each rank's heads give a part of the gradient of what is learned, as a position bias is."""
