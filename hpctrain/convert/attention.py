@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.convert.boundary import gather, leave
+from hpctrain.convert.box import split_pair
 from hpctrain.convert.dropout import SplitDropout, kept
 from hpctrain.convert.plain import altered, is_plain, is_pointwise
 from hpctrain.convert.products import SplitLinear, split_linear, split_matrix
@@ -16,6 +17,7 @@ from hpctrain.convert.sharded_activation import enter
 from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis
 from hpctrain.layers.softmax_attention import softmax_attention
+from hpctrain.layout import Layout
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
@@ -155,6 +157,11 @@ def split_feed_forward(plan: Plan, module: torch.nn.TransformerEncoderLayer | to
     if not (linears and is_plain(module.dropout, torch.nn.Dropout) and is_pointwise(module.activation)):
         return
     features = module.linear1.out_features
-    split_linear(plan, module.linear1, by_output=True, leaves=False)
-    split_linear(plan, module.linear2, by_output=False, enters=False)
-    plan.swap_class(module.dropout, SplitDropout, features=features, part=plan.parts(features)[plan.axis.rank])
+    parts = plan.parts(features)
+    if plan.box:
+        split_pair(plan, module.linear1, module.linear2, over_tokens=False)
+        parts = [part for (part,) in plan.blocks(Layout.of((features,), {0: ("x", "y", "z")}))]
+    else:
+        split_linear(plan, module.linear1, by_output=True, leaves=False)
+        split_linear(plan, module.linear2, by_output=False, enters=False)
+    plan.swap_class(module.dropout, SplitDropout, features=features, part=parts[plan.axis.rank])

@@ -24,7 +24,7 @@ from torch import nn
 from hpctrain.comm.functional import reshard
 from hpctrain.convert.gathering_again import gathering_again, once_more
 from hpctrain.convert.products import SplitLinear, Unit
-from hpctrain.convert.sharded_activation import ShardedActivation, gives_whole, rows_of, sharded
+from hpctrain.convert.sharded_activation import ShardedActivation, of_rows, rows_in
 from hpctrain.convert.sharding import local
 from hpctrain.convert.token_rows import OVER
 from hpctrain.grid import Grid
@@ -57,19 +57,24 @@ class Entered:
         """(tokens over z, features over y)."""
         self.shape = tuple(x.whole_shape if isinstance(x, ShardedActivation) else x.shape)
         if id(x) not in self.inside:
-            over = rows_of(self.shape, self.grid.tensor)
-            rows = x.rows() if isinstance(x, ShardedActivation) else over.take(x.reshape(-1, x.shape[-1]))
-            shape = over.count, self.shape[-1]
+            shape = math.prod(self.shape[:-1]), self.shape[-1]
             source, target = Layout.of(shape, {0: OVER}), Layout.of(shape, {0: "z", 1: "y"})
-            self.inside[id(x)] = (
-                x,
-                once_more(functools.partial(reshard, source=source, target=target, grid=self.grid), rows),
-            )
+            gather = functools.partial(reshard, source=source, target=target, grid=self.grid)
+            self.inside[id(x)] = x, once_more(gather, rows_in(x, self.grid.tensor))
         return self.inside[id(x)][1]
 
     def between(self, dim: int, unit: int) -> dict[int, Axes]:
         """How what lies between the products is cut, its features in dim `dim`."""
         return {0: "z", dim: _cut(unit, "x", "y")} if self.over_tokens else {dim: _cut(unit, "x", "y", "z")}
+
+
+class EnteredOnce(Entered):
+    """Of a block with one layer up; nobody says when its call ends."""
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        inside = super().enter(x)
+        self.clear()
+        return inside
 
 
 def _cut(unit, *axes) -> tuple[Cut, ...]:
@@ -141,9 +146,7 @@ class BoxDown(BoxLinear):
             rows = reshard(summand, source, Layout.of((count, out), {0: OVER}), grid)
             if (bias := self._parameters["bias"]) is not None:
                 rows = rows + reshard(bias, Layout.of((out,), {0: ("x", "y", "z")}), Layout.of((out,), {}), grid)
-            if gives_whole():
-                return rows_of((*leading, out), grid.tensor).gather(rows).view(*leading, out)
-            return sharded(rows, grid.tensor, (*leading, out))
+            return of_rows(rows, grid.tensor, (*leading, out))
 
 
 def split_block(plan: Plan, module: nn.Module, ups: list[nn.Module], down: nn.Module, fused: int = 1) -> None:
@@ -154,6 +157,13 @@ def split_block(plan: Plan, module: nn.Module, ups: list[nn.Module], down: nn.Mo
     split_down(plan, down, entered)
     plan.swap_class(module, Unit)
     plan.change(module, entered=entered, planned=dict(module._modules))
+
+
+def split_pair(plan: Plan, up: nn.Module, down: nn.Module, over_tokens: bool = True) -> None:
+    """Two layers that are no module of their own; see `Entered`."""
+    entered = EnteredOnce(plan.grid, over_tokens)
+    split_up(plan, up, entered)
+    split_down(plan, down, entered)
 
 
 def split_up(plan: Plan, layer: nn.Module, entered: Entered, fused: int = 1, unit: int = 1) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpctrain.convert.box import Entered, split_block, split_down, split_up
+from hpctrain.convert.box import Entered, split_block, split_down, split_pair, split_up
 from hpctrain.convert.plain import is_plain, is_pointwise
 from hpctrain.convert.products import (
     SharedEntry,
@@ -97,6 +97,9 @@ def split_layer_feed_forward(plan: Plan, module: Any) -> None:
         up, down, activation = module.intermediate.dense, module.output.dense, module.intermediate.intermediate_act_fn
     pair = all(is_plain(linear, nn.Linear) and not plan.is_shared(linear.weight) for linear in (up, down))
     if not pair or not is_pointwise(activation) or getattr(module, "activation_dropout", False):
+        return
+    if plan.box:
+        split_pair(plan, up, down)
         return
     split_linear(plan, up, by_output=True, leaves=False)
     split_linear(plan, down, by_output=False, enters=False)
