@@ -268,6 +268,17 @@ def zoo():
     return table([*header, "a rank holds", "largest difference", "ill-conditioned", "speed"], rows)
 
 
+def parallelize():
+    """Of blocks through the one line: a row for each model, width and kind of activations, on so many ranks."""
+
+    def row(line):
+        *model, ranks = line["case"].split(", ")
+        return *(part.removeprefix("width ").removeprefix("activations ") for part in model), ranks
+
+    return pivot(lines("parallelize"), row, lambda line: line["peer"], ["blocks of", "width", "activations", "on"],
+                 ["native", "torch", "transformers", "one process"])  # fmt: skip
+
+
 def at_scale():
     """Weak: the rate on the fewest ranks, and what is left of it on more; strong likewise, in seconds."""
     found, rows, header = lines("at_scale"), [], ["machine"]
@@ -307,6 +318,6 @@ TABLES = {
     for made in (
         machine, peers, summary, memory, pipeline, simulator, matmul, layer, elements, allreduce, weak_scaling,
         hidden, equality, hdf5, reading, checkpoint, ampnet, ampnet_steps, ampnet_accuracy, ampnet_elastic,
-        sequence, sequence_memory, experts, zoo, at_scale, contention,
+        sequence, sequence_memory, experts, zoo, parallelize, at_scale, contention,
     )
 }  # fmt: skip

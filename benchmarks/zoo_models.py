@@ -139,7 +139,7 @@ DIFFUSERS = {
 
 def models():
     """{name: builder}; a builder gives the model and the keywords of its forward."""
-    _tolerate_absent_operators()
+    tolerate_absent_operators()
     found = {}
     for kinds, given, auto in (
         (CAUSAL, TEXT, "AutoModelForCausalLM"), (MASKED, TEXT, "AutoModelForMaskedLM"),
@@ -213,7 +213,7 @@ def _diffusers(name):
     return getattr(diffusers, name)(**options), inputs
 
 
-def _tolerate_absent_operators():
+def tolerate_absent_operators():
     """torchvision registers kernels for operators that are not in its wheel where torch is one for CPUs."""
     if hasattr(torch.library.register_fake, "tolerant") or importlib.util.find_spec("torchvision") is None:
         return

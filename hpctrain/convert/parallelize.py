@@ -72,9 +72,10 @@ def parallelize(
 
     Between layers activations are whole, but for feed-forward blocks and attention: pairs in nn.Sequential; modules of
     any class that compute down(f(up(x))) or down(f(gate(x)) up(x)); attention of Hugging Face's models, of separate,
-    fused or latent projections; mixtures of experts; what `ht.register_rule` tells of. Dropout draws from torch's
-    generator the masks that one rank would draw, inside attention too (on a GPU, torch's fused kernels draw others); so
-    the generators must have the same seed on all ranks of the tensor axis, and of those that share sequences.
+    fused or latent projections, and of timm's; mixtures of experts; what `ht.register_rule` tells of. Dropout draws
+    from torch's generator the masks that one rank would draw, inside attention too (on a GPU, torch's fused kernels
+    draw others); so the generators must have the same seed on all ranks of the tensor axis, and of those that share
+    sequences.
 
     Ranks that share sequences, of a grid with data=(replica, ring, ulysses), are all given the whole ones, too.
     GPT2LMHeadModel, GPT2Model, LlamaForCausalLM and LlamaModel cut them at their entrance: each rank computes and keeps
