@@ -32,6 +32,7 @@ import torch
 from gloo import gloo
 from mpi4py import MPI
 from parallelize_blocks import MODELS, by_torch, shared_folder
+from zoo_models import tolerate_absent_operators
 
 import hpctrain as ht
 
@@ -162,6 +163,7 @@ def main():
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    tolerate_absent_operators()
     with gloo(), shared_folder() as folder:
         for name in options.models.split(","):
             for width in map(int, options.widths.split(",")):

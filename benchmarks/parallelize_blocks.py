@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import nn
-from zoo_models import tolerate_absent_operators
 
 import hpctrain as ht
 from hpctrain import models
@@ -86,7 +85,6 @@ def llama(width, folder):
 
 
 def torchvision_vit(width, folder):
-    tolerate_absent_operators()
     from torchvision.models.vision_transformer import EncoderBlock
 
     def stack():
@@ -97,7 +95,6 @@ def torchvision_vit(width, folder):
 
 
 def timm_vit(width, folder):
-    tolerate_absent_operators()
     from timm.models.vision_transformer import Block
 
     def stack():
@@ -111,7 +108,6 @@ def timm_vit(width, folder):
 
 def resnet50(width, folder):
     """Of the stage of as many channels, 1024 in the third, 512 in the second."""
-    tolerate_absent_operators()
     from torchvision.models.resnet import Bottleneck
 
     def stack():
@@ -139,7 +135,7 @@ def _written(kind, shape, folder):
 
     def native(grid):
         tokens = Tokens.of(grid, SEQUENCES, LENGTH)
-        return Stack(build(grid).blocks, tokens=tokens), [row for run in tokens.residual_rows() for row in run]
+        return Stack(build(grid).blocks.values(), tokens=tokens), [row for run in tokens.residual_rows() for row in run]
 
     return native
 

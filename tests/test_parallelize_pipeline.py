@@ -129,40 +129,56 @@ MODELS = {
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize(("kind", "schedule"), [*((kind, "1f1b") for kind in MODELS), ("llama", "gpipe")])
 def test_equals_one_rank(world, kind, schedule):
-    make, path, batch, loss = MODELS[kind]
     for sizes in SIZES[world.size] if kind == "gpt2" else SIZES[world.size][:1]:
-        grid = ht.Grid(**sizes)
-        torch.manual_seed(1)
-        serial = make().double()
-        halves = [5, 7] if kind == "images" and grid.pipeline.size == 2 else None  # running statistics in both
-        model = ht.parallelize(copy.deepcopy(serial), grid, pipeline=path, layers_per_stage=halves)
-        # A rank may have no weights.
-        ours, theirs = (torch.optim.AdamW([{"params": list(m.parameters())}], lr=0.01) for m in (model, serial))
-        order = MICROBATCHES if schedule == "1f1b" else gpipe(grid.pipeline.size, MICROBATCHES)
-        replicas = grid.data.size
-        share = functools.partial(lambda replicas, m, b: loss(m, b) / replicas, replicas)
-        trainer = ht.Trainer(model, grid, ours, order, loss=share, max_norm=0.5)
-        for step in range(2):
-            parts = [batch(10 * step + n) for n in range(MICROBATCHES * replicas)]
-            theirs.zero_grad()
-            expected = [loss(serial, part) / replicas for part in parts]
-            for each in expected:
-                each.backward()
-            expected_norm = nn.utils.clip_grad_norm_(serial.parameters(), 0.5)
-            theirs.step()
-            mine = parts[MICROBATCHES * grid.data.rank :][:MICROBATCHES]
-            got, norm = trainer.step(mine)
-            assert got == pytest.approx(sum(map(float, expected)), rel=1e-11)
-            assert norm == pytest.approx(float(expected_norm), rel=1e-10)
-        gathered = ht.gather_state_dict(model)
-        if grid.rank == 0:
-            assert list(gathered) == list(serial.state_dict())
-            for name, tensor in serial.state_dict().items():
-                torch.testing.assert_close(gathered[name], tensor, rtol=1e-9, atol=1e-10, msg=name)
-        serial.eval()
-        with torch.no_grad():
-            expected = sum(loss(serial, part) for part in parts) / replicas
-        assert trainer.evaluate([mine]) == pytest.approx(float(expected), rel=1e-10)
+        equals_one_rank(ht.Grid(**sizes), kind, schedule)
+
+
+def equals_one_rank(grid, kind, schedule="1f1b", **how):
+    make, path, batch, loss = MODELS[kind]
+    torch.manual_seed(1)
+    serial = make().double()
+    halves = [5, 7] if kind == "images" and grid.pipeline.size == 2 else None  # running statistics in both
+    model = ht.parallelize(copy.deepcopy(serial), grid, pipeline=path, layers_per_stage=halves, **how)
+    # A rank may have no weights.
+    ours, theirs = (torch.optim.AdamW([{"params": list(m.parameters())}], lr=0.01) for m in (model, serial))
+    order = MICROBATCHES if schedule == "1f1b" else gpipe(grid.pipeline.size, MICROBATCHES)
+    replicas = grid.data.size
+    share = functools.partial(lambda replicas, m, b: loss(m, b) / replicas, replicas)
+    trainer = ht.Trainer(model, grid, ours, order, loss=share, max_norm=0.5)
+    for step in range(2):
+        parts = [batch(10 * step + n) for n in range(MICROBATCHES * replicas)]
+        theirs.zero_grad()
+        expected = [loss(serial, part) / replicas for part in parts]
+        for each in expected:
+            each.backward()
+        expected_norm = nn.utils.clip_grad_norm_(serial.parameters(), 0.5)
+        theirs.step()
+        mine = parts[MICROBATCHES * grid.data.rank :][:MICROBATCHES]
+        got, norm = trainer.step(mine)
+        assert got == pytest.approx(sum(map(float, expected)), rel=1e-11)
+        assert norm == pytest.approx(float(expected_norm), rel=1e-10)
+    gathered = ht.gather_state_dict(model)
+    if grid.rank == 0:
+        assert list(gathered) == list(serial.state_dict())
+        for name, tensor in serial.state_dict().items():
+            torch.testing.assert_close(gathered[name], tensor, rtol=1e-9, atol=1e-10, msg=name)
+    serial.eval()
+    with torch.no_grad():
+        expected = sum(loss(serial, part) for part in parts) / replicas
+    assert trainer.evaluate([mine]) == pytest.approx(float(expected), rel=1e-10)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("kind", "tensor"), [("gpt2", (1, 1, 2)), ("recomputing", 2), ("residual", 2)])
+def test_sharded_activations(world, kind, tensor):
+    """Stages send each other a rank's tokens."""
+    grid = ht.Grid(pipeline=2, tensor=tensor)
+    equals_one_rank(grid, kind, shard_activations=True)
+    if kind == "residual":  # others have tied weights, which stages send each other too
+        messages = 3 * MICROBATCHES if grid.pipeline.rank == 0 else 2 * MICROBATCHES  # of two steps and an evaluation
+        rows = [2, 1][grid.tensor.rank]  # of 3 images of 6 features
+        scale = 2 * 8  # its gradient, which both stages have
+        assert grid.transport.traffic.table()["pipeline", "send"]["sent"] == messages * rows * 6 * 8 + scale
 
 
 class Odd(Residual):

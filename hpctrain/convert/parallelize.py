@@ -105,7 +105,7 @@ def parallelize(
             and half as many again in backward, where blocks gather their inputs once more rather than keep them; each
             rank keeps 1 / t of what it would. Where the tensor axis is a box, the linear layers of these blocks run on
             x, y and z by Agarwal's product. To any other code these are whole activations, gathered when it looks at
-            them; so all ranks must, or none.
+            them; so all ranks must, or none. Stages of a pipeline send each other a rank's tokens alone.
         pipeline: path of the model's trunk, a ModuleList or Sequential of blocks, which a pipeline axis cuts into
             stages; by default the only one there is. The model's own forward runs every stage, so that one tensor must
             go from block to block; modules beside the trunk lie on the first stage where they are registered before it,
@@ -143,11 +143,6 @@ def parallelize(
         )
     if not isinstance(shard_activations, bool):
         raise ValueError(f"shard_activations must be True or False, got {shard_activations!r}")
-    if shard_activations and grid.pipeline.size > 1:
-        raise ValueError(
-            f"shard_activations is for grids with pipeline=1, got pipeline={grid.pipeline.size}, whose stages send "
-            "whole activations"
-        )
     comm.start_watchdog(grid)
     meta = any(parameter.is_meta for parameter in model.parameters())
     with comm.together(grid.comm):
@@ -160,7 +155,7 @@ def parallelize(
         from hpctrain.convert.pipeline import PipelineStages  # with schedules, partitioners and more
 
         with comm.together(grid.comm):
-            stages = PipelineStages(model, grid, pipeline, layers_per_stage)
+            stages = PipelineStages(model, grid, pipeline, layers_per_stage, shard_activations)
     with comm.together(grid.comm):
         plan = Plan(model, grid, _chosen(model, replicate), shard_activations)
         decide(model, plan, None if stages is None else stages.trunk)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from hpctrain import comm
 from hpctrain.convert.elsewhere import NO_NUMBERS, Cut, Elsewhere, Progress, absentees, entering, here
+from hpctrain.convert.sharded_activation import of_rows, rows_in, rows_of
 from hpctrain.convert.trunk import Beside, Trunk, beside_trunk, block_costs, find_trunk
 from hpctrain.digest import digest
 from hpctrain.grid import Grid
@@ -34,6 +35,7 @@ class PipelineStages:
         model: is changed in place.
         path: of the trunk, a ModuleList or Sequential; None where there is one alone.
         layers_per_stage: how many of its blocks each stage has, by default as their weights are balanced best.
+        shards: stages send each other the tokens of a rank of the tensor axis; otherwise all of them.
 
     Attributes: `stages`, {this rank's stage: range of its blocks}; `placement`, as of a `pipeline.Schedule`; `saved`,
     the names of the whole model's state, and `names`, {name: that of the first of its aliases}.
@@ -43,11 +45,12 @@ class PipelineStages:
     """
 
     def __init__(
-        self, model: nn.Module, grid: Grid, path: str | None = None, layers_per_stage: Sequence[int] | None = None
-    ):
+        self, model: nn.Module, grid: Grid, path: str | None = None, layers_per_stage: Sequence[int] | None = None,
+        shards: bool = False,
+    ):  # fmt: skip
         ranks, mine = grid.pipeline.size, grid.pipeline.rank
         grid.check_whole_sequences("pipeline= of ht.parallelize")
-        self.model, self.grid = model, grid
+        self.model, self.grid, self.shards = model, grid, shards and grid.tensor.size > 1
         refuse_dropout("the model", model)
         path, trunk = find_trunk(model, path, ranks)
         self.trunk = trunk
@@ -125,7 +128,7 @@ class PipelineStages:
             progress.come_to(place)
             if place == first and place:
                 hidden = entering(arguments, options, path)
-                self._entry[progress.key] = tuple(hidden.shape), hidden.dtype, hidden.device
+                self._entry[progress.key] = self._message_shape(hidden), hidden.dtype, hidden.device
                 if self._received is None:
                     raise Cut(hidden)
                 if self._received.requires_grad and not torch.is_grad_enabled():
@@ -133,12 +136,26 @@ class PipelineStages:
                         f"the block {path!r} is computed without gradients in training, as by torch.utils.checkpoint("
                         "use_reentrant=True); use use_reentrant=False"
                     )
-                hidden.received, progress.live = self._received, True
+                hidden.received, progress.live = self._activation(self._received, hidden.shape), True
             elif absentees((arguments, options)):
                 raise ValueError(f"the block {path!r} is given what another stage of the pipeline computes")
             return here((arguments, options))
 
         return hook
+
+    # What goes from stage to stage ------------------------------------------------------------------------------------
+
+    def _message_shape(self, hidden) -> tuple[int, ...]:
+        if not self.shards:
+            return tuple(hidden.shape)
+        axis = self.grid.tensor
+        return rows_of(hidden.shape, axis).counts[axis.rank], hidden.shape[-1]
+
+    def _message(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (rows_in(hidden, self.grid.tensor) if self.shards else hidden).contiguous()
+
+    def _activation(self, received: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        return of_rows(received, self.grid.tensor, shape) if self.shards else received
 
     def _check_called(self, model, arguments) -> None:
         if not self._running:
@@ -228,7 +245,7 @@ class PipelineStages:
         try:
             loss = self._loss(self.model, microbatch)
         except Cut as cut:
-            return cut.hidden.contiguous()
+            return self._message(cut.hidden)
         except NO_NUMBERS as error:
             raise ValueError(
                 f"the forward asks for numbers that another stage of the pipeline computes ({error}), as by .item() or "

@@ -143,6 +143,18 @@ def enter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return once_more(lambda rows: over.enter(rows).view(shape), x.rows())
 
 
+def rows_in(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """This rank's rows of an activation, sharded or whole."""
+    return x.rows() if isinstance(x, ShardedActivation) else rows_of(x.shape, axis).take(_rows(x))
+
+
+def of_rows(rows: torch.Tensor, axis: Axis, whole_shape: Sequence[int]) -> torch.Tensor:
+    """The activation of which every rank has some rows: sharded, or whole where none can be sharded."""
+    if gives_whole():
+        return rows_of(whole_shape, axis).gather(rows).view(*whole_shape)
+    return sharded(rows, axis, whole_shape)
+
+
 def whole(x: Any) -> Any:
     """Whole activations in the place of sharded ones, in tuples, lists and dicts too."""
     if isinstance(x, ShardedActivation):
