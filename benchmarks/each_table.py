@@ -1,6 +1,7 @@
 """One function for each table of README.md and benchmarks/README.md."""
 
 import statistics
+from collections import defaultdict
 
 from figures import RESULTS, figure, lines, median, pivot, table
 
@@ -174,18 +175,26 @@ def ampnet_accuracy():
 
 
 def ampnet_elastic():
-    """Losses of the last epoch, over the seeds: mean, and least to most."""
-    found = [line for line in lines("ampnet_accuracy") if line["case"].startswith("elastic")]
-    return table(
-        ["task", "epochs", "keys", "seeds", "staleness", "loss of the last epoch", "beside one key"],
-        (
-            [line["case"].removeprefix("elastic "), str(line["epoch"]), str(line["keys"]), str(len(line["losses"])),
-             f"{line['staleness']:.2f}",
-             f"{line['loss']:.3f} ({min(line['losses']):.3f}–{max(line['losses']):.3f})",
-             f"{100 * line['beside_one_key']:+.1f} %"]
-            for line in found
-        ),
-    )  # fmt: skip
+    """Losses of the last epoch, and how far they are from those of one key with the same seed; ± the standard error of
+    the mean over the seeds."""
+    found = defaultdict(dict)
+    for line in lines("ampnet_accuracy"):
+        if line["case"].startswith("elastic"):
+            found[line["case"], line["epoch"], line["keys"]][line["seed"]] = line  # on any ranks
+    rows = []
+    for (case, epoch, keys), by_seed in found.items():
+        one = found[case, epoch, 1]
+        losses = [line["loss"] for line in by_seed.values()]
+        beside = [100 * (line["loss"] / one[seed]["loss"] - 1) for seed, line in by_seed.items()]
+        staleness = statistics.fmean(line["staleness"] for line in by_seed.values())
+        row = [case.removeprefix("elastic "), str(epoch), str(keys), str(len(losses)), f"{staleness:.2f}"]
+        rows.append([*row, f"{_with_error(losses, '.3f')}", "" if keys == 1 else f"{_with_error(beside, '+.1f')} %"])
+    return table(["task", "epochs", "keys", "seeds", "staleness", "loss of the last epoch", "beside one key"], rows)
+
+
+def _with_error(values, form):
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.fmean(values):{form}} ± {error:{form.lstrip('+')}}"
 
 
 def equality():
@@ -259,13 +268,11 @@ def zoo():
         steady = max(line["difference"] for line in ran if "rounding" not in line)
         shaky = [f"{line['difference']:.1e} ({line['rounding']:.1e})" for line in ran if "rounding" in line]
         counts = len(chosen), len(ran) - wrong, len(chosen) - len(ran), wrong, sum(share >= 0.8 for share in divided)
-        kept = [line["bytes"][0] / line["bytes"][1] for line in ran if "bytes" in line]
-        speeds = [line["plain"] / line["seconds_a_step"] for line in ran if "plain" in line]
-        shares = [f"{100 * min(divided):.0f} %", f"{100 * statistics.median(kept):.0f} %" if kept else None]
+        held = [line["bytes"][0] / line["bytes"][1] for line in ran if "bytes" in line]
+        shares = [f"{100 * min(divided):.0f} %", f"{100 * statistics.median(held):.0f} %" if held else None]
         rows.append([grid, library, *map(str, counts), *shares, f"{steady:.1e}", ", ".join(shaky)])
-        rows[-1].append(f"{statistics.median(speeds):.2f}" if speeds else None)
     header = ["grid", "models of", "tried", "equal", "refused", "wrong", "80 % divided", "least divided"]
-    return table([*header, "a rank holds", "largest difference", "ill-conditioned", "speed"], rows)
+    return table([*header, "a rank holds", "largest difference", "ill-conditioned"], rows)
 
 
 def parallelize():
