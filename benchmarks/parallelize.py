@@ -144,7 +144,7 @@ def compared(case, sides, tokens, steps):
 
 def profile(side, steps):
     """Prints what the Python code of the first rank takes."""
-    found = cProfile.Profile()
+    found = cProfile.Profile(time.process_time)
     for _ in range(steps):
         MPI.COMM_WORLD.Barrier()
         found.enable()

@@ -259,11 +259,12 @@ class _Marker:
         self.part, self.summed = part, summed
 
     def __call__(self, parameter) -> None:
-        gradient = parameter.grad
-        if type(gradient) is not PartialGradient:
-            gradient = gradient.as_subclass(PartialGradient)
-            gradient.part = self.part
-            parameter.grad = gradient
+        with as_tensors():  # not by way of the weight's torch functions, which take longer than all of this
+            gradient = parameter.grad
+            if type(gradient) is not PartialGradient:
+                gradient = gradient.as_subclass(PartialGradient)
+                gradient.part = self.part
+                parameter.grad = gradient
         gradient.summed = self.summed
 
 

@@ -43,6 +43,8 @@ class Sharded(torch.Tensor):
                 if func == _DATA:
                     return _detached(args[0], func, sys._getframe(1))
                 of_part = func.__self__ not in _OF_THE_WHOLE
+            elif name == "__set__":
+                return _set(func, args[0], whole_activation(args[1]))
             else:
                 of_part = name in _OF_THE_PART
             return func(*args, **kwargs) if of_part else _as_whole(func, name, args, kwargs)
@@ -187,8 +189,6 @@ def _as_whole(func, name, args, kwargs):
         return func(torch.empty(first.sharding.whole_shape, device="meta"), *args[1:], **kwargs)
     if name == "register_hook":
         return func(first, hooked(args[1], first.sharding))
-    if name == "__set__":
-        return _set(func, *args)
     if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):  # of optimizers, of parts and parts
         return func(*args, **kwargs)
     if mine and (writes(name) or kwargs.get("out") is first):
