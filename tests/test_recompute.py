@@ -38,7 +38,7 @@ def trained(grid, shape, recompute, method="ddp"):
 @pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_same_bits(world, dropout):
-    """Losses and norms of three steps, in which the second and third depend on the gradients before."""
+    """Losses and norms of two steps, of which the second depends on the gradients of the first."""
     for place in GRIDS[world.size]:
         grid = Grid(*place)
         shape = dataclasses.replace(fitting(UNEVEN, place[1]), dropout=dropout)
