@@ -1,8 +1,9 @@
 """MPI tests run as `mpirun -n N python -m mpi4py -m pytest --only-mpi`; the others start no MPI, or jobs of their own.
 
 `@pytest.mark.ranks(2, 8)` names the numbers of ranks that a test or a module is for; without it these are 1, 2 and 4. A
-run collects the tests of its own number alone. jobs/test.sbatch starts a run for each number that is named, and checks
-afterwards that every test passed on every number it names (`ranks_named.py`).
+run collects the tests of its own number alone. `@pytest.mark.each_value(8)`: of all combinations of a test's parameters
+there are on 8 ranks only so many that every value occurs. jobs/test.sbatch starts a run for each number that is named,
+and checks afterwards that every test passed on every number it names (`ranks_named.py`).
 
 A failure on one rank ends the whole job at once: its report is printed with the rank, then MPI is aborted. Waiting
 would hang, since the other ranks stand in a collective that the failed one never enters.
@@ -37,6 +38,7 @@ hypothesis.settings.load_profile(PROFILE)
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "ranks(*numbers): the numbers of ranks that an MPI test is for; else 1, 2 and 4")
+    config.addinivalue_line("markers", "each_value(*numbers): on these, each value of each parameter, not all together")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all; failures go to stderr
     torch.set_num_threads(1)
@@ -120,3 +122,9 @@ def line(world):
     from hpctrain import Grid
 
     return Grid(tensor=world.size).tensor.x
+
+
+@pytest.fixture
+def case(request):
+    """A number that is another one for neighbouring cases of a test's parameters: such that take grids in turn."""
+    return sum(at for at, _ in ranks_named.places(request.node))

@@ -22,7 +22,27 @@ outcomes = {}  # of this run's tests: "passed", "failed", or why it was skipped
 def of(item):
     """The numbers of ranks that a test names by its marks and its parameters'; without any, its module's."""
     marks = [mark for mark in item.own_markers if mark.name == "ranks"] or list(item.iter_markers("ranks"))
-    return set.intersection(*(set(mark.args) for mark in marks)) if marks else UNNAMED
+    numbers = set.intersection(*(set(mark.args) for mark in marks)) if marks else UNNAMED
+    some = item.get_closest_marker("each_value")
+    return numbers - set(some.args) if some and not _one_of_few(item) else numbers
+
+
+def places(item):
+    """Of each list of a test's parameters: the number of its value in it, and how many there are."""
+    found = []
+    for mark in item.iter_markers("parametrize"):
+        names, values = mark.args[:2]
+        name = names.split(",")[0] if isinstance(names, str) else names[0]
+        found.append((item.callspec.indices[name], len(values)))
+    return found
+
+
+def _one_of_few(item):
+    """Whether it is among as many combinations of its parameters as the longest list has values, which have them all:
+    the first values of all lists, the second ones, and so on, lists that end begun anew."""
+    lists = places(item)
+    longest = max(length for _, length in lists)
+    return any(all(at == turn % length for at, length in lists) for turn in range(longest))
 
 
 def may_have_tests(path, ranks):

@@ -194,6 +194,7 @@ class Dropping(nn.Linear):
         return F.dropout(super().forward(x), 0.1, self.training)
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("kind", [Deep, Dropping])
 def test_stages_that_draw(world, kind):
     """Their draws would be others on another grid: all ranks say so, before the first update."""
@@ -222,6 +223,7 @@ class Loss(nn.Module):
         return (self.layer(x) - target).square().sum()
 
 
+@pytest.mark.ranks(1, 2)
 def test_refusals(world):
     grid = Grid(pipeline=world.size)
     last = world.size - 1

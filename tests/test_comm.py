@@ -14,6 +14,7 @@ MOVED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8
 SUMMED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
 
 
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", MOVED)
 def test_every_type_is_moved_unchanged(line, dtype):
     mine = torch.tensor([line.rank, 1, 0]).to(dtype)
@@ -22,6 +23,7 @@ def test_every_type_is_moved_unchanged(line, dtype):
     assert torch.equal(comm.broadcast(mine.clone(), line, root=0), torch.tensor([0, 1, 0]).to(dtype))
 
 
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", SUMMED)
 def test_every_type_is_summed(line, dtype):
     """Also the 16-bit floats, which a plain MPI sum turns to garbage."""
@@ -45,6 +47,7 @@ def test_16_bit_sums_are_rounded_once(line):
     assert torch.equal(comm.reduce_scatter(mine[:1].repeat(line.size), line), expected[:1])
 
 
+@pytest.mark.ranks(1, 2, 3)
 def test_max_and_min(line):
     mine = torch.tensor([line.rank, -line.rank], dtype=torch.float64)
     top = line.size - 1
@@ -52,13 +55,14 @@ def test_max_and_min(line):
     assert comm.all_reduce(mine.clone(), line, "min").tolist() == [0, -top]
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool])
 def test_types_that_cannot_be_summed_are_refused(line, dtype):
     with pytest.raises(ValueError, match=r"cannot take the sum of torch\.\w+ tensors .* use one of float32, float64"):
         comm.all_reduce(torch.zeros(2, dtype=dtype), line)
 
 
-@pytest.mark.ranks(2, 3, 4, 6)
+@pytest.mark.ranks(2)
 def test_types_that_cannot_be_moved_are_refused(line):
     with pytest.raises(ValueError, match=r"tensors of torch\.complex64 cannot be sent; convert it to one of bfloat16"):
         comm.all_gather(torch.zeros(2, dtype=torch.complex64), line)
@@ -79,7 +83,7 @@ def test_a_transposed_view_is_sent_in_its_own_order(line):
         assert torch.equal(comm.recv(torch.empty(3, 2), line, 0), torch.tensor([[0.0, 3], [1, 4], [2, 5]]))
 
 
-@pytest.mark.ranks(2, 3, 4, 6)
+@pytest.mark.ranks(2)
 def test_writing_into_a_strided_tensor_is_refused(line):
     strided = torch.zeros(4, 4).t()
     for call in (lambda: comm.broadcast(strided[:, :2], line), lambda: comm.all_reduce(strided[:, :2], line)):

@@ -75,6 +75,7 @@ BAD = {
 }
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("said", BAD)
 def test_bad_input(world, said):
     for grid in grids(world):

@@ -36,6 +36,7 @@ CASES = {
 }
 
 
+@pytest.mark.each_value(3, 6)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("batch", [3, 1])
 def test_against_torch(grids, case, batch):
@@ -69,6 +70,7 @@ def test_by_messages(grids, case):
         check(grid, ours, torch.nn.Conv2d(n_in, n_out, **options), (3, n_in, *size))
 
 
+@pytest.mark.ranks(1, 2)
 def test_gradcheck(world):
     """On one rank, where finite differences of the whole function can be taken."""
     grid = Grid(comm=world.Split(world.rank))
@@ -151,6 +153,7 @@ def test_weights_do_not_depend_on_the_grid(grids, world):
     assert alone.weight.std().item() == pytest.approx(math.sqrt(1 / (3 * 3 * 3 * 2)), rel=0.3)
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -171,6 +174,7 @@ def test_groups_cut_by_the_grid_are_refused(world):
         Conv2d(Grid(tensor=world.size), 15, 30, 3, groups=3 if world.size != 3 else 5, key=KEY)
 
 
+@pytest.mark.ranks(1, 2)
 def test_images_that_do_not_fit_are_refused(world):
     grid = Grid(tensor=(1, world.size, 1))
     layer = Conv2d(grid, 1, 1, 5, key=KEY)

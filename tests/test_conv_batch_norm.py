@@ -73,6 +73,7 @@ def test_replicas(world):
         close(assembled(grid, ours.shard, ours.bias.grad), theirs.bias.grad)
 
 
+@pytest.mark.ranks(1, 2)
 def test_gradcheck(world):
     layer = BatchNorm2d(Grid(comm=world.Split(world.rank)), 2, key=KEY, **DOUBLE)
 
@@ -113,6 +114,7 @@ def test_bytes(world):
         assert grid.transport.traffic.total("received", axes=("x", "y", "z")) == 0
 
 
+@pytest.mark.ranks(1, 2)
 def test_one_number_a_channel_is_refused(world):
     grid = Grid(tensor=(1, 1, world.size))
     layer = BatchNorm2d(grid, 2, key=KEY)

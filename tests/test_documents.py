@@ -15,6 +15,7 @@ from training_checks import (
     check,
     document_lengths,
     fitting,
+    in_turn,
     made,
     microbatches,
     train_on,
@@ -29,24 +30,23 @@ pytestmark = pytest.mark.mpi
 WINDOWED = dataclasses.replace(LLAMA, window=3, dropout=0.0)
 
 
-def grids(ranks):
-    """Of tensor and pipeline axes, and of those of a sequence beside each of them; of 8 ranks the latter."""
-    return GRIDS[8] if ranks == 8 else CORNERS[ranks] + GRIDS.get(ranks, [])
+# Of tensor and pipeline axes, and of those of a sequence beside each of them; of 8 ranks the latter.
+BOTH = {ranks: places + GRIDS.get(ranks, []) for ranks, places in CORNERS.items()} | {8: GRIDS[8]}
 
 
 @pytest.mark.ranks(1, 2, 4, 8)
 @pytest.mark.parametrize("shape", [GPT, LLAMA])
-def test_equals_one_rank(world, shape):
+def test_equals_one_rank(world, case, shape):
     """7 tokens, dropout, two microbatches, clipping; documents of one token, of parts and of all of a sequence."""
-    for data, pipeline, tensor in grids(world.size):
+    for data, pipeline, tensor in in_turn(BOTH, world.size, case, of_8=2):
         check(Grid(data, pipeline, tensor), fitting(shape, pipeline), count=2, clip=1.0, documents=True)
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(("shape", "balance"), [(UNEVEN, "work"), (WINDOWED, "work"), (LLAMA, "zigzag")])
-def test_long_sequences(world, shape, balance):
+def test_long_sequences(world, case, shape, balance):
     """Of 103 tokens, which the ring cuts for each microbatch by what its documents are."""
-    for data in {(1, world.size, 1), (1, 1, world.size), (1, 2, world.size // 2)}:
+    for data in {2: [(1, 2, 1), (1, 1, 2)], 4: [[(1, 4, 1), (1, 2, 2), (1, 1, 4)][case]]}[world.size]:
         shape = dataclasses.replace(fitting(shape, 1), context=104)
         check(Grid(data), shape, count=2, clip=0.3, balance=balance, documents=True)
 
@@ -60,17 +60,17 @@ def test_planes(world, tensor):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe"])
-def test_schedules(world, name):
-    for data in [(1, 2, 1), (1, 1, 2)]:
-        layers = schedule(name, 2, 4).graph.stages + 1
-        check(Grid(data, 2), dataclasses.replace(GPT, layers=layers), 4, 1.0, pipeline=name, documents=True)
+def test_schedules(world, case, name):
+    layers = schedule(name, 2, 4).graph.stages + 1
+    grid = Grid([(1, 2, 1), (1, 1, 2)][case % 2], 2)
+    check(grid, dataclasses.replace(GPT, layers=layers), 4, 1.0, pipeline=name, documents=True)
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("recompute", ["attention", "block"])
 def test_recompute(world, recompute):
     """The same bits, with dropout."""
-    for data, pipeline, tensor in grids(world.size)[-2:]:
+    for data, pipeline, tensor in BOTH[world.size][-2:]:
         shape = fitting(LLAMA, pipeline)
         kept, again = (
             train_on(Grid(data, pipeline, tensor), shape, 2, 1.0, recompute=how, documents=True)[1:]
@@ -104,14 +104,14 @@ FIRST = 40  # tokens of the first document, of 103
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("shape", [UNEVEN, LLAMA])
-def test_no_leak(world, shape):
+def test_no_leak(world, case, shape):
     """To the bit: a token of the first document changes nothing of the second, neither its logits nor the gradients of
     its tokens' embeddings; and nothing before its own position."""
     shape = dataclasses.replace(fitting(shape, 1), context=103)
     before = torch.arange(103) * 7 % 20 + 2
     after = before.clone()
     after[17] += 1
-    for data, pipeline, tensor in grids(world.size):
+    for data, pipeline, tensor in in_turn(BOTH, world.size, case):
         if pipeline > 1:
             continue  # gradients of the embeddings are of the first stage, logits of the last
         model = made(Grid(data, 1, tensor), shape).eval()

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from training_checks import CORNERS, PLANES, UNEVEN, by_messages, check, fitting, train_on
+from training_checks import CORNERS, PLANES, UNEVEN, by_messages, check, fitting, in_turn, train_on
 
 from hpctrain import Grid
 from hpctrain.choices import OVERLAPS
@@ -30,12 +30,13 @@ def test_every_grid_of_uneven_sizes(world):
         ({"heads": 1, "width": 5, "vocabulary": 3}, 2, 1.0),  # ranks without heads, without words
     ],
 )
-def test_variants(world, change, count, clip):
+def test_variants(world, case, change, count, clip):
     shape = dataclasses.replace(UNEVEN, **change)
-    for data, pipeline, tensor in CORNERS[world.size]:
+    for data, pipeline, tensor in in_turn(CORNERS, world.size, case):
         check(Grid(data, pipeline, tensor), fitting(shape, pipeline), count, clip)
 
 
+@pytest.mark.each_value(3, 6, 8)
 @pytest.mark.parametrize(
     ("change", "synchronous"),
     [
@@ -48,9 +49,9 @@ def test_variants(world, change, count, clip):
 @pytest.mark.parametrize(
     "algorithm", [pytest.param(name, marks=pytest.mark.ranks(*places)) for name, places in PLANES.items()]
 )
-def test_algorithms(world, algorithm, change, synchronous):
+def test_algorithms(world, case, algorithm, change, synchronous):
     shape = dataclasses.replace(UNEVEN, **change)
-    for data, pipeline, tensor in PLANES[algorithm][world.size]:
+    for data, pipeline, tensor in in_turn(PLANES[algorithm], world.size, case):
         grid = Grid(data, pipeline, tensor)
         grid.transport.synchronous = synchronous
         check(grid, fitting(shape, pipeline), count=2, clip=1.0, algorithm=algorithm)
@@ -75,8 +76,8 @@ OVERLAPPED = {
         *((OVERLAPS, way) for way in ("windows", "messages", "synchronous messages")),
     ],
 )
-def test_overlaps(world, overlap, way):
-    for data, pipeline, tensor in OVERLAPPED[world.size]:
+def test_overlaps(world, case, overlap, way):
+    for data, pipeline, tensor in in_turn(OVERLAPPED, world.size, case):
         grid = Grid(data, pipeline, tensor)
         grid.transport.synchronous = way == "synchronous messages"
         if way != "windows":

@@ -187,6 +187,7 @@ def test_wrong_product_is_refused_everywhere(world):
     assert set(world.allgather(text)) == {text}
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     ("sizes", "option"),
     [

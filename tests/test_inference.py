@@ -229,6 +229,7 @@ def test_text_is_packed_on_the_way(world, run, data, capfd):
     assert len(found) == 1
 
 
+@pytest.mark.ranks(1, 2)
 def test_refused_on_all_ranks(world, run, data, capfd):
     folder, _ = run
     cases = [

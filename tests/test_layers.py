@@ -14,6 +14,7 @@ from hpctrain.layers import Attention, Dropout, Embedding, Linear, RMSNorm, Toke
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6, 8)]
 
 
+@pytest.mark.each_value(3, 4, 6, 8)
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 @pytest.mark.parametrize(("sequences", "length"), [(4, 6), (3, 5), (1, 1)])
 @pytest.mark.parametrize(("n_in", "n_out", "unit"), [(8, 16, 1), (7, 5, 1), (3, 1, 1), (12, 6, 3)])
@@ -59,6 +60,7 @@ def test_a_step_that_was_given_up_leaves_no_gradient(world):
         torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize(
     "make", [lambda grid: Linear(grid, 8, 8, to="inner", **DOUBLE), lambda g: RMSNorm(g, 8, **DOUBLE)]
 )
@@ -138,6 +140,7 @@ def test_every_element_of_a_weight_lives_on_one_rank(world):
                 assert weight.numel() < math.prod(weight.shard.global_shape)
 
 
+@pytest.mark.ranks(1, 2, 3)
 def test_standalone_layers_follow_torch_s_seed(world):
     """Without a key, torch.manual_seed on the first rank decides, as for torch's own layers."""
     grid = Grid(tensor=world.size)
@@ -152,6 +155,7 @@ def test_standalone_layers_follow_torch_s_seed(world):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -234,6 +234,7 @@ def test_attention_moves_what_its_projections_move(world):
         assert whole_layer == moved(layer.proj(layer.qkv(block, layout.tokens)[:, :held], layout.tokens))
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -261,6 +262,7 @@ def test_bad_rope_scaling(values):
         RopeScaling(*values)
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_softmax_of_16_bits_is_taken_in_float32(world, dtype):
     """Each of 300 equal probabilities is rounded the same way: their sum is off by as much, and with it the gradient,

@@ -25,6 +25,7 @@ def shares(layout, layer, logits, targets, scale):
     return layout.grid.comm.allreduce(share.item()), block.grad
 
 
+@pytest.mark.each_value(4)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("ignore_index", [-100, 1])  # outside and inside the vocabulary
 @pytest.mark.parametrize("vocabulary", [32, 13, 2])
@@ -72,6 +73,7 @@ def test_all_rows_ignored(world):
         assert not gradient.any()
 
 
+@pytest.mark.each_value(4)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("ignore_index", [-100, 1])
 @pytest.mark.parametrize("anything", [math.nan, math.inf, -math.inf])
@@ -135,6 +137,7 @@ def test_one_exchange_of_two_numbers_a_row(world, smoothing):
         assert sum(cell["received"] for cell in table) == (x * y - 1) * 2 * rows * 8
 
 
+@pytest.mark.ranks(1, 2)
 def test_cross_entropy_refuses_a_second_backward(world):
     """The first one uses up what forward kept; a second must not silently give something else."""
     grid = Grid(tensor=world.size)
@@ -146,6 +149,7 @@ def test_cross_entropy_refuses_a_second_backward(world):
         share.backward()
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("smoothing", [-0.1, 1.5])
 def test_label_smoothing_is_from_0_to_1(world, smoothing):
     with pytest.raises(ValueError, match=f"label_smoothing must be from 0 to 1, got {smoothing}"):

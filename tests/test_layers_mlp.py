@@ -35,6 +35,7 @@ def test_mlp(world, activation, hidden, bias, function):
         check(layout, layer, serial, whole((15, 7), "x"), layout.residual, layout.residual)
 
 
+@pytest.mark.ranks(1, 2)
 def test_default_is_gpt_2_s(world):
     layer = MLP(Grid(tensor=world.size), 4, 8, key=KEY)
     assert layer.activation == "gelu_tanh"
@@ -65,11 +66,13 @@ def test_swiglu_against_hugging_face(world, width, hidden, bias, sequences, leng
         check(layout, layer, serial, whole((sequences * length, width), "x"), layout.residual, layout.residual)
 
 
+@pytest.mark.ranks(1, 2)
 def test_an_unknown_activation_is_refused(world):
     with pytest.raises(ValueError, match="activation must be one of gelu_tanh, gelu, relu, swiglu, got 'tanh'"):
         MLP(Grid(tensor=world.size), 4, 8, "tanh", key=KEY)
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gelu_tanh_is_torch_s_far_out(dtype):
     """Where the cube of x is infinite in 32 bits; x itself is finite, and so is the gradient."""
@@ -82,6 +85,7 @@ def test_gelu_tanh_is_torch_s_far_out(dtype):
     assert ours.tolist() == theirs.tolist() == [1.0, 0.0] * 7
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 5), (700, 301)])  # none, few, and more than one chunk
 def test_gelu_tanh_is_torch_s(dtype, shape):

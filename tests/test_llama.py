@@ -13,6 +13,7 @@ from training_checks import (
     check,
     check_strategy,
     fitting,
+    in_turn,
     logits_of,
     made,
     serial,
@@ -45,9 +46,9 @@ QWEN3 = dataclasses.replace(LLAMA, rope_scaling=(), qk_norm=True, norm_eps=1e-3)
         (dataclasses.replace(LLAMA, layers=8, width=16, heads=8, kv_heads=8, ffn=24, vocabulary=32), 2, 1.0),  # even
     ],
 )
-def test_equals_one_rank(world, shape, count, clip):
+def test_equals_one_rank(world, case, shape, count, clip):
     """Losses, norms and weights of three steps."""
-    for data, pipeline, tensor in CORNERS[world.size]:
+    for data, pipeline, tensor in in_turn(CORNERS, world.size, case):
         check(Grid(data, pipeline, tensor), fitting(shape, pipeline), count, clip)
 
 
@@ -74,8 +75,8 @@ METHODS = {1: [(1, 1, 1)], 2: [(2, 1, 1)], 4: [(2, 1, (1, 1, 2)), (2, 1, (2, 1, 
 
 
 @pytest.mark.parametrize(("method", "recompute"), [("zero1", "none"), ("zero2", "attention"), ("zero3", "block")])
-def test_zero_and_recompute(world, method, recompute):
-    for data, pipeline, tensor in METHODS[world.size]:
+def test_zero_and_recompute(world, case, method, recompute):
+    for data, pipeline, tensor in in_turn(METHODS, world.size, case):
         grid = Grid(data, pipeline, tensor)
         if recompute == "attention":
             by_messages(grid)
@@ -102,6 +103,6 @@ def greedy():
 
 
 def test_the_coldest_text_is_the_likeliest(world):
-    for data, pipeline, tensor in CORNERS[world.size]:
+    for data, pipeline, tensor in in_turn(CORNERS, world.size, 0, of_8=2):
         grid = Grid(data, pipeline, tensor)
         assert generate(made(grid, QWEN3), grid, PROMPT, COUNT, KNOWN, RngKey(8), 1e-9) == greedy()

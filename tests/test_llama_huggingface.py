@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from export_checks import evaluate, llama_sizes, shared_folder
-from training_checks import CORNERS, batches, fitting, made
+from training_checks import CORNERS, batches, fitting, in_turn, made
 
 from hpctrain import Grid, models
 from hpctrain.layers import Tokens
@@ -113,10 +113,10 @@ def test_logits(kind, tmp_path):
 
 @pytest.mark.ranks(*CORNERS)
 @pytest.mark.parametrize(("kind", "pieces"), [*((kind, "1GB") for kind in KINDS), ("Qwen3", "3KB")])
-def test_there_and_back(world, kind, pieces, tmp_path):
+def test_there_and_back(world, case, kind, pieces, tmp_path):
     """On grids that split every axis: their loss, and their bits when exported again."""
     folder = shared_folder(world, tmp_path)
-    for number, (data, pipeline, tensor) in enumerate(CORNERS[world.size]):
+    for number, (data, pipeline, tensor) in enumerate(in_turn(CORNERS, world.size, case)):
         grid = Grid(data, pipeline, tensor)
         shape = fitting(KINDS[kind][0], pipeline)
         batch, model = batches(shape)[0], None

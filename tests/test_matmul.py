@@ -27,9 +27,11 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_product_and_gradients(world, way):
+def test_product_and_gradients(world, case, way):
+    """All sizes on up to four ranks; on more some of them by each way."""
+    shapes = list(enumerate(SHAPES.values()))
     for _, mm in products(world, way):
-        for number, (m, k, n) in enumerate(SHAPES.values()):
+        for number, (m, k, n) in shapes if world.size <= 4 else shapes[case::3]:
             A, B, G = whole(m, k, seed=number), whole(k, n, seed=100 + number), whole(m, n, seed=200 + number)
             a, b = mm.scatter_a(A).requires_grad_(), mm.scatter_b(B).requires_grad_()
             c = mm(a, b)
@@ -125,6 +127,7 @@ def test_bytes_are_the_volume(world, way):
             assert ledger.total("received") == pytest.approx(8 * mm.volume_backward(m, k, n), rel=1e-12, abs=0)
 
 
+@pytest.mark.each_value(3, 6, 8)
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_other_dtypes(world, way, dtype, tolerance):
@@ -170,6 +173,7 @@ def test_wrong_grids_are_refused(world):
                     getattr(matmul, algorithm)(grid.tensor)
 
 
+@pytest.mark.ranks(1, 2, 3)
 def test_wrong_blocks_are_refused(world):
     mm = matmul.Agarwal(Grid(tensor=world.size).tensor)
     with pytest.raises(ValueError, match="not known"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference_experts import Mixtures
 from test_pipeline_training import check_delayed
-from training_checks import CORNERS, batches, check, check_strategy, fitting, made, microbatches, serial
+from training_checks import CORNERS, batches, check, check_strategy, fitting, in_turn, made, microbatches, serial
 
 from hpctrain import Grid, RngKey
 from hpctrain.config import DataParallelConfig
@@ -60,9 +60,9 @@ def experts_over(ranks):
         (dataclasses.replace(MIXTRAL, experts=1, top_k=1, expert_ffn=1, vocabulary=3), 1, 0.0),
     ],
 )
-def test_equals_one_rank(world, shape, count, clip):
+def test_equals_one_rank(world, case, shape, count, clip):
     """Losses, norms and weights of three steps, biases of routers among them."""
-    for data, pipeline, tensor in CORNERS[world.size]:
+    for data, pipeline, tensor in in_turn(CORNERS, world.size, case):
         ranks = world.size // pipeline
         for expert in experts_over(ranks) if shape is MIXTRAL else [ranks]:
             with Grid(data, pipeline, tensor, expert=expert) as grid:
@@ -135,8 +135,8 @@ METHODS = {1: [(1, 1, 1)], 2: [(2, 1, 1)], 4: [(2, 1, (1, 1, 2)), (2, 1, (2, 1, 
 
 
 @pytest.mark.parametrize(("method", "recompute"), [("zero1", "none"), ("zero2", "attention"), ("zero3", "block")])
-def test_zero_and_recompute(world, method, recompute):
-    for data, pipeline, tensor in METHODS[world.size]:
+def test_zero_and_recompute(world, case, method, recompute):
+    for data, pipeline, tensor in in_turn(METHODS, world.size, case):
         shape = dataclasses.replace(fitting(DEEPSEEK, pipeline), dropout=0.3)
         ranks = world.size // pipeline
         for expert in {ranks, max(1, ranks // 2)}:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from export_checks import evaluate, llama_sizes, shared_folder
 from test_llama_huggingface import their_logits, widened
-from training_checks import CORNERS, batches, fitting, made, microbatches
+from training_checks import CORNERS, batches, fitting, in_turn, made, microbatches
 
 from hpctrain import Grid, models
 from hpctrain.layers import Tokens
@@ -143,10 +143,10 @@ def test_logits(kind, tmp_path):
 
 @pytest.mark.ranks(*CORNERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients(world, kind, tmp_path):
+def test_loss_and_gradients(world, case, kind, tmp_path):
     """Every gradient is theirs, on grids that split every axis, experts among them; and the bits come back."""
     folder = shared_folder(world, tmp_path)
-    for number, (data, pipeline, tensor) in enumerate(CORNERS[world.size]):
+    for number, (data, pipeline, tensor) in enumerate(in_turn(CORNERS, world.size, case), case // 4 % 2):
         shape = fitting(KINDS[kind], pipeline)
         batch, model = batches(shape)[0], None
         if world.rank == 0:

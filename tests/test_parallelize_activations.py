@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from parallelize_checks import CLOSE, check_gradients, compare, numbers, tensor_grids
+from parallelize_checks import CLOSE, boxes, check_gradients, compare, numbers
 from test_parallelize_transformers import IDS, PADDING, gpt2, llama, transformers
 from torch import nn
 
@@ -78,7 +78,7 @@ def test_hugging_face(world, case):
         assert not any(isinstance(x, ShardedActivation) for x in (*out.values(), *out.hidden_states))
         return out[0], *out.hidden_states
 
-    for grid in tensor_grids(world):
+    for grid in boxes(world):
         model = compare(lambda: MODELS[case]().train(), grid, [IDS], run, **SHARDED)
         held_once_but_norms(model, grid)
         assert case != "bert" or isinstance(model.encoder.layer[0].output.dense, BoxDown) == (grid.tensor.z.size > 1)
@@ -91,7 +91,7 @@ def test_learned_biases(world):
         sizes = {"num_layers": 1, "num_heads": 1, "d_kv": 4, "d_model": 12, "d_ff": 18, "vocab_size": 19}
         return transformers.T5EncoderModel(transformers.T5Config(**sizes))
 
-    for grid in tensor_grids(world):
+    for grid in boxes(world):
         compare(t5, grid, [IDS], lambda model, ids: model(ids)[0], **SHARDED)
         make = lambda: llama(num_attention_heads=1, num_key_value_heads=1)  # noqa: E731
         mask = numbers(2, 1, 11, 11, seed=8)
@@ -116,7 +116,7 @@ def test_blocks(world, norm, shape):
         hook.remove()
         return y
 
-    for grid in tensor_grids(world):
+    for grid in boxes(world):
         compare(lambda: nn.Sequential(*(Block(norm) for _ in range(3))), grid, [numbers(*shape)], run, **SHARDED)
         given, made = seen[1]
         if grid.tensor.size > 1:
@@ -246,7 +246,7 @@ HOW = {how.__name__: how for how in (in_place, without_gradient, hooked, shapes,
 
 @pytest.mark.parametrize("how", HOW)
 def test_code_that_looks(world, how):
-    for grid in tensor_grids(world):
+    for grid in boxes(world):
         compare(lambda: Curious(HOW[how]), grid, [numbers(2, 5, 8)], **SHARDED)
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 
 import hpctrain as ht
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
 SOME = [numbers(2, 3, 4)]
 
@@ -50,6 +50,7 @@ def test_changes_of_a_weight(world, case):
     assert len(set(world.allgather(str(error.value)))) == 1
 
 
+@pytest.mark.ranks(1, 2, 4)
 def test_weights_shared_afterwards(world):
     """As `head.weight = table.weight`: where both are divided alike."""
     grid = ht.Grid(tensor=world.size)
@@ -135,6 +136,7 @@ def test_a_layer_added_afterwards(world):
             call()
 
 
+@pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("path", ["self_attn.out_proj", "self_attn", "linear2"])
 def test_parts_of_a_layer_that_stay_whole(world, path):
     for grid in tensor_grids(world):
@@ -147,6 +149,7 @@ def test_parts_of_a_layer_that_stay_whole(world, path):
                 assert grid.tensor.comm.allreduce(p.detach().numel()) == torch.Size(p.whole_shape).numel()
 
 
+@pytest.mark.ranks(1, 2, 4)
 def test_attention_alone_with_its_output_whole(world):
     """Unbatched, and with as few heads as to leave ranks without."""
     for heads in (1, 3):

@@ -11,7 +11,7 @@ from torch import nn
 
 import hpctrain as ht
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
 
 class Network(nn.Module):

@@ -68,6 +68,7 @@ def check_weights(grid, model, serial):
         torch.testing.assert_close(gathered, dict(serial.state_dict()), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.each_value(4)
 @pytest.mark.parametrize("order", [2.0, 1.0, math.inf, 0.5, 0.0])
 @pytest.mark.parametrize("foreach", [None, True])
 def test_clip_grad_norm(world, order, foreach):
@@ -144,6 +145,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(world, case):
     """On all ranks alike."""
@@ -205,6 +207,7 @@ MIXING = {
 }
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", MIXING)
 def test_optimizers_that_mix_elements(world, name):
     for sizes in GRIDS[world.size]:

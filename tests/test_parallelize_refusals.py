@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 import hpctrain as ht
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
 
 class Table(nn.Module):

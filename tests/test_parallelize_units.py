@@ -73,7 +73,7 @@ BLOCKS = {  # what: (module, the names of the layers that stay divided between)
 }
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("case", BLOCKS)
 def test_blocks(world, case):
     make, divided = BLOCKS[case]
@@ -86,6 +86,7 @@ def encoder():
     return nn.TransformerEncoderLayer(4, 2, 7, dropout=0.0)
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(("make", "path"), [(BLOCKS["gated"][0], "b"), (encoder, "linear1"), (encoder, "linear2")])
 def test_hooks_on_layers(world, make, path):
     """Registered before, they are shown what they would be; afterwards they are refused."""
@@ -106,6 +107,7 @@ def test_hooks_on_layers(world, make, path):
         model(torch.ones(2, 3, 4))
 
 
+@pytest.mark.ranks(1, 2)
 def test_a_layer_exchanged_afterwards(world):
     """As LoRA does: what it adds is whole, and what it is added to is not."""
     torch.manual_seed(3)
@@ -145,6 +147,7 @@ def test_rule(world, attention):
         assert model[1].heads == split_sizes(3, world.size)[grid.tensor.rank]
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     ("split", "text"),
     [
@@ -161,6 +164,7 @@ def test_rules_that_do_not_fit(world, attention, rules, split, text):
     on_every_rank(world, lambda: nn.Sequential(attention()), rf"divide 0 \(Attention\): .*{text}")
 
 
+@pytest.mark.ranks(1, 2)
 def test_rules_that_leave_weights_out(world, attention):
     def make():
         made = attention()

@@ -213,7 +213,7 @@ WRITES = {
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", WRITES)
 def test_writes_that_would_be_lost(world, case):
     write, text = WRITES[case]

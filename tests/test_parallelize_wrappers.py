@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpctrain as ht
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
 
 @pytest.fixture

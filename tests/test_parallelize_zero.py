@@ -80,6 +80,7 @@ def weights_agree(model, serial, grid, **close):
             torch.testing.assert_close(gathered[name], tensor, msg=lambda text, name=name: f"{name}: {text}", **close)
 
 
+@pytest.mark.each_value(3, 4)
 @pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize("zero", LEVELS)
 @pytest.mark.parametrize(
@@ -261,6 +262,7 @@ def test_what_is_refused(world, zero):
     refused("was replaced or, with zero=3, changed by other code", optimizer.step)
 
 
+@pytest.mark.ranks(1, 2)
 def test_other_values(world):
     for zero in (4, -1, True, "2"):
         with pytest.raises(ValueError, match="zero must be None, 0, 1, 2 or 3, got"):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from training_checks import UNEVEN, batches, fitting, microbatches, serial
+from training_checks import UNEVEN, batches, fitting, in_turn, microbatches, serial
 
 from hpctrain import Grid, RngKey
 from hpctrain.checkpoint import Checkpointer, TrainingState, folder
@@ -61,9 +61,9 @@ GRIDS = {
 
 @pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize(("count", "clip", "tied"), [(1, 0.0, True), (3, 0.3, False), (2, 1.0, True)])
-def test_servers_on_other_axes(world, count, clip, tied):
+def test_servers_on_other_axes(world, case, count, clip, tied):
     """A place on the data axis is a whole replica, whose ranks all serve or all work."""
-    for data, pipeline, tensor in GRIDS[world.size]:
+    for data, pipeline, tensor in in_turn(GRIDS, world.size, case):
         grid, shape = Grid(data, pipeline, tensor), fitting(dataclasses.replace(UNEVEN, tied=tied), pipeline)
         model, training = gpt2(grid, lambda *given: ParameterServer(*given, 1, 2000), shape, clip, count)
         results = [training.step(microbatches(grid, x, n, count, idle=1)) for n, x in enumerate(batches(shape))]
@@ -101,6 +101,7 @@ def line(grid, make, values, loss, lr=0.5, max_norm=0.0):
     return parameter, lambda number: training.step([] if strategy.serves else [number]), training
 
 
+@pytest.mark.each_value(4, 8)
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -222,6 +223,7 @@ def test_a_save_that_fails_on_the_first_rank_changes_nothing(world, tmp_path, st
     assert (parameter.tolist(), frozen.tolist()) == ([2.0, 0.0, 1.5, 0.75], [7.0, 8.0])
 
 
+@pytest.mark.ranks(1, 2, 4)
 def test_refusals(world):
     with pytest.raises(ValueError, match=f"leave a worker: at least 1 and below grid.data = {world.size}, got"):
         line(Grid(data=world.size), lambda *given: ParameterServer(*given, world.size), [0.0], None)

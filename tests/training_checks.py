@@ -201,6 +201,14 @@ CORNERS = {
     8: [(2, 2, 2), (1, 1, (2, 2, 2)), (1, 2, (2, 1, 2)), (8, 1, 1)],
 }
 
+
+def in_turn(places, ranks, case, of_8=4):
+    """Of {ranks: places} all for one and two ranks, which divide one axis; for four every second one, for eight every
+    fourth (`of_8`), other ones for the next case of a test."""
+    step = {1: 1, 2: 1, 4: 2}.get(ranks, of_8)
+    return places[ranks][case % min(step, len(places[ranks])) :: step]
+
+
 # Every form of tensor grid that each algorithm works on, alone and with the other axes.
 PLANES = {
     "megatron": {1: [(1, 1, 1)], 2: [(1, 1, (2, 1, 1))], 4: [(2, 1, (2, 1, 1)), (1, 1, (4, 1, 1))]},
