@@ -2,8 +2,9 @@
 
 `@pytest.mark.ranks(2, 8)` names the numbers of ranks that a test or a module is for; without it these are 1, 2 and 4. A
 run collects the tests of its own number alone. `@pytest.mark.each_value(8)`: of all combinations of a test's parameters
-there are on 8 ranks only so many that every value occurs. jobs/test.sbatch starts a run for each number that is named,
-and checks afterwards that every test passed on every number it names (`ranks_named.py`).
+there are on 8 ranks only so many that every value occurs; HPCTRAIN_TESTS=all runs them all. jobs/test.sbatch starts a
+run for each number that is named, and checks afterwards that every test passed on every number it names
+(`ranks_named.py`).
 
 A failure on one rank ends the whole job at once: its report is printed with the rank, then MPI is aborted. Waiting
 would hang, since the other ranks stand in a collective that the failed one never enters.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 UNNAMED = {1, 2, 4}  # where a test names none
 FOLDER = os.environ.get("HPCTRAIN_TESTS_RAN")
+ALL = os.environ.get("HPCTRAIN_TESTS") == "all"  # combinations of parameters and of grids, on all ranks
 outcomes = {}  # of this run's tests: "passed", "failed", or why it was skipped
 
 
@@ -24,7 +25,7 @@ def of(item):
     marks = [mark for mark in item.own_markers if mark.name == "ranks"] or list(item.iter_markers("ranks"))
     numbers = set.intersection(*(set(mark.args) for mark in marks)) if marks else UNNAMED
     some = item.get_closest_marker("each_value")
-    return numbers - set(some.args) if some and not _one_of_few(item) else numbers
+    return numbers - set(some.args) if some and not ALL and not _one_of_few(item) else numbers
 
 
 def places(item):

@@ -77,9 +77,10 @@ def test_equals_one_rank(world, case, shape, count, clip):
         dataclasses.replace(DEEPSEEK, capacity=1.1, capacity_policy="position", jitter=0.1),
     ],
 )
-def test_ten_steps(world, shape):
+def test_ten_steps(world, case, shape):
     """With capacities and jitter, on two grids of all axes between them."""
-    for data, pipeline, tensor in CORNERS[world.size][1:3] or CORNERS[1]:
+    places = {ranks: found[1:3] or found for ranks, found in CORNERS.items()}
+    for data, pipeline, tensor in in_turn(places, world.size, case):
         with Grid(data, pipeline, tensor, expert=world.size // pipeline) as grid:
             check(grid, fitting(shape, pipeline), count=2, clip=1.0, steps=10)
 
@@ -150,8 +151,8 @@ SEQUENCES = {2: [((1, 2, 1), 1, 1), ((1, 1, 2), 1, 1)], 4: [((1, 2, 2), 1, 1), (
 
 @pytest.mark.ranks(*SEQUENCES)
 @pytest.mark.parametrize("documents", [False, True])
-def test_ranks_that_share_sequences(world, documents):
-    for place in SEQUENCES[world.size]:
+def test_ranks_that_share_sequences(world, case, documents):
+    for place in in_turn(SEQUENCES, world.size, case):
         for expert in {world.size, world.size // 2}:
             with Grid(*place, expert=expert) as grid:
                 check(grid, fitting(DEEPSEEK, 1), count=2, clip=1.0, documents=documents)

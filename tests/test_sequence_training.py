@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from training_checks import UNEVEN, by_messages, check, check_strategy, fitting, serial, train_on
+from training_checks import UNEVEN, by_messages, check, check_strategy, fitting, in_turn, serial, train_on
 
 from hpctrain import Grid, RngKey
 from hpctrain.config import DataParallelConfig, load_config
@@ -36,21 +36,21 @@ LLAMA = LlamaShape(
 
 @pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize("shape", [GPT, LLAMA])
-def test_equals_one_rank(world, shape):
+def test_equals_one_rank(world, case, shape):
     """7 tokens, dropout, two microbatches, clipping."""
-    for data, pipeline, tensor in GRIDS[world.size]:
+    for data, pipeline, tensor in in_turn(GRIDS, world.size, case, of_8=2):
         check(Grid(data, pipeline, tensor), fitting(shape, pipeline), count=2, clip=1.0)
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("momentum", [0.9, None])
 @pytest.mark.parametrize("shape", [GPT, LLAMA])
-def test_weights_after_ten_steps(world, shape, momentum):
+def test_weights_after_ten_steps(world, case, shape, momentum):
     """Within 1e-12 of the largest of their tensor, by SGD and by AdamW; but for GPT-2's biases of keys by AdamW. They
     change no probability, as each query adds one number to all its scores: their gradient is nothing but rounding, some
     1e-20, of which AdamW, that divides it by its like and 1e-8, makes some 1e-14 a step."""
     weights, losses, _ = serial(fitting(shape, 1), 1.0, steps=10, momentum=momentum)
-    for data in {2: [(1, 2, 1), (1, 1, 2)], 4: [(1, 2, 2), (2, 2, 1)]}[world.size]:
+    for data in in_turn({2: [(1, 2, 1), (1, 1, 2)], 4: [(1, 2, 2), (2, 2, 1)]}, world.size, case):
         grid = Grid(data)
         model, got, _ = train_on(grid, fitting(shape, 1), 2, 1.0, steps=10, momentum=momentum)
         assert got == pytest.approx(losses, rel=1e-12)
@@ -66,9 +66,9 @@ def test_weights_after_ten_steps(world, shape, momentum):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(("shape", "length"), [(UNEVEN, 103), (LLAMA, 103), (UNEVEN, 3), (LLAMA, 2)])
-def test_long_sequences_and_fewer_tokens_than_ranks(world, shape, length):
+def test_long_sequences_and_fewer_tokens_than_ranks(world, case, shape, length):
     shape = dataclasses.replace(shape, layers=1, context=length + 1)
-    for data in {2: [(1, 2, 1), (1, 1, 2)], 4: [(1, 2, 2), (1, 4, 1)]}[world.size]:
+    for data in in_turn({2: [(1, 2, 1), (1, 1, 2)], 4: [(1, 2, 2), (1, 4, 1)]}, world.size, case // 2):
         check(Grid(data), shape, count=1, clip=0.3)
 
 
