@@ -65,6 +65,7 @@ def write(tests, ranks):
         named = {
             item.nodeid: {"ranks": sorted(numbers), "lacks": item.get_closest_marker("skipif") is not None}
             for item, numbers in tests.items()
+            if numbers  # else other combinations of the parameters have its values
         }
         (Path(FOLDER) / "named.json").write_text(json.dumps(named))
 

@@ -39,7 +39,7 @@ def written(grid, shape, prompt):
 def test_logits_are_those_of_one_rank(world, case):
     shape = dataclasses.replace(fitting(SHAPES[case], 1), context=CONTEXT, dropout=0.0)
     grids, turn = [place for place in GRIDS[world.size] if place[1] == 1], list(SHAPES).index(case)
-    for data, _, tensor in grids if world.size < 8 else grids[turn % 3 :: 3]:
+    for data, _, tensor in grids if world.size == 2 else grids[turn % 3 :: 3]:
         for prompt in (PROMPT, 1) if world.size == 2 else [(PROMPT, 1)[turn % 2]]:
             grid = Grid(data, 1, tensor)
             _, cache, found = written(grid, shape, prompt)

@@ -28,7 +28,7 @@ KINDS = {"gpt2": ["model.vocabulary=257"], "llama": ["model.kind=llama", "model.
 PROMPT = "7 times"
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param("gpt2", marks=pytest.mark.ranks(1, 2)), "llama"])
 def run(request, world, tmp_path_factory):
     """A trained run, and its weights in transformers on rank 0. It begins with large weights, so that its text is not
     one letter again and again, which hides a wrong position."""
@@ -181,6 +181,7 @@ def by_hand(theirs, path, documents, masked):
 NUMBERS = re.compile(r"loss (\S+) nats a token, perplexity (\S+), (\S+) bits per byte, (\S+) tokens, (\S+) bytes")
 
 
+@pytest.mark.each_value(4)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_evaluation_is_that_of_transformers(world, run, data, capfd, documents, masked):
