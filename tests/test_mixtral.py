@@ -38,8 +38,8 @@ DIVIDED = {2: [(2, 1, 1, 2), (1, 1, 2, 2)], 4: [(4, 1, 1, 4), (2, 1, (1, 2, 1), 
 
 @pytest.mark.ranks(*DIVIDED)
 @pytest.mark.parametrize(("method", "recompute"), [("ddp", "none"), ("zero3", "block")])
-def test_experts_that_ranks_divide(world, method, recompute):
-    for data, pipeline, tensor, expert in DIVIDED[world.size]:
+def test_experts_that_ranks_divide(world, case, method, recompute):
+    for data, pipeline, tensor, expert in in_turn(DIVIDED, world.size, case):
         shape = dataclasses.replace(fitting(DEEPSEEK, pipeline), capacity=1.1)
         with Grid(data, pipeline, tensor, expert=expert, expert_tensor=2) as grid:
             model = made(grid, shape, recompute=recompute)

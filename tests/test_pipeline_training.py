@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from training_checks import LENGTH, UNEVEN, batches, check, fitting, logits_of, made, microbatches, train_on
+from training_checks import LENGTH, UNEVEN, batches, check, fitting, in_turn, logits_of, made, microbatches, train_on
 
 from hpctrain import Grid, RngKey
 from hpctrain.layers.whole_parameters import whole_parameters
@@ -49,9 +49,10 @@ def test_equals_serial(world, case, name, change, count, synchronous):
 
 @pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize(("slices", "change"), [([7], {}), ([4, 1, 2], {"dropout": 0.3, "tied": False}), ([1] * 7, {})])
-def test_token_slices(world, slices, change):
+def test_token_slices(world, case, slices, change):
     """TeraPipe: sequences of 7 tokens in slices, with dropout, uneven rows over x and z, and synchronous messages."""
-    for data, pipeline, tensor in [*GRIDS[world.size], *SLICED.get(world.size, [])]:
+    places = {ranks: found + SLICED.get(ranks, []) for ranks, found in GRIDS.items()}
+    for data, pipeline, tensor in in_turn(places, world.size, case):
         grid = Grid(data, pipeline, tensor)
         grid.transport.synchronous = len(slices) == 3
         shape = dataclasses.replace(fitting(UNEVEN, pipeline), **change)

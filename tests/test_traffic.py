@@ -124,11 +124,11 @@ HALVES = {
 @pytest.mark.mpi
 @pytest.mark.ranks(*HALVES)
 @pytest.mark.parametrize(("reduce", "comm_dtype"), [("fp32", "fp32"), ("compute", "fp32"), ("fp32", "bf16")])
-def test_ledger_equals_formula_in_16_bits(world, reduce, comm_dtype):
+def test_ledger_equals_formula_in_16_bits(world, case, reduce, comm_dtype):
     """Weights and activations have 2 bytes; gradients 4 or 2, which travel over data in 4 or 2; statistics always 4."""
     precision = PrecisionConfig("bf16", reduce=reduce, comm_dtype=comm_dtype)
     bytes_of = 2 if reduce == "compute" else 4
-    for (data, pipeline, tensor), algorithm, method in HALVES[world.size]:
+    for (data, pipeline, tensor), algorithm, method in in_turn(HALVES, world.size, case):
         for shape in (dataclasses.replace(EVEN, layers=2), dataclasses.replace(QWEN3, layers=2)):
             with Grid(data, pipeline, tensor) as grid:
                 received, _ = counted(grid, shape, 16, 2, algorithm, DEFAULT_OVERLAP, (), method, precision)

@@ -101,7 +101,7 @@ def enlarged(grid, window):
 def test_generation_beyond_the_window(world):
     if world.rank == 0:
         assert greedy(2) != greedy(3) != greedy(0)
-    for data, pipeline, tensor in [(1, 1, 1)] if world.size == 1 else GRIDS[world.size]:
+    for data, pipeline, tensor in in_turn({1: [(1, 1, 1)], **GRIDS}, world.size, 0):
         for window in (2, 3):
             model = enlarged(Grid(data, pipeline, tensor), window)
             assert generate(model, model.grid, PROMPT, COUNT, KNOWN, RngKey(8), 1e-9) == greedy(window)
