@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 from torch._subclasses import FakeTensor
-from training_checks import UNEVEN, batches, by_messages, check_equal, fitting, microbatches, serial
+from training_checks import UNEVEN, batches, by_messages, check_equal, fitting, in_turn, microbatches, serial
 
 from hpctrain import Grid, RngKey
 from hpctrain.data_parallel import MixedDataParallel, Precision, Zero1, Zero2, Zero3
@@ -59,10 +59,11 @@ def trained(method, grid, shape, count, clip, bucket_bytes=20_000, dtype=torch.f
     ],
 )
 @pytest.mark.parametrize("method", METHODS)
-def test_equals_one_rank(world, method, change, count, clip, messages, grids):
+def test_equals_one_rank(world, case, method, change, count, clip, messages, grids):
     """Losses, norms and weights of three steps."""
     shape = dataclasses.replace(UNEVEN, **change)
-    for data, pipeline, tensor in GRIDS[world.size][:grids]:
+    places = {ranks: found[:grids] for ranks, found in GRIDS.items()}
+    for data, pipeline, tensor in in_turn(places, world.size, case):
         grid = Grid(data, pipeline, tensor)
         if messages:
             by_messages(grid)
