@@ -170,7 +170,9 @@ ELEMENTWISE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(
+    "name", [n if n in ("AdamW", "SGD") else pytest.param(n, marks=pytest.mark.ranks(1, 2)) for n in ELEMENTWISE]
+)
 def test_optimizers(world, name):
     """In torch's loops over weights and over lists; their state is saved as that of any model."""
     kind = getattr(torch.optim, name)
