@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parallelize_checks import compare, numbers, tensor_grids
+from parallelize_checks import boxes, compare, numbers, tensor_grids
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -109,7 +109,7 @@ class Wider(Vision):
 @pytest.mark.parametrize("shards", [False, True])
 def test_attention_of_others(world, shards):
     """Uneven heads; on a box where each rank has some; masks by head and learned."""
-    for grid in tensor_grids(world):
+    for grid in boxes(world):
         inputs = [numbers(2, 5, 12), numbers(2, 6, 5, 5, seed=2)]
         model = compare(lambda: Vision(6), grid, inputs, shard_activations=shards)
         assert type(model).__name__ == "SplitVision"
