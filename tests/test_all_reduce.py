@@ -74,7 +74,6 @@ def test_sums(world, name, nodes, synchronous):
         assert world.bcast(bits) == bits
 
 
-@pytest.mark.each_value(3, 4, 6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("name", "nodes"), CASES)
 def test_16_bit_sums_are_rounded_once(world, name, nodes, dtype):
