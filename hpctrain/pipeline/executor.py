@@ -23,6 +23,7 @@ from hpctrain.pipeline.actions import (
     WEIGHT_GRADIENT,
     Action,
 )
+from hpctrain.pipeline.given_gradients import scalar_of
 from hpctrain.pipeline.pool import Pool
 from hpctrain.pipeline.schedules import COSTS, Schedule
 from hpctrain.pipeline.simulate import Costs
@@ -249,7 +250,7 @@ class _Run:
         # a stage without parameters or inputs has nothing to differentiate
         wanted = [(y, grad) for y, grad in zip(roots, grads or [None]) if y.requires_grad]
         if wanted:
-            torch.autograd.backward(*zip(*wanted))
+            scalar_of(*zip(*wanted)).backward()
         for message, x in zip(step.gives, inputs):
             self.messages[message] = torch.zeros_like(x) if x.grad is None else x.grad
 

@@ -31,6 +31,7 @@ from hpctrain.data_parallel.buckets import BUCKET_BYTES
 from hpctrain.grid import Grid
 from hpctrain.launch import abort, check_launcher
 from hpctrain.layers.gelu import gelu_tanh
+from hpctrain.pipeline.given_gradients import scalar_of
 from hpctrain.plan.passes import BACKWARD, INNER, RESIDUAL
 
 PRODUCTS = ((1024, 1024, 1024), (512, 512, 2048), (2048, 256, 256), (256, 1024, 256), (1024, 64, 1024), (128, 256, 512))
@@ -136,7 +137,7 @@ def norms(grid: Grid, device: torch.device, layers: int = 4, width: int = 512) -
         y = x
         for _ in range(layers):
             y = y + torch.nn.functional.layer_norm(y, (width,))
-        y.backward(x)
+        scalar_of([y], [x]).backward()
 
     return (1 + BACKWARD) * RESIDUAL * 2 * x.nbytes * layers / seconds(grid, chain, device)
 
@@ -204,7 +205,7 @@ def attention(grid: Grid, device: torch.device, heads: int = 8, length: int = 25
     q = torch.ones(2, heads, length, width, device=device, requires_grad=True)
     call = torch.nn.functional.scaled_dot_product_attention
     flops = 2 * 2 * heads * length**2 * width * (1 + 2.5)  # backward computes the scores once more
-    return flops / seconds(grid, lambda: call(q, q, q, is_causal=True).backward(q), device)
+    return flops / seconds(grid, lambda: scalar_of([call(q, q, q, is_causal=True)], [q]).backward(), device)
 
 
 def collectives(grid: Grid, device: torch.device) -> dict[str, list[tuple[int, float]]]:
