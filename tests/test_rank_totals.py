@@ -41,6 +41,7 @@ def test_every_rank_is_told(world, tmp_path, monkeypatch):
     assert len({tuple(rank["coords"].values()) for rank in ranks}) == world.size
     for of in ("time", "bytes_sent", "bytes_received"):
         lines = losses(train.folder / "job", of)
+        assert ranks[0][of].keys() == lines[5].keys()
         for axis, total in ranks[0][of].items():
             assert total == pytest.approx(sum(lines[step][axis] for step in range(2, 6)), rel=1e-12)
     sent, received = (sum(sum(rank[of].values()) for rank in ranks) for of in ("bytes_sent", "bytes_received"))

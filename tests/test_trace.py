@@ -22,7 +22,10 @@ KEYS = {"M": {"ph", "name", "pid", "tid"}, "X": {"ph", "name", "pid", "tid", "ca
 GRIDS = {
     1: [["grid.data=1"]],
     2: [["grid.pipeline=2"], ["grid.data=2", "data_parallel.method=zero3"], ["grid.tensor=2", "comm.watchdog=0"]],
-    4: [["grid.pipeline=2", "grid.data=2"], ["grid.pipeline=2", "grid.tensor=[1, 2, 1]", "pipeline.schedule=zb-h1"]],
+    4: [
+        ["grid.pipeline=2", "grid.data=2", "comm.watchdog=0"],
+        ["grid.pipeline=2", "grid.tensor=[1, 2, 1]", "pipeline.schedule=zb-h1"],
+    ],
 }
 
 
