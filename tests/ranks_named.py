@@ -24,8 +24,13 @@ def of(item):
     """The numbers of ranks that a test names by its marks and its parameters'; without any, its module's."""
     marks = [mark for mark in item.own_markers if mark.name == "ranks"] or list(item.iter_markers("ranks"))
     numbers = set.intersection(*(set(mark.args) for mark in marks)) if marks else UNNAMED
+    return {number for number in numbers if not takes_few(item, number) or _one_of_few(item)}
+
+
+def takes_few(item, number):
+    """Whether not all combinations of the test's parameters run on this number of ranks."""
     some = item.get_closest_marker("each_value")
-    return numbers - set(some.args) if some and not ALL and not _one_of_few(item) else numbers
+    return some is not None and not ALL and number in some.args
 
 
 def places(item):

@@ -184,13 +184,13 @@ NUMBERS = re.compile(r"loss (\S+) nats a token, perplexity (\S+), (\S+) bits per
 @pytest.mark.each_value(4)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_evaluation_is_that_of_transformers(world, run, data, capfd, documents, masked):
+def test_evaluation_is_that_of_transformers(world, case, run, data, capfd, documents, masked):
     folder, theirs = run
     data = data.with_name("without-prompts.h5") if masked else data
     expected = by_hand(theirs, data, documents, masked) if world.rank == 0 else []
     rows = expected + [tuple(map(sum, zip(*expected)))] if documents else expected
     how = ["--documents"] * documents + ["data.documents=masked"] * masked
-    for grid in every_second(grids(world.size), documents + masked):
+    for grid in every_second(grids(world.size), case):
         found = said(world, capfd, "eval", folder, "--data", data, "--batch", 2, *how, *grid)
         if world.rank == 0:
             lines = [tuple(map(float, match)) for match in NUMBERS.findall(found)]

@@ -47,7 +47,7 @@ QWEN3 = dataclasses.replace(LLAMA, rope_scaling=(), qk_norm=True, norm_eps=1e-3)
     ],
 )
 def test_equals_one_rank(world, case, shape, count, clip):
-    """Losses, norms and weights of three steps."""
+    """Losses, norms and weights of two steps."""
     for data, pipeline, tensor in in_turn(CORNERS, world.size, case):
         check(Grid(data, pipeline, tensor), fitting(shape, pipeline), count, clip)
 

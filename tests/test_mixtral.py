@@ -61,7 +61,7 @@ def experts_over(ranks):
     ],
 )
 def test_equals_one_rank(world, case, shape, count, clip):
-    """Losses, norms and weights of three steps, biases of routers among them."""
+    """Losses, norms and weights of two steps, biases of routers among them."""
     for number, (data, pipeline, tensor) in enumerate(in_turn(CORNERS, world.size, case)):
         ranks = world.size // pipeline
         spread = experts_over(ranks) if shape is MIXTRAL else [ranks]

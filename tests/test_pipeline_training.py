@@ -39,7 +39,7 @@ DELAYED = ("pipedream", "pipedream-2bw")
     "name", [pytest.param(name, marks=EVEN) if name in ("chimera", "dualpipe") else name for name in FLUSH]
 )
 def test_equals_serial(world, case, name, change, count, synchronous):
-    """Weights, losses and norms after three steps with clipping; tied tables on any ranks, uneven stages."""
+    """Weights, losses and norms after two steps with clipping; tied tables on any ranks, uneven stages."""
     for data, pipeline, tensor in GRIDS[world.size][case % len(GRIDS[world.size]) :: 3]:
         grid = Grid(data, pipeline, tensor)
         grid.transport.synchronous = synchronous

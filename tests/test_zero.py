@@ -60,7 +60,7 @@ def trained(method, grid, shape, count, clip, bucket_bytes=20_000, dtype=torch.f
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_equals_one_rank(world, case, method, change, count, clip, messages, grids):
-    """Losses, norms and weights of three steps."""
+    """Losses, norms and weights of two steps."""
     shape = dataclasses.replace(UNEVEN, **change)
     places = {ranks: found[:grids] for ranks, found in GRIDS.items()}
     for data, pipeline, tensor in in_turn(places, world.size, case):
