@@ -58,9 +58,8 @@ class Window:
         axis.transport.holdings.used_by(memory)
         self._waited: list[MPI.Request] = []
         axis.transport.holdings.add_window(functools.partial(_free, self._window, self._waited))
-        with torch.inference_mode(False):  # others write to it outside of that, too
-            self.whole = torch.frombuffer(memory, dtype=torch.uint8)
-            self.parts = self.whole.split(sizes)
+        self.whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self.parts = self.whole.split(sizes)
         if not all(axis.comm.allgather(_populate(self.parts[axis.rank]))):
             self.free()
             raise _no_space(axis, sum(sizes), *_space())
