@@ -35,11 +35,15 @@ def takes_few(item, number):
 
 def places(item):
     """Of each list of a test's parameters: the number of its value in it, and how many there are."""
+    import pytest
+
     found = []
     for mark in item.iter_markers("parametrize"):
         names, values = mark.args[:2]
-        name = names.split(",")[0] if isinstance(names, str) else names[0]
-        found.append((item.callspec.indices[name], len(values)))
+        names = names.split(",") if isinstance(names, str) else names
+        given = [item.callspec.params[name.strip()] for name in names]
+        each = [v.values if isinstance(v, type(pytest.param())) else v if len(names) > 1 else (v,) for v in values]
+        found.append((next(n for n, v in enumerate(each) if all(a is b for a, b in zip(v, given))), len(each)))
     return found
 
 
