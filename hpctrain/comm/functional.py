@@ -15,7 +15,7 @@ import torch
 
 from hpctrain.comm import collectives, point_to_point, rooted
 from hpctrain.comm.halo import Halo
-from hpctrain.comm.own_results import rows_of_all, rows_of_sum, sum_of_all
+from hpctrain.comm.out_of_place import rows_of_all, rows_of_sum, sum_of_all
 from hpctrain.comm.repartition import repartitions
 from hpctrain.grid import Axis, Grid
 from hpctrain.layout import Layout

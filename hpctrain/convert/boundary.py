@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.comm.functional import with_adjoint
-from hpctrain.comm.own_results import rows_of_all, sum_of_all
+from hpctrain.comm.out_of_place import rows_of_all, sum_of_all
 from hpctrain.grid import Axis
 
 

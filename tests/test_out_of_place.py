@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hpctrain import comm
-from hpctrain.comm import own_results
-from hpctrain.comm.own_results import rows_of_all, rows_of_sum, sum_of_all
+from hpctrain.comm import out_of_place
+from hpctrain.comm.out_of_place import rows_of_all, rows_of_sum, sum_of_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4)]
 
@@ -27,10 +27,10 @@ def in_shared_memory(x, axis, counts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 def test_equals_messages(line, monkeypatch, dtype):
     """The same numbers, and bytes in the ledger; nothing is taken from the memory of an earlier result."""
-    monkeypatch.setattr(own_results, "SMALL", 0)
+    monkeypatch.setattr(out_of_place, "SMALL", 0)
     kept = []
     for piece, counts in [(1 << 18, (3, 1, 2, 4)), (4, (3, 1, 2, 4)), (4, (0, 5, 0, 1)), (3, (2, 0, 0, 0))]:
-        monkeypatch.setattr(own_results, "PIECE", piece)
+        monkeypatch.setattr(out_of_place, "PIECE", piece)
         counts, moved = counts[: line.size], []
         x = torch.arange(3.0 * sum(counts)).reshape(3, -1).t().mul(1 + line.rank).to(dtype)  # not contiguous
         for results in (by_messages, in_shared_memory):
@@ -50,8 +50,8 @@ def test_equals_messages(line, monkeypatch, dtype):
 def test_paths(line, monkeypatch):
     """Small tensors, axes on several nodes and those with an algorithm of their own go by messages."""
     taken = []
-    monkeypatch.setattr(own_results, "time_call", lambda axis, name, *arguments: taken.append(name))
-    large, counts = torch.ones(own_results.SMALL // 4), (own_results.SMALL // 4,) + (0,) * (line.size - 1)
+    monkeypatch.setattr(out_of_place, "time_call", lambda axis, name, *arguments: taken.append(name))
+    large, counts = torch.ones(out_of_place.SMALL // 4), (out_of_place.SMALL // 4,) + (0,) * (line.size - 1)
     rows = large if line.rank == 0 else large[:0]
     for x in (large, large[1:]):
         sum_of_all(x, line)

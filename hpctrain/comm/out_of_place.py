@@ -1,5 +1,5 @@
-"""Gathers and sums of tensors that the caller brings, whose results are tensors of their own: in shared memory where
-the axis is on one node, otherwise by messages.
+"""Out-of-place gathers and sums of the caller's tensors: in shared memory where the axis is on one node, otherwise by
+messages.
 
 Tensors pass through the axis's workspace in pieces, so that this needs little of the node's shared memory, whatever
 their size, and what was written is read again while it is in the cache. What is small goes by messages: a barrier of
