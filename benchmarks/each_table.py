@@ -286,6 +286,18 @@ def parallelize():
                  ["native", "torch", "transformers", "one process"])  # fmt: skip
 
 
+def planner():
+    """Of each job on so many ranks, all grids together."""
+    rows = []
+    for line in lines("planner"):
+        if "regret" in line:
+            shares = (line[what].replace(" of ", " / ") for what in ("within_10_percent", "memory_within_7_percent"))
+            row = [line["case"], str(line["ranks"]), f"{100 * line['regret']:.1f} %", f"{line['rank_correlation']:.2f}"]
+            rows.append([*row, *shares, "yes" if line["bytes_exact"] else "no"])
+    header = ["job", "ranks", "regret", "rank correlation", "step within 10 %", "memory within 7 %", "bytes exact"]
+    return table(header, rows)
+
+
 def at_scale():
     """Weak: the rate on the fewest ranks, and what is left of it on more; strong likewise, in seconds."""
     found, rows, header = lines("at_scale"), [], ["machine"]
@@ -325,6 +337,6 @@ TABLES = {
     for made in (
         machine, peers, summary, memory, pipeline, simulator, matmul, layer, elements, allreduce, weak_scaling,
         hidden, equality, hdf5, reading, checkpoint, ampnet, ampnet_steps, ampnet_accuracy, ampnet_elastic,
-        sequence, sequence_memory, experts, zoo, parallelize, at_scale, contention,
+        sequence, sequence_memory, experts, zoo, parallelize, planner, at_scale, contention,
     )
 }  # fmt: skip
