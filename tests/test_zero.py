@@ -189,3 +189,18 @@ def test_saved_training_goes_on_alike(world, method):
         assert one == pytest.approx(two, rel=1e-12)
     for (_, one), (_, two) in zip(whole_parameters(model, grid), whole_parameters(again, grid)):
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("method", ["zero1", "zero2"])
+def test_changed_weights_reach_every_replica(world, method):
+    """Such as those of a checkpoint, or their average: a rank that changes its range tells the others."""
+    grid = Grid(data=2)
+    by_messages(grid)
+    weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    weight.shard = Shard((5,), (slice(0, 5),))
+    replicas = made(method, torch.nn.ParameterList([weight]), grid, adamw([weight], 0.1))
+    for bucket in replicas.buckets:
+        bucket.masters.master.fill_(1 + world.rank)
+    replicas.weights_changed()
+    assert weight.tolist() == [1, 1, 1, 2, 2]
