@@ -191,6 +191,8 @@ def test_memory_leaves_something_out():
     fits, unlimited = (search(config(LARGE), 8, machine, 1)[0] for machine in (TIGHT, SLOW))
     assert unlimited.memory_bytes > TIGHT.device.memory
     assert fits.seconds > unlimited.seconds
+    below = dataclasses.replace(SLOW, device=dataclasses.replace(SLOW.device, memory=unlimited.memory_bytes - 1))
+    assert search(config(LARGE), 8, below, 1)[0].memory_bytes < unlimited.memory_bytes
 
 
 def test_nothing_fits():

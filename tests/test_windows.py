@@ -1,6 +1,7 @@
 """Shared memory gives what messages give."""
 
 import errno
+import time
 
 import pytest
 import torch
@@ -54,6 +55,17 @@ def test_workspace_equals_messages(axis):
         buffer.copy_(summands)
         reduced = workspace.reduce(buffer, counts)
         torch.testing.assert_close(reduced, comm.reduce_scatter(summands, axis, counts), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.ranks(2)
+def test_a_result_stays_until_the_next_call(axis):
+    """Though the other rank is at that already."""
+    workspace = new_workspace(axis, HERE)
+    for turn in range(3):
+        whole = workspace.gather(torch.full((2, 1), float(turn)), (2, 2))
+        if axis.rank == 0:
+            time.sleep(0.05)
+        assert whole.eq(turn).all()
 
 
 @pytest.mark.ranks(2, 3, 4, 6)
