@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from trained_here import trainer_in
-from training_checks import every_second
+from training_checks import every
 
 from hpctrain.cli import main
 from hpctrain.data import ShardedTokens, pack
@@ -190,7 +190,7 @@ def test_evaluation_is_that_of_transformers(world, case, run, data, capfd, docum
     expected = by_hand(theirs, data, documents, masked) if world.rank == 0 else []
     rows = expected + [tuple(map(sum, zip(*expected)))] if documents else expected
     how = ["--documents"] * documents + ["data.documents=masked"] * masked
-    for grid in every_second(grids(world.size), case):
+    for grid in every(2, grids(world.size), case):
         found = said(world, capfd, "eval", folder, "--data", data, "--batch", 2, *how, *grid)
         if world.rank == 0:
             lines = [tuple(map(float, match)) for match in NUMBERS.findall(found)]

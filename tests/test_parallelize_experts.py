@@ -111,6 +111,9 @@ def test_two_steps(world, doubles, name):
             check_gradients(model, serial, grid)
             limit = 0.1
             norm = torch.nn.utils.clip_grad_norm_(serial.parameters(), limit)
+            # of parts over other axes in one call, as on a GPU
+            together = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], foreach=True)
+            assert float(together) == pytest.approx(float(norm), rel=1e-12)
             assert float(clip(model, limit)) == pytest.approx(float(norm), rel=1e-12)
             for optimizer in optimizers:
                 optimizer.step()

@@ -178,9 +178,10 @@ def check(grid, shape, count, clip, documents=False, steps=STEPS, **how):
             torch.testing.assert_close(whole, weights[name], rtol=1e-10, atol=1e-12)
 
 
-def every_second(places, turn):
-    """Of a list, from its first or its second in turn: two cases of a test have all grids between them."""
-    return places[turn % 2 :: 2] or places
+def every(step, places, case):
+    """Of a list each `step`-th place, other ones for the next case of a test; all with HPCTRAIN_TESTS=all."""
+    step = 1 if ranks_named.ALL else min(step, len(places))
+    return places[case % step :: step]
 
 
 def fitting(shape, pipeline):
@@ -206,8 +207,7 @@ CORNERS = {
 def in_turn(places, ranks, case, of_8=4):
     """Of {ranks: places} all for one and two ranks, which divide one axis; for four every second one, for eight every
     fourth (`of_8`), other ones for the next case of a test."""
-    step = 1 if ranks_named.ALL else {1: 1, 2: 1, 4: 2}.get(ranks, of_8)
-    return places[ranks][case % min(step, len(places[ranks])) :: step]
+    return every({1: 1, 2: 1, 4: 2}.get(ranks, of_8), places[ranks], case)
 
 
 # Every form of tensor grid that each algorithm works on, alone and with the other axes.

@@ -136,9 +136,8 @@ class BoxDown(BoxLinear):
             count, grid = math.prod(leading), entered.grid
             source = Layout.of((count, into), entered.between(1, self.unit))
             target = Layout.of((count, into), {0: "z", 1: over_in})
-            inside = once_more(
-                functools.partial(reshard, source=source, target=target, grid=grid), x.reshape(-1, x.shape[-1])
-            )
+            gather = functools.partial(reshard, source=source, target=target, grid=grid)
+            inside = once_more(gather, x.reshape(-1, x.shape[-1]))
             weight = self.full_weight(Cut("y", 1), over_in)
             with gathering_again(inside, weight):
                 summand = F.linear(inside, weight)

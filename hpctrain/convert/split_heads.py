@@ -50,11 +50,8 @@ class SplitAttention(Unit):
         here = self.counts[self.axis.rank]
         learned: list[torch.Tensor] = []
         for name, value in kwargs.items():
-            if name.endswith("states") or name in (
-                "x",
-                "residual",
-            ):  # to projections, which bring them inside; past them
-                continue
+            if name.endswith("states") or name in ("x", "residual"):
+                continue  # to projections, which bring them inside; past them
             if name.endswith("head_mask") and value is not None:
                 raise ValueError(f"{self.path} of a parallelized model takes no {name}")
             per_head = name.endswith(("mask", "bias")) or name == "alibi"

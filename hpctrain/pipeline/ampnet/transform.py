@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 from hpctrain.pipeline.ampnet.node import BACKWARD, FORWARD, Emission, Message, Node, Run, State, remember
 from hpctrain.pipeline.ampnet.weights import Weights
+from hpctrain.pipeline.given_gradients import scalar_of
 
 
 class Transform(Node):
@@ -92,7 +93,7 @@ class Transform(Node):
         found: Sequence = [None] * (len(leaves) + len(weights))
         if pairs and found:
             ends, given = zip(*pairs)
-            found = torch.autograd.grad(ends, [*leaves, *weights], given, allow_unused=True)
+            found = torch.autograd.grad(scalar_of(ends, given), [*leaves, *weights], allow_unused=True)
         assert self.weights is not None
         self.weights.give(state, version, list(found[len(leaves) :]))
         by_leaf = iter(found)
