@@ -126,7 +126,7 @@ def mutated(root: Path, mutation: dict) -> str:
 
 
 def copy(folder: Path) -> Path:
-    """The files of the checkout, as they are now."""
+    """The files of the checkout, as they are now, which git knows there too: some tests ask it for them."""
     names = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -134,6 +134,8 @@ def copy(folder: Path) -> Path:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target)
+    for command in ("init", "-q"), ("add", "-A"):
+        subprocess.run(["git", *command], cwd=folder, check=True)
     return folder
 
 
