@@ -12,7 +12,7 @@ _HOME = {
     "Shard": "hpctrain.shard",
     "RngKey": "hpctrain.randomness",
     "Trainer": "hpctrain.train.trainer",
-    "parallelize": "hpctrain.convert",
+    "parallelize": "hpctrain.one_line",
     "register_rule": "hpctrain.convert",
     "gather_state_dict": "hpctrain.convert",
     "gather_gradients": "hpctrain.convert",

@@ -14,6 +14,7 @@ LAYERS = [
     ("scale", "doctor", "report"),
     ("slurm",),
     ("train",),
+    ("one_line",),
     ("plan",),
     ("config",),
     ("checkpoint",),

@@ -46,13 +46,16 @@ def split_chain(plan: Plan, module: nn.Sequential) -> None:
     first: tuple[int, nn.Linear] | None = None
     between: list[int] = []
     for position, child in enumerate(module):
-        if is_plain(child, nn.Linear) and child not in plan.claimed and not plan.is_shared(child.weight):
+        if child in plan.replicated:
+            first = None
+        elif is_plain(child, nn.Linear) and child not in plan.claimed and not plan.is_shared(child.weight):
             if first is not None and first[1].out_features >= max(first[1].in_features, child.out_features):
                 start, up = first
                 split_linear(plan, up, by_output=True)
                 split_linear(plan, child, by_output=False)
                 part = plan.parts(up.out_features)[plan.axis.rank]
                 divided.update(dict.fromkeys((start, *between), (up.out_features, part)))
+                plan.close_unit()
                 first = None
             else:
                 first = position, child

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -54,6 +54,13 @@ _UNITS: dict[type | str, Callable[[Plan, Any], None]] = {
     **dict.fromkeys(families.BERT_ATTENTION, split_heads.split_bert_attention),
     **dict.fromkeys(families.FEED_FORWARD, huggingface.split_layer_feed_forward),
 }
+# Those of them that are divided together, where that is not all that is in the module. Of chains it is each pair.
+_PARTS: dict[Any, Callable[[Any], Iterable[nn.Module]]] = {
+    chains.split_chain: lambda module: (),
+    attention.split_feed_forward: lambda module: (module.linear1, module.dropout, module.linear2),
+    split_heads.split_bert_attention: lambda module: (*module.self.modules(), module.output.dense),
+    huggingface.split_layer_feed_forward: huggingface.feed_forward_pair,
+}
 # Modules whose weight is divided even where their forward is another around that of the type.
 _ROOTS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -70,6 +77,7 @@ def decide(model: nn.Module, plan: Plan, trunk: nn.Module | None) -> None:
     replicated = plan.replicated
     refused, to_replicate, unknown = [], False, []
     for path, module in model.named_modules():
+        plan.close_unit()
         try:
             check_buffers(module)
             owner = None if altered(module) else _found(_OWNERS, module)
@@ -78,8 +86,9 @@ def decide(model: nn.Module, plan: Plan, trunk: nn.Module | None) -> None:
             if module in replicated:
                 plan.whole(module)
                 norms.replicate_batch_norm(plan, module)
-            elif not altered(module) and replicated.isdisjoint(module.modules()) and module is not trunk:
+            elif not altered(module) and module is not trunk:
                 _unit(plan, module)
+                plan.close_unit()
             if isinstance(module, nn.TransformerEncoderLayer):
                 plan.change(module, activation_relu_or_gelu=0)  # keeps torch from its fused kernel, for whole weights
             if isinstance(module, nn.TransformerEncoder):
@@ -96,6 +105,7 @@ def decide(model: nn.Module, plan: Plan, trunk: nn.Module | None) -> None:
         except ValueError as error:
             to_replicate |= not isinstance(error, Refused)
             refused.append(_named(path, module, error))
+    plan.close_unit()
     for path, module in unknown:
         try:
             if not (plan.shards and norms.keep_by_rows(plan, module)):
@@ -110,10 +120,15 @@ def decide(model: nn.Module, plan: Plan, trunk: nn.Module | None) -> None:
 
 
 def _unit(plan, module):
-    if split_by_rule(plan, module):
+    """Divides its layers together, where none of them is to stay whole."""
+    divides = plan.replicated.isdisjoint(module.modules())
+    if divides and split_by_rule(plan, module):
         return
     if unit := _found(_UNITS, module):
-        unit(plan, module)
+        if divides or (unit in _PARTS and plan.replicated.isdisjoint(_PARTS[unit](module))):
+            unit(plan, module)
+    elif not divides:
+        return
     elif is_experts(module):
         split_experts(plan, module)
     elif module not in plan.claimed:

@@ -34,6 +34,7 @@ class Plan:
         replicated: modules that stay whole on every rank.
         sequence: the ranks that share sequences.
         claimed: modules that are dealt with.
+        units: those with weights that are divided together, by each call of what divides them.
         roots: {module: type} of those whose forward is another around that of the type.
         spreads: whether experts are spread over ranks.
         kept: those of types that nobody knows, whose own weights stay whole by themselves.
@@ -58,6 +59,8 @@ class Plan:
         self.kept: list[torch.nn.Module] = []
         self.spreads = False
         self.claimed: set[torch.nn.Module] = set()
+        self.units: list[tuple[torch.nn.Module, ...]] = []
+        self._noted = 0  # changes that belong to these
         self._shardings: dict[int, Sharding] = {}  # by the identity of parameters, as the two below
         self._places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
         self._draws: dict[int, Callable] = {}
@@ -146,6 +149,26 @@ class Plan:
     def change(self, module: torch.nn.Module, **attributes: Any) -> None:
         """Attributes alone."""
         self._changes.append((module, None, attributes))
+
+    def close_unit(self) -> None:
+        """What was changed since the last time is one unit."""
+        fresh = dict.fromkeys(module for module, _, _ in self._changes[self._noted :])
+        self._noted = len(self._changes)
+        own = {m: [id(weight) for weight in m._parameters.values() if weight is not None] for m in fresh}
+        known = [self._shardings.get(weight) for weights in own.values() for weight in weights]
+        if any(sharding is not None and sharding.counts for sharding in known):
+            self.units.append(tuple(module for module, weights in own.items() if weights))
+
+    def change_of(self, module: torch.nn.Module) -> tuple[type, dict[str, Any]]:
+        """The class that it will have before its own, and its attributes."""
+        changes = [(mixin, attributes) for other, mixin, attributes in self._changes if other is module]
+        mixin = next(mixin for mixin, _ in changes if mixin is not None)
+        return mixin, {name: value for _, attributes in changes for name, value in attributes.items()}
+
+    def share_of(self, parameter: torch.Tensor) -> float:
+        """The part of a weight that the rank has which has the most."""
+        sharding = self._shardings.get(id(parameter))
+        return max(sharding.counts) / sum(sharding.counts) if sharding and sharding.counts else 1.0
 
     def _keep(self, module, name, shard, dim=0, counts=(), axis=None, blocks=None):
         parameter, axis = module._parameters[name], axis or self.axis

@@ -48,7 +48,7 @@ def operators(module: torch.nn.Module, x: torch.Tensor) -> list[TracedOperator]:
         ValueError: for operators that are neither, named by the module that they are in.
     """
     recorder = _Recorder(x)
-    with torch.no_grad(), _paths(module, recorder), recorder:
+    with torch.no_grad(), paths_of_calls(module, recorder.path), recorder:
         y = module(x)
     y = next(leaf for leaf in tree_leaves(y) if isinstance(leaf, torch.Tensor))
     found, last = recorder.found, recorder.number_of(y)
@@ -194,15 +194,15 @@ class _Recorder(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _paths(module: torch.nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """The recorder knows which module calls."""
+def paths_of_calls(module: torch.nn.Module, paths: list[str]) -> Iterator[None]:
+    """Within it `paths` are those of the modules that are being called, the innermost last."""
     handles = []
 
     def leave(*_):
-        recorder.path.pop()
+        paths.pop()
 
     for path, each in module.named_modules():
-        handles.append(each.register_forward_pre_hook(lambda *_, path=path: recorder.path.append(path)))
+        handles.append(each.register_forward_pre_hook(lambda *_, path=path: paths.append(path)))
         handles.append(each.register_forward_hook(leave))
     try:
         yield

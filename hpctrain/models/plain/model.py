@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain import comm
-from hpctrain.convert import parallelize
+from hpctrain.convert import divide
 from hpctrain.grid import Grid
 from hpctrain.models.plain.shape import PlainShape
 from hpctrain.models.staged import set_holders, stage_blocks, stage_holders
@@ -98,7 +98,7 @@ class PlainModel(StagedModel[WholeSequences]):
         if single or len(holders) == 1:
             module = local["0"] if single else torch.nn.Sequential(*local.values())
             if grid.tensor.size > 1:
-                parallelize(module, grid, getattr(module, "replicate", ()))
+                divide(module, grid, getattr(module, "replicate", ()))
                 self.hpctrain_grid = grid  # every tensor rank has the whole loss
             setattr(self, "module" if single else "layers", module)
         else:

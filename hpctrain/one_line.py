@@ -1,44 +1,27 @@
-"""One line that turns a torch module into one whose weights and work are divided over the tensor axis."""
+"""`ht.parallelize`: the one line that turns a torch module into one whose weights and work are divided over the tensor
+axis, as asked or as a plan finds best."""
 
 from __future__ import annotations
 
-import contextlib
-import fnmatch
-import logging
-import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hpctrain import comm
-from hpctrain.convert.averaging import MeanGradients
-from hpctrain.convert.decide import decide
-from hpctrain.convert.experts import SpreadPretrained, refuse_router_losses
-from hpctrain.convert.first_steps import FirstSteps
-from hpctrain.convert.gradients import mark_gradients
-from hpctrain.convert.initial import check_model, give_buffers
-from hpctrain.convert.optimizers import watch_optimizers
-from hpctrain.convert.plan import Plan
-from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
-from hpctrain.convert.replica_buffers import watch_buffers
-from hpctrain.convert.sequence import CutSequences, check_sequence
-from hpctrain.convert.sequence_dropout import CurrentSpans, use_whole_masks
-from hpctrain.convert.sharded_activation import whole
-from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp, refuse_other_weights
-from hpctrain.digest import digest
+from hpctrain.convert import divide
 from hpctrain.grid import Grid
-from hpctrain.layers.parameter import drawn_key
-from hpctrain.parameter import shard_of
 
-log = logging.getLogger("hpctrain")
-
-_NAMED = 6  # weights in the line that says what stays whole
+if TYPE_CHECKING:
+    from hpctrain.plan import Machine
+    from hpctrain.plan.for_model import ModelPlan
 
 
 def parallelize(
     model: nn.Module, grid: Grid, replicate: list[str] | tuple[str, ...] = (), check_steps: int = 3,
     zero: int | None = None, pipeline: str | None = None, layers_per_stage: Sequence[int] | None = None,
-    shard_activations: bool = False,
+    shard_activations: bool = False, plan: ModelPlan | str | None = None, example: Any = None,
+    machine: Machine | str | Path | None = None,
 ) -> nn.Module:  # fmt: skip
     """Divide a model's weights and work over the tensor axis of `grid`, in place; returns the model.
 
@@ -122,6 +105,15 @@ def parallelize(
             flat, of which norms and clipping are those of the whole, and the weights stay in their memory. Weights that
             no replica's loss depends on have no gradient, as on one rank. Every replica calls backward; one without
             samples of `model(...).sum() * 0`, or clips by `ht.clip_grad_norm_`.
+        plan: what to divide. None: all that can be. "auto": of pairs of linear layers, attention and other layers those
+            whose division saves more time than it costs to move what they need, and `shard_activations` where that is
+            faster, or all that fits; the others stay whole on every rank, as with `replicate`. Or a plan that
+            `ht.plan.for_model` made of the model, to look at before. For grids without pipeline, sequence and expert
+            axes.
+        example: for plan="auto": what the model is called with, of the sizes of training: a tensor, a tuple of
+            arguments, or a dict of those with names. The first rank calls the model with it, without gradients.
+        machine: for plan="auto": one that is known by name, or a file that `hpctrain machine -o here.toml` wrote; by
+            default here.toml.
 
     From here on a watchdog ends the job where an operation of communication takes longer than HPCTRAIN_WATCHDOG seconds
     (600; 0 is never), as where only some ranks call the model, and every rank that waits says for whom.
@@ -130,136 +122,30 @@ def parallelize(
         ValueError: on every rank, before anything is changed: when a module can be neither divided nor left as it is,
             an option of one is not supported, a weight has a hook that would see a part, weights are shared in a way
             that cannot be divided, the ranks' weights differ, an entry of `replicate` matches nothing, the model has no
-            trunk for a pipeline axis, or ranks share sequences that the model cannot cut.
+            trunk for a pipeline axis, or ranks share sequences that the model cannot cut; and as `ht.plan.for_model`.
     """
-    if not isinstance(check_steps, int) or isinstance(check_steps, bool) or check_steps < 0:
-        raise ValueError(f"check_steps must be an integer of at least 0, got {check_steps!r}")
-    if zero not in (None, 0, 1, 2, 3) or isinstance(zero, bool):
-        raise ValueError(f"zero must be None, 0, 1, 2 or 3, got {zero!r}")
-    if zero is not None and grid.pipeline.size > 1:
-        raise ValueError(
-            f"zero is for a loop of one's own, got a grid with pipeline={grid.pipeline.size}; give the ht.Trainer a "
-            "strategy, as ht.data_parallel.Zero1(model.parameters(), grid, optimizer)"
-        )
-    if not isinstance(shard_activations, bool):
-        raise ValueError(f"shard_activations must be True or False, got {shard_activations!r}")
-    comm.start_watchdog(grid)
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    with comm.together(grid.comm):
-        if hasattr(model, "hpctrain_grid"):
-            raise ValueError("the model is already parallelized")
-        check_model(model)
-    stages = None
-    if grid.pipeline.size > 1:
-        _check_equal(model, grid)
-        from hpctrain.convert.pipeline import PipelineStages  # with schedules, partitioners and more
-
-        with comm.together(grid.comm):
-            stages = PipelineStages(model, grid, pipeline, layers_per_stage, shard_activations)
-    with comm.together(grid.comm):
-        plan = Plan(model, grid, _chosen(model, replicate), shard_activations)
-        decide(model, plan, None if stages is None else stages.trunk)
-        if zero is not None and grid.data.size > 1 and plan.spreads:
-            raise ValueError(
-                f"zero = {zero} averages over replicas, and the ranks that have the same experts are others where "
-                f"these are spread by grid.expert = {grid.expert.size}; leave zero out and call "
-                "ht.sync_gradients(model), or use expert=1"
-            )
-        cuts = grid.sequence.size > 1
-        if cuts:
-            check_sequence(model, plan.context_attention)
-            current = CurrentSpans(grid.sequence.rank)
-            use_whole_masks(plan, model, current)
-        for module in filter(is_pretrained, model.modules()):
-            if cuts and module is model:
-                plan.swap_class(module, CutSequences, hpctrain_grid=grid, hpctrain_current=current)
-            else:
-                together = plan.spreads and hasattr(module, "generate")
-                plan.swap_class(module, SpreadPretrained if together else DividedPretrained, hpctrain_grid=grid)
-    if stages is None:
-        _check_equal(model, grid)
-    key = drawn_key(grid, None) if meta else None
-    with comm.together(grid.comm):
-        plan.apply(key)
-        for module in model.modules():
-            give_buffers(module)
-    watch_buffers(model, plan.kept, grid)
-    refuse_router_losses(model, grid)
-    if zero is not None:
-        vars(model)["no_sync"] = contextlib.nullcontext  # nothing is summed before it is needed
-    replicas = any(grid.alike(shard_of(parameter)).size > 1 for parameter in model.parameters())
-    if zero and replicas:
-        from hpctrain.convert.zero import ZeroGradients
-
-        ZeroGradients(model, grid, zero)
+    if plan is None:
+        if example is not None or machine is not None:
+            raise ValueError('example and machine are for plan="auto", got plan=None')
     else:
-        mark_gradients(model, grid, MeanGradients(model, grid).complete if replicas and zero == 0 else None)
-    if plan.shards:
-        model.register_forward_hook(_give_whole)
-    watch_optimizers()
-    refuse_ddp(model)
-    refuse_other_weights(model)
-    leave_out_of_graphs()
-    if stages is not None:
-        stages.annotate()
-        vars(model)["hpctrain_pipeline"] = stages
-    elif check_steps and grid.tensor.size * grid.sequence.size > 1:
-        FirstSteps(model, grid, plan.claimed, check_steps)
-    vars(model)["hpctrain_grid"] = grid
-    if grid.rank == 0 and grid.tensor.size > 1:
-        _report(model)
-    return model
+        plan = _plan(model, grid, replicate, shard_activations, plan, example, machine)
+        replicate, shard_activations = [*replicate, *plan.replicate], plan.shard_activations
+    return divide(model, grid, replicate, check_steps, zero, pipeline, layers_per_stage, shard_activations)
 
 
-def _report(model):
-    """One line: what of the weights is not divided."""
-    sizes = {name: p.numel() for name, p in model.named_parameters() if p.shard.replicated}
-    if sizes:
-        total = sum(math.prod(p.whole_shape) for p in model.parameters())
-        largest = sorted(sizes, key=lambda name: -sizes[name])
-        more = f" and {len(sizes) - _NAMED} more" * (len(sizes) > _NAMED)
-        share = 100 * sum(sizes.values()) / total
-        log.warning(
-            "parallelize: %.2g %% of the weights stay whole on every rank: %s%s",
-            share,
-            ", ".join(largest[:_NAMED]),
-            more,
-        )
+def _plan(model, grid, replicate, shard_activations, plan, example, machine) -> ModelPlan:
+    from hpctrain.plan.for_model import ModelPlan, box_of, for_model
 
-
-def _chosen(model, replicate) -> set:
-    """The modules that `replicate` names, and all that are in them."""
-    if isinstance(replicate, str):
-        raise ValueError(f"replicate must be a list of paths or types, got {replicate!r}; write [{replicate!r}]")
-    chosen: set[nn.Module] = set()
-    for entry in replicate:
-        found = [
-            module
-            for path, module in model.named_modules()
-            if fnmatch.fnmatchcase(path, entry) or type(module).__name__ == entry
-        ]
-        if not found:
-            raise ValueError(f"replicate: no module has the path or type {entry!r}")
-        chosen.update(inner for module in found for inner in module.modules())
-    return chosen
-
-
-def _check_equal(model, grid):
-    """Every rank must bring the same weights: of a mixture nobody would know."""
-    mine = {name: _fingerprint(tensor) for name, tensor in model.state_dict().items()}
-    everyone = grid.comm.allgather(mine)
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            names = [name for name in everyone[0] if other.get(name) != everyone[0][name]]
-            raise ValueError(
-                f"the model differs between ranks 0 and {rank}, first in {(names or ['its names'])[0]!r};"
-                " call torch.manual_seed with the same seed on every rank before building it"
-            )
-
-
-def _give_whole(model, arguments, output):
-    return whole(output)
-
-
-def _fingerprint(tensor):
-    return tuple(tensor.shape) if tensor.is_meta else (*tensor.shape, int(digest(tensor)))
+    if shard_activations:
+        raise ValueError("shard_activations is the plan's to choose; leave it or plan out")
+    if isinstance(plan, ModelPlan):
+        if plan.box != box_of(grid):
+            raise ValueError(f"the plan was made for a grid of tensor={plan.box}, got tensor={box_of(grid)}")
+        if example is not None or machine is not None:
+            raise ValueError('example and machine are for plan="auto", got a plan that was made before')
+        return plan
+    if plan != "auto":
+        raise ValueError(f'plan must be None, "auto" or what ht.plan.for_model gave, got {plan!r:.100}')
+    if example is None:
+        raise ValueError('plan="auto" needs example: what the model is called with, of the sizes of training')
+    return for_model(model, grid, example, "here.toml" if machine is None else machine, replicate)

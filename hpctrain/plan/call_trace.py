@@ -1,0 +1,180 @@
+"""What one call of a model does, by the units that `parallelize` would divide and by what lies between them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hpctrain.convert.units import DividedUnit
+from hpctrain.plan.operators import COPIES, paths_of_calls
+
+# Element-wise operations that go on with the tokens of a rank, where activations are divided by them.
+_BY_ROWS = {"add", "sub", "rsub", "mul", "div", "neg", "native_dropout"}
+_MADE_LIKE = ("_like", "empty", "zeros", "ones", "full", "new_", "rand", "arange")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+class Product(NamedTuple):
+    """Of (m, k) by a weight of (k, n), in the module at `path`."""
+
+    path: str
+    m: int
+    k: int
+    n: int
+
+
+@dataclass
+class Work:
+    """What is done in a unit, or in one or more operations between units.
+
+    Attributes:
+        unit: its number; None between units.
+        inputs: numbers of those whose outputs it takes.
+        products: by weights; `mixing`, flop of products of activations, as of attention.
+        elements: that element-wise operations give; `out`, that the last operation gives.
+        by_rows: between units: goes on with the tokens of a rank.
+    """
+
+    unit: int | None
+    inputs: set[int] = field(default_factory=set)
+    products: list[Product] = field(default_factory=list)
+    mixing: float = 0.0
+    elements: int = 0
+    out: int = 0
+    by_rows: bool = False
+
+
+def trace(model: torch.nn.Module, example: Any, units: Sequence[DividedUnit]) -> list[Work]:
+    """Of a forward of the model; the last takes what it returns. Generators and buffers are as they were afterwards.
+
+    Args:
+        example: a tensor, a tuple of arguments, or a dict of those with names.
+    """
+    recorder = _Recorder(units)
+    args, kwargs = example if isinstance(example, tuple) else (example,), {}
+    if isinstance(example, Mapping):
+        args, kwargs = (), dict(example)
+    with torch.no_grad(), _as_before(model), paths_of_calls(model, recorder.path), recorder:
+        try:
+            y = model(*args, **kwargs)
+        except Exception as error:
+            raise ValueError(
+                f"a plan of {type(model).__name__}: it does not run with the example ({type(error).__name__}: {error})"
+            ) from error
+    given = {number for leaf in tree_leaves(y) if (number := recorder.number_of(leaf)) is not None}
+    if not given:
+        raise ValueError(f"a plan of {type(model).__name__}: what it returns for the example depends on no weights")
+    recorder.work.append(Work(None, given))
+    return recorder.work
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, units: Sequence[DividedUnit]):
+        super().__init__()
+        self.work: list[Work] = []
+        self.path: list[str] = []
+        self._units = units
+        self._unit_at = {path: number for number, unit in enumerate(units) for path in unit.paths}
+        self._work_of: dict[int, int] = {}  # of units
+        self._numbers: dict[int, tuple[int, bool]] = {}  # by the identity of a tensor; whether it is inside of a unit
+        self._alive: list[torch.Tensor] = []  # whose ids are not given to others
+
+    def number_of(self, value: object) -> int | None:
+        """Of the work that gives a tensor; None for what depends on no work."""
+        found = self._numbers.get(id(value))
+        return None if found is None else found[0]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = [each for each in tensors if id(each) in self._numbers]
+        results = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+        layer = next((path for path in reversed(self.path) if path in self._unit_at), None)
+        if not results or any(mark in name for mark in _MADE_LIKE) or not (given or layer is not None):
+            return out
+        views = name in COPIES or any(each.alias_info is not None for each in func._schema.returns)
+        aliases = bool(views and not name.endswith("_") and given)
+        inside = next((self._numbers[id(each)] for each in given if self._numbers[id(each)][1]), None)
+        if aliases and (layer is not None or inside or results[0].shape == given[0].shape):
+            found = inside or self._numbers[id(given[0])]
+        elif layer is None and inside is None:
+            found = self._between(name, given, results[0], aliases), False
+        elif layer is None and inside is not None:
+            found = inside
+            self._add(inside[0], name, tensors, given, results[0])
+        elif layer is not None and not given and views:
+            return out  # of a weight
+        else:
+            assert layer is not None
+            number = self._of_unit(self._unit_at[layer], given)
+            self._add(number, name, tensors, given, results[0])
+            found = number, layer in self._units[self._unit_at[layer]].inside
+        for each in results:
+            self._numbers[id(each)] = found
+            self._alive.append(each)
+        return out
+
+    def _of_unit(self, unit: int, given) -> int:
+        if unit not in self._work_of:
+            self._work_of[unit] = len(self.work)
+            self.work.append(Work(unit))
+        number = self._work_of[unit]
+        self.work[number].inputs |= {self._numbers[id(each)][0] for each in given} - {number}
+        return number
+
+    def _between(self, name, given, out, aliases) -> int:
+        """An operation that takes what one other gives is done with it, where both go on with the same tokens."""
+        takes = {self._numbers[id(each)][0] for each in given}
+        by_rows = name in _BY_ROWS and any(each.shape == out.shape for each in given) and out.dim() > 1
+        only = next(iter(takes))
+        if len(takes) > 1 or self.work[only].unit is not None or self.work[only].by_rows != by_rows:
+            only = len(self.work)
+            self.work.append(Work(None, takes, by_rows=by_rows))
+        if aliases:
+            self.work[only].out = out.numel()
+        else:
+            self._add(only, name, [], given, out)
+        return only
+
+    def _add(self, number, name, tensors, given, out):
+        """What an operation does."""
+        work, given_ids = self.work[number], {id(each) for each in given}
+        work.inputs |= {self._numbers[each][0] for each in given_ids} - {number}
+        work.out = out.numel()
+        path = self.path[-1] if self.path else ""
+        if name in _PRODUCTS and tensors:
+            left, right = tensors[-2:]
+            k, n = right.shape[-2:]
+            m = left.numel() // k
+            if {id(left), id(right)} <= given_ids:
+                work.mixing += 2.0 * m * k * n
+            else:
+                work.products.append(Product(path, m, k, n))
+        elif name == "convolution":
+            weight, channels = tensors[1], out.shape[1]
+            work.products.append(Product(path, out.numel() // channels, weight.numel() // channels, channels))
+        elif name.startswith("_scaled_dot_product"):
+            query, key = tensors[:2]
+            work.mixing += 4.0 * query.numel() * key.shape[-2]
+        else:
+            work.elements += out.numel()
+
+
+@contextlib.contextmanager
+def _as_before(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards generators and buffers are as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(), torch.no_grad():
+        try:
+            yield
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
