@@ -10,9 +10,9 @@ from torch import nn
 from hpctrain.convert.attention import SplitMultiheadAttention
 from hpctrain.convert.box import BoxLinear, BoxUp
 from hpctrain.convert.decide import decide
+from hpctrain.convert.divide import chosen_modules
 from hpctrain.convert.experts import SplitExperts
 from hpctrain.convert.norms import Gathered, GatheredByRows
-from hpctrain.convert.divide import chosen_modules
 from hpctrain.convert.plan import Plan
 from hpctrain.convert.products import SplitConv, SplitLinear
 from hpctrain.convert.split_heads import SharedHead

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -106,7 +105,7 @@ class _Recorder(TorchDispatchMode):
         if aliases and (layer is not None or inside or results[0].shape == given[0].shape):
             found = inside or self._numbers[id(given[0])]
         elif layer is None and inside is None:
-            found = self._between(name, given, results[0], aliases), False
+            found = self._between(name, tensors, given, results[0], aliases), False
         elif layer is None and inside is not None:
             found = inside
             self._add(inside[0], name, tensors, given, results[0])
@@ -130,7 +129,7 @@ class _Recorder(TorchDispatchMode):
         self.work[number].inputs |= {self._numbers[id(each)][0] for each in given} - {number}
         return number
 
-    def _between(self, name, given, out, aliases) -> int:
+    def _between(self, name, tensors, given, out, aliases) -> int:
         """An operation that takes what one other gives is done with it, where both go on with the same tokens."""
         takes = {self._numbers[id(each)][0] for each in given}
         by_rows = name in _BY_ROWS and any(each.shape == out.shape for each in given) and out.dim() > 1
@@ -141,7 +140,7 @@ class _Recorder(TorchDispatchMode):
         if aliases:
             self.work[only].out = out.numel()
         else:
-            self._add(only, name, [], given, out)
+            self._add(only, name, tensors, given, out)
         return only
 
     def _add(self, number, name, tensors, given, out):
@@ -150,7 +149,7 @@ class _Recorder(TorchDispatchMode):
         work.inputs |= {self._numbers[each][0] for each in given_ids} - {number}
         work.out = out.numel()
         path = self.path[-1] if self.path else ""
-        if name in _PRODUCTS and tensors:
+        if name in _PRODUCTS:
             left, right = tensors[-2:]
             k, n = right.shape[-2:]
             m = left.numel() // k

@@ -179,7 +179,7 @@ class UnitGraph:
             hidden = size * m * (n if up else k) / (box.x * box.z)
             total += net.reduce_scatter(hidden, y) + (1 if up else 2) * net.all_gather(hidden, y)
             if work.mixing:
-                total += 2 * net.all_to_all(size * m * (n if up else k) / self.ranks, z)
+                total += (2 if up else 3) * net.all_to_all(size * m * (n if up else k) / self.ranks, z)
         return total
 
     # What moves between
@@ -225,9 +225,8 @@ class UnitGraph:
         edges = {(u, v): self.edge(u, v) for v, inputs in enumerate(self.inputs) for u in inputs}
         known = [number for number, each in enumerate(self.work) if each.unit is not None]
         for u, v in itertools.combinations(known, 2):
-            one, other = self.work[u].unit, self.work[v].unit
-            assert one is not None and other is not None
-            if self.units[one].parameters & self.units[other].parameters:
+            one, other = (self.units[self.work[number].unit or 0].parameters for number in (u, v))
+            if one & other:
                 alike = [[a.divided == b.divided for b in self.choices[v]] for a in self.choices[u]]
                 edges[u, v] = edges.get((u, v), 0.0) + np.where(alike, 0.0, math.inf)
         return OneHot(costs, edges, memory, limit)
