@@ -41,18 +41,20 @@ NORMS, TINY = {("norms.0",), ("norms.1",)}, ("tiny",)
 ALL = {PAIR, ATTENTION, TINY, *NORMS}
 
 
-def machine(latency=1e-6, bandwidth=1e10, peak=1e11, memory=1e12, state=4.5e9):
+def machine(latency=1e-6, bandwidth=1e10, peak=1e11, memory=1e12, state=4.5e9, launch=0.0):
     """All ranks on one node; `bandwidth` of the link and `state` of the memory, B/s."""
     found = Machine.load("cpu-cluster")
     link = dataclasses.replace(found.link[0], latency=latency, bandwidth=bandwidth)
-    device = dataclasses.replace(found.device, memory=memory, reserved=0.0, bandwidth=state)
-    return dataclasses.replace(found, link=(link,), device=device, peak={"fp64": peak, "fp32": peak})
+    device = dataclasses.replace(found.device, memory=memory, reserved=0.0, bandwidth=state, launch=launch)
+    software = dataclasses.replace(found.software, asynchronous=True)
+    return dataclasses.replace(found, link=(link,), device=device, software=software, peak={"fp64": peak, "fp32": peak})
 
 
 SLOW = machine(peak=1e5, latency=5e-3)  # a product of the tiny layer takes less than two messages, others more
 MACHINES = {  # what: (machine, what is divided on more than one rank)
     "far": (machine(latency=1.0), set()),
     "slow": (SLOW, {PAIR, ATTENTION}),
+    "of launches": (machine(peak=1e5, latency=5e-3, launch=0.1), set()),  # none fewer where work is divided
     "near": (machine(latency=0.0, bandwidth=1e15, peak=1e6), ALL),
 }
 

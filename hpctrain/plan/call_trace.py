@@ -37,6 +37,7 @@ class Work:
         unit: its number; None between units.
         inputs: numbers of those whose outputs it takes.
         products: by weights; `mixing`, flop of products of activations, as of attention.
+        operations: that are launched; backward twice as many.
         elements: that element-wise operations give; `out`, that the last operation gives.
         by_rows: between units: goes on with the tokens of a rank.
     """
@@ -45,6 +46,7 @@ class Work:
     inputs: set[int] = field(default_factory=set)
     products: list[Product] = field(default_factory=list)
     mixing: float = 0.0
+    operations: int = 0
     elements: int = 0
     out: int = 0
     by_rows: bool = False
@@ -148,6 +150,7 @@ class _Recorder(TorchDispatchMode):
         work, given_ids = self.work[number], {id(each) for each in given}
         work.inputs |= {self._numbers[each][0] for each in given_ids} - {number}
         work.out = out.numel()
+        work.operations += 1
         path = self.path[-1] if self.path else ""
         if name in _PRODUCTS:
             left, right = tensors[-2:]

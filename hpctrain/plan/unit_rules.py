@@ -93,7 +93,7 @@ class UnitGraph:
             share = 1 / self.ranks if rows else 1.0
             elements = work.elements * share
             seconds = sum(map(self._product, work.products)) + self._mixing(work.mixing)
-            seconds += self._elementwise(RESIDUAL, elements)
+            seconds = self._launched(seconds + self._elementwise(RESIDUAL, elements), work)
             memory = self.size * elements
             if norm is not None:
                 nbytes = self.size * norm.elements
@@ -119,7 +119,13 @@ class UnitGraph:
                 seconds += self._product(product._replace(n=math.ceil(product.n * share)))
             else:
                 seconds += self._product(product._replace(k=math.ceil(product.k * share)))
-        return seconds
+        return self._launched(seconds, work)
+
+    def _launched(self, seconds: float, work: Work) -> float:
+        """With the launches of its operations, which dividing leaves as they are; see `Box.finished`."""
+        machine = self.box.machine
+        launches = machine.learned.compute * 3 * work.operations * machine.device.launch
+        return max(seconds, launches) if machine.software.asynchronous else seconds + launches
 
     def _product(self, product: Product) -> float:
         """Forward, and both gradients."""
