@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from hpctrain import comm
-from hpctrain.convert.gradients import as_tensors, is_summed, mark_summed
+from hpctrain.convert.arriving_gradients import is_summed, mark_summed
+from hpctrain.convert.gradients import as_tensors
 from hpctrain.data_parallel.buckets import sum_gradients, summed_over
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate, shard_of

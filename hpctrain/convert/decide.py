@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from hpctrain.convert import (
@@ -77,6 +78,11 @@ def decide(model: nn.Module, plan: Plan, trunk: nn.Module | None) -> None:
     replicated = plan.replicated
     refused, to_replicate, unknown = [], False, []
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{path or 'the model itself'} ({type(module).__name__}) was compiled by torch.jit, and cannot be "
+                "changed; parallelize the module that it was made of"
+            )
         plan.close_unit()
         try:
             check_buffers(module)

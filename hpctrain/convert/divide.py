@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from hpctrain import comm
+from hpctrain.convert.arriving_gradients import mark_gradients
 from hpctrain.convert.averaging import MeanGradients
 from hpctrain.convert.decide import decide
 from hpctrain.convert.experts import SpreadPretrained, refuse_router_losses
 from hpctrain.convert.first_steps import FirstSteps
-from hpctrain.convert.gradients import mark_gradients
 from hpctrain.convert.initial import check_model, give_buffers
 from hpctrain.convert.optimizers import watch_optimizers
 from hpctrain.convert.plan import Plan

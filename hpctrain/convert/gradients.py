@@ -1,26 +1,30 @@
 """Gradients in a loop of one's own: what code that is not ours computes from them is of the whole gradient, or refused.
 
-A rank holds a part of a weight, and `p.grad` is that part of the gradient. Where elements are treated by themselves, as
-optimizers mostly do, the part is all that is needed. Norms, sums and the like, as torch.nn.utils.clip_grad_norm_ and
-torch.amp.GradScaler take, are completed over the ranks; all ranks call them, as they run the same script.
+A rank holds a part of a weight, and `p.grad` is that part of the gradient; so is what torch.autograd.grad gives, and
+`p.data` is the part of the weight. Where elements are treated by themselves, as optimizers mostly do, the part is all
+that is needed. Norms, sums and the like, as torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler take, are completed
+over the ranks; all ranks call them, as they run the same script.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from hpctrain import comm
+from hpctrain.convert.refusals import by_user
+from hpctrain.convert.sharding import POINTWISE, Sharding
+from hpctrain.convert.whole_operands import RANDOM, apply_to_whole, foreign, refuse_initial
 from hpctrain.grid import Axis, Grid
-from hpctrain.parameter import on_arrival, shard_of
 
 as_tensors = torch._C.DisableTorchFunctionSubclass  # `with as_tensors():` parts are ordinary tensors
 
-_NOT_SUMMED = (
+NOT_SUMMED = (
     "the gradients of the replicas are not summed yet; call ht.sync_gradients(model) after the last backward, before {}"
     ", or average them with zero=0 of ht.parallelize"
 )
@@ -28,16 +32,18 @@ _NOT_SUMMED = (
 
 @dataclass(frozen=True)
 class Part:
-    """Of which gradient a tensor is a part.
+    """Of which gradient, or weight, a tensor is a part.
 
-    Attributes: `name` of the parameter; `grid`; `axes`, over whose ranks different parts lie; `complete`, which
-    averages the gradients of the replicas, where that is done when they are needed.
+    Attributes: `name` of the parameter; `grid`, of a gradient that backward left; `axes`, over whose ranks different
+    parts lie; `complete`, which averages the gradients of the replicas, where that is done when they are needed;
+    `sharding`, by which the whole is gathered, where a rank has the part that it says.
     """
 
     name: str
-    grid: Grid
+    grid: Grid | None = None
     axes: tuple[Axis, ...] = ()
     complete: Callable[[], None] | None = None
+    sharding: Sharding | None = None
 
     @property
     def divided(self) -> bool:
@@ -45,11 +51,15 @@ class Part:
 
 
 class PartialGradient(torch.Tensor):
-    """A gradient of which this rank holds a part, and what is made of it element by element.
+    """A gradient of which this rank holds a part, and what is made of it element by element; or `.data` of a weight.
+
+    Where code that is not torch's brings it together with tensors of the whole shape, or draws random numbers for it,
+    that is done on the whole, and this rank keeps its part.
 
     Attributes:
         part: see `Part`; None of several gradients put together.
         summed: over the replicas.
+        in_place: whether the elements lie as in the weight, not transposed, say.
 
     Raises:
         ValueError: when something else is made of it, or, on a grid with replicas, before their gradients are summed.
@@ -57,12 +67,17 @@ class PartialGradient(torch.Tensor):
 
     part: Part | None = None
     summed = True
+    in_place = True
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
         name, options = function.__name__, options or {}
         if name not in _UNREAD:
             _complete_replicas(_first(arguments, options))
+        by_others = by_user(sys._getframe(1))
+        if (by_others or name in RANDOM) and foreign(function, arguments, options, cls):
+            refuse_initial(sys._getframe(1))
+            return apply_to_whole(function, arguments, options, cls, gathered)
         if name in _NORMS:
             return _norm(function, arguments, options)
         of_two = name in ("max", "min") and len(arguments) == 2 and isinstance(arguments[1], torch.Tensor)
@@ -74,11 +89,19 @@ class PartialGradient(torch.Tensor):
             result = function(*arguments, **options)
             if name == "_amp_foreach_non_finite_check_and_unscale_":
                 _agree_on_overflow(arguments)
-            if type(result) is not torch.Tensor or name in _PLAIN:
+            if name in _COMPARED:
+                return _all_agree(result, _first(arguments, options))
+            if type(result) is not torch.Tensor or name in _UNTYPED or (name in _PLAIN and not by_others):
                 return result
             if any(result is given for given in (*arguments, *options.values())):  # changed in place
                 return result
             return _inherit(name, result, _first(arguments, options))
+
+    def like(self, tensor: torch.Tensor) -> PartialGradient:
+        """Another part, of the same."""
+        result = tensor.as_subclass(PartialGradient)
+        result.part, result.summed, result.in_place = self.part, self.summed, self.in_place
+        return result
 
     def __reduce_ex__(self, protocol):
         return _plain(self).__reduce_ex__(protocol)
@@ -101,14 +124,20 @@ _MIXING = {
     "dot", "vdot", "inner", "mv", "mm", "bmm", "matmul", "__matmul__", "__rmatmul__", "addmm", "addmm_", "addmv",
     "addbmm", "baddbmm", "einsum", "tensordot", "chain_matmul", "linalg_multi_dot", "linalg_matmul",
     "cosine_similarity", "svd", "linalg_svd", "qr", "linalg_qr", "linalg_matrix_norm", "linalg_eigh", "numpy",
-    "__array__", "tolist",
+    "__array__", "tolist", "item", "__bool__", "__float__", "__int__", "__iter__", "__getitem__", "unbind", "split",
+    "chunk", "tensor_split", "split_with_sizes", "bernoulli", "dropout", "multinomial",
 }  # fmt: skip
+_COMPARED = {"equal", "allclose"}
 # They ask nothing of the numbers, so that the replicas' need not be there.
 _UNREAD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "__get__", "__set__", "size", "dim", "numel"}
+# What torch makes the states of its optimizers of.
 _PLAIN = {
-    "as_subclass", "clone", "__deepcopy__", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
-    "randn_like", "randint_like", "bernoulli", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
+    "clone", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new",
+    "new_empty", "new_zeros", "new_ones", "new_full",
 }  # fmt: skip
+_UNTYPED = {"as_subclass", "__deepcopy__", "new_tensor"}
+# Beside what is pointwise.
+_UNMOVED = {"__get__", "detach", "view_as", "contiguous", "to", "cpu", "float", "double", "half", "bfloat16", *_PLAIN}
 
 
 def _first(arguments, options) -> PartialGradient:
@@ -136,7 +165,37 @@ def _inherit(name, result, source):
     result = result.as_subclass(PartialGradient)
     result.part = None if source.part and source.part.divided and not same else source.part
     result.summed = source.summed
+    pointwise = name.strip("_") in POINTWISE or name in _UNMOVED
+    result.in_place = source.in_place and pointwise and result.shape == source.shape
     return result
+
+
+def part_of_weight(tensor: torch.Tensor, sharding: Sharding) -> PartialGradient:
+    """A tensor of this rank's part of a weight, to code that is not ours."""
+    part = tensor.as_subclass(PartialGradient)
+    part.part = Part(sharding.path, None, (sharding.axis,), sharding=sharding)
+    return part
+
+
+def part_of_gradient(tensor: torch.Tensor, parameter: torch.Tensor, sharding: Sharding) -> PartialGradient:
+    """The same of its gradient, that backward has not left there."""
+    part = part_of_weight(tensor, sharding)
+    part.part = getattr(vars(parameter).get("arrival"), "part", part.part)
+    part.summed = sharding.replicas == 1
+    return part
+
+
+def gathered(tensor: PartialGradient) -> torch.Tensor:
+    """The whole; differentiable. Collective over the tensor axis."""
+    name = "a whole"
+    part = _check_completed(name, tensor)
+    with as_tensors():
+        if not part.divided:
+            return tensor.as_subclass(torch.Tensor)
+        if part.sharding is None or not tensor.in_place or tensor.shape != part.sharding.local_shape:
+            _check_whole(name, tensor)
+        assert part.sharding is not None
+        return part.sharding.gather(tensor.as_subclass(torch.Tensor))
 
 
 def _complete_replicas(gradient) -> None:
@@ -147,11 +206,13 @@ def _complete_replicas(gradient) -> None:
 def _check_whole(name, gradient) -> None:
     """Raises ValueError unless this rank has the whole gradient."""
     if gradient.part is None or gradient.part.divided:
-        what = f"the gradient of {gradient.part.name!r}" if gradient.part else "several gradients put together"
+        of_weight = gradient.part and gradient.part.sharding and not gradient.part.grid
+        kind = "the weight" if of_weight else "the gradient of"
+        what = f"{kind} {gradient.part.name!r}" if gradient.part else "several gradients put together"
+        instead = "the weight itself is the whole one" if of_weight else "ht.clip_grad_norm_ gives the norm of all"
         raise ValueError(
-            f"{name} of {what} would be that of the part that this rank holds; ht.clip_grad_norm_ gives the norm of "
-            "all, replicate=[...] of ht.parallelize leaves a module whole, and "
-            "p.grad.as_subclass(torch.Tensor) is the part"
+            f"{name} of {what} would be that of the part that this rank holds; {instead}, replicate=[...] of "
+            "ht.parallelize leaves a module whole, and .as_subclass(torch.Tensor) is the part"
         )
     _check_completed(name, gradient)
 
@@ -161,7 +222,7 @@ def _check_completed(name, gradient) -> Part:
         _check_whole(name, gradient)
     _complete_replicas(gradient)  # a later one of a list
     if not gradient.summed:
-        raise ValueError(_NOT_SUMMED.format(f"{name} of the gradient of {gradient.part.name!r}"))
+        raise ValueError(NOT_SUMMED.format(f"{name} of the gradient of {gradient.part.name!r}"))
     return gradient.part
 
 
@@ -222,75 +283,13 @@ def _complete(name, function, arguments, options):
 def _agree_on_overflow(arguments) -> None:
     """torch.amp.GradScaler leaves out a step on all ranks, or on none."""
     gradients, found, _ = arguments
-    part = _first(gradients, {}).part
-    assert part is not None
-    for axis in (part.grid.tensor, part.grid.data):
+    grid = next(g.part.grid for g in gradients if isinstance(g, PartialGradient) and g.part and g.part.grid)
+    for axis in (grid.tensor, grid.data):
         comm.all_reduce(found, axis, "max")
 
 
-# Where they come from ------------------------------------------------------------------------------------------------
-
-
-def mark_gradients(model: torch.nn.Module, grid: Grid, complete: Callable[[], None] | None = None) -> None:
-    """Make every gradient that backward leaves on the model's parameters a `PartialGradient`, where it is one.
-
-    Costs two microseconds a parameter and backward; nothing on a grid of one rank. The trainers' own hooks take the
-    place of these.
-
-    Args:
-        complete: averages them over the replicas, when they are needed; where None, whoever needs them has to see to it
-            before.
-    """
-    for name, parameter in model.named_parameters():
-        sharding = getattr(parameter, "sharding", None)
-        part = Part(name, grid, () if sharding is None else (sharding.axis,), complete)
-        summed = grid.alike(shard_of(parameter)).size == 1
-        if (part.divided or not summed) and parameter.is_floating_point():
-            trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # a hook on a frozen one is refused; it may be trained later
-            on_arrival(parameter, _Marker(part, summed))
-            parameter.requires_grad_(trained)
-
-
-class _Marker:
-    __slots__ = ("part", "summed")
-
-    def __init__(self, part: Part, summed: bool):
-        self.part, self.summed = part, summed
-
-    def __call__(self, parameter) -> None:
-        with as_tensors():  # not by way of the weight's torch functions, which take longer than all of this
-            gradient = parameter.grad
-            if type(gradient) is not PartialGradient:
-                gradient = gradient.as_subclass(PartialGradient)
-                gradient.part = self.part
-                parameter.grad = gradient
-        gradient.summed = self.summed
-
-
-# For code of ours, which knows of parts ------------------------------------------------------------------------------
-
-
-def mark_summed(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Their gradients are the sums over the replicas, until a backward adds to them."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if type(gradient) is PartialGradient:
-            gradient.summed = True
-        elif gradient is not None:
-            vars(gradient)["summed_version"] = gradient._version
-
-
-def is_summed(gradient: torch.Tensor) -> bool:
-    """Whether it was marked, and nothing was added since."""
-    if type(gradient) is PartialGradient:
-        return gradient.summed
-    return getattr(gradient, "summed_version", None) == gradient._version
-
-
-def check_summed(parameters: Iterable[torch.nn.Parameter], before: str) -> None:
-    """Raises ValueError when the replicas' gradients are not summed `before` something."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if type(gradient) is PartialGradient and not gradient.summed:
-            raise ValueError(_NOT_SUMMED.format(before))
+def _all_agree(same: bool, gradient) -> bool:
+    flag = torch.tensor([float(same)])
+    for axis in gradient.part.axes if gradient.part else ():
+        flag = comm.all_reduce(flag, axis, "min")
+    return bool(flag)

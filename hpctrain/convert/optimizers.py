@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpctrain.choices import MIXING_OPTIMIZERS
-from hpctrain.convert.gradients import check_summed
+from hpctrain.convert.arriving_gradients import check_summed
 
 if TYPE_CHECKING:
     import torch

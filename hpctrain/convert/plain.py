@@ -44,7 +44,10 @@ def works_as(kind: type, base: type, own: str = "") -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody is shown its activations, who expects whole ones. (ZeRO-3 has hooks of ours.)"""
+    """Whether somebody is shown its activations, who expects whole ones, be it a forward that was put in the place of
+    its own. (ZeRO-3 has hooks of ours.)"""
+    if "forward" in vars(module):
+        return True
     found = (hook for hooks in _HOOKS for hook in getattr(module, hooks).values())
     return any(not getattr(hook, "__module__", "").startswith("hpctrain.") for hook in found)
 

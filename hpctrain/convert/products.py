@@ -64,7 +64,7 @@ class SplitLinear(nn.Module):
         dim = x.dim() + self.feature_dim
         y = self.multiply(take(x, axis, self.counts, dim) if enters else x, None)
         if bias is not None:  # each rank adds its part of the bias to its summand
-            start = shard_of(bias).slices[0].start
+            start = 0 if axis.size == 1 else shard_of(bias).slices[0].start  # of any tensor, as functional_call gives
             y.narrow(dim, start, len(bias)).add_(bias.view(-1, *[1] * (-1 - self.feature_dim)))
         return leave(y, axis, self.shards and not enters)
 

@@ -58,5 +58,12 @@ def wants_whole(frame: types.FrameType | None) -> bool:
     return False
 
 
+def by_user(frame: types.FrameType | None) -> bool:
+    """Whether neither torch nor this package calls a torch function, by the frame that it is called from."""
+    if frame is not None and frame.f_globals.get("__name__") == "torch.overrides":  # of one that is written in Python
+        frame = frame.f_back and frame.f_back.f_back
+    return _library(frame) not in ("torch", "hpctrain")
+
+
 def _library(frame) -> str:
     return frame.f_globals.get("__name__", "").partition(".")[0]

@@ -4,23 +4,25 @@ The module's own forward multiplies by the part, under `local()`. Whoever else r
 user's (`F.linear(h, self.table.weight)`, a penalty, a norm of the weights), gets the whole one, gathered then and there
 and differentiable: every rank computes the same from it, so that its gradient is whole on every rank, and each keeps
 its part of that. What changes the weight in place, as optimizers do, works on the parts where every element is changed
-by itself, and otherwise on the whole. `.grad`, `.data` and `.detach()` are the part, on which optimizers work; but in a
-forward of the user's, and in peft, `.data` and `.detach()` stand for the whole weight as well.
+by itself, and otherwise on the whole. `.grad`, `.data` and `.detach()` are the part, on which optimizers work, and of
+which nobody can make what would be that of a part (gradients.py); but in a forward of the user's, and in peft, `.data`
+and `.detach()` stand for the whole weight as well.
 """
 
 from __future__ import annotations
 
 import sys
-import types
 
 import torch
 from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
-from hpctrain.convert.refusals import place, refused, unpicklable, wants_whole
+from hpctrain.convert.gradients import PartialGradient, gathered, part_of_gradient, part_of_weight
+from hpctrain.convert.refusals import by_user, place, refused, unpicklable, wants_whole
 from hpctrain.convert.sharded_activation import whole as whole_activation
-from hpctrain.convert.sharding import ATTRIBUTES, Sharding, hooked, local
+from hpctrain.convert.sharding import ATTRIBUTES, POINTWISE, Sharding, hooked, local
+from hpctrain.convert.whole_operands import of_initial, refuse_initial
 from hpctrain.parameter import annotate
 from hpctrain.shard import Shard
 
@@ -45,8 +47,13 @@ class Sharded(torch.Tensor):
                 of_part = func.__self__ not in _OF_THE_WHOLE
             elif name == "__set__":
                 return _set(func, args[0], whole_activation(args[1]))
+            elif func is torch.autograd.grad:
+                return _gradients(sys._getframe(1), *args, **kwargs)
             else:
                 of_part = name in _OF_THE_PART
+            if name in _MADE_LIKE and by_user(sys._getframe(1)):
+                made = func(*args, **kwargs)
+                return part_of_weight(made, args[0].sharding) if made.shape == args[0].shape else made
             return func(*args, **kwargs) if of_part else _as_whole(func, name, args, kwargs)
 
     def __hash__(self):
@@ -137,7 +144,10 @@ def _detached(tensor, detach, caller):
     if caller is not None and wants_whole(caller):
         _gather_part(tensor)
         return _tagged(detach(tensor), tensor.sharding)
-    return detach(tensor).as_subclass(torch.Tensor)
+    part = detach(tensor).as_subclass(torch.Tensor)
+    if caller is not None and by_user(caller) and "gathered" not in vars(tensor):
+        return part_of_weight(part, tensor.sharding)
+    return part
 
 
 def _gather_part(parameter):
@@ -158,8 +168,9 @@ def whole(parameter: Sharded) -> torch.Tensor:
 _SIZES = {getattr(torch.Tensor, name) for name in ("size", "numel", "nelement", "__len__")}
 _SIZES.add(ATTRIBUTES["shape"].__get__)
 _VIEWS = {torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag}
-_DATA = ATTRIBUTES["data"].__get__
+_DATA, _GRAD = ATTRIBUTES["data"].__get__, ATTRIBUTES["grad"].__set__
 _OF_THE_WHOLE = {ATTRIBUTES["shape"], *_VIEWS}  # of the attributes
+_MADE_LIKE = {"zeros_like", "ones_like", "empty_like", "full_like"}
 # What asks or makes something of the part: memory, gradients, what the state of an optimizer is made of.
 _OF_THE_PART = {
     "grad", "detach", "detach_", "requires_grad_", "retain_grad", "share_memory_", "zeros_like", "ones_like",
@@ -168,17 +179,6 @@ _OF_THE_PART = {
     "is_contiguous", "is_floating_point", "is_complex", "is_shared", "is_pinned", "is_inference", "get_device",
     "result_type", "dim", "ndimension", "__repr__", "__format__", "__delete__", "_is_view",
 }  # fmt: skip
-_OPERATORS = ("add", "sub", "mul", "truediv")
-# Element by element, all shapes alike. (Of random numbers every rank draws the whole, as one rank would.)
-_POINTWISE = {
-    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "abs", "pow", "sqrt", "rsqrt",
-    "exp", "log", "square", "reciprocal", "clamp", "clamp_min", "clamp_max", "clip", "fill", "zero", "copy", "lerp",
-    "addcmul", "addcdiv", "maximum", "minimum", "sign", "round", "floor", "ceil", "nan_to_num", "masked_fill", "where",
-    "erfinv", "tanh", "sigmoid", "clone",
-    *_OPERATORS, *(f"r{name}" for name in _OPERATORS), *(f"i{name}" for name in _OPERATORS),
-}  # fmt: skip
-# Of torch.nn.init, those that work from the shape, and cannot be told of the whole one by way of the tensor.
-_INITIAL = {"xavier_uniform_", "xavier_normal_", "kaiming_normal_", "orthogonal_", "eye_", "dirac_", "sparse_"}
 
 
 def _as_whole(func, name, args, kwargs):
@@ -193,16 +193,18 @@ def _as_whole(func, name, args, kwargs):
         return func(*args, **kwargs)
     if mine and (writes(name) or kwargs.get("out") is first):
         return _write(func, name, first, args, kwargs)
-    if not torch.is_grad_enabled() and name.removeprefix("_foreach_").strip("_") in _POINTWISE:
+    if not torch.is_grad_enabled() and name.removeprefix("_foreach_").strip("_") in POINTWISE:
         sharding = _common_sharding(name, args, kwargs)
         if sharding is not None:
             result = func(*args, **kwargs)
-            return _tagged(result, sharding) if isinstance(sharding, Sharding) else result
+            if isinstance(sharding, Sharding):
+                return _tagged(result, sharding)
+            return part_of_weight(result, first.sharding) if mine and type(result) is torch.Tensor else result
     return read(func, *tree_map(_whole_of, (args, kwargs)))
 
 
 def _whole_of(x):
-    return whole(x) if isinstance(x, Sharded) else x
+    return whole(x) if isinstance(x, Sharded) else gathered(x) if isinstance(x, PartialGradient) else x
 
 
 def _set(func, parameter, value):
@@ -210,7 +212,30 @@ def _set(func, parameter, value):
     sharding = parameter.sharding
     if isinstance(value, torch.Tensor) and tuple(value.shape) == sharding.whole_shape != sharding.local_shape:
         value = sharding.take(value)
+    if func == _GRAD and type(value) is torch.Tensor and by_user(sys._getframe(2)):
+        value = part_of_gradient(value, parameter, sharding)
+    elif func == ATTRIBUTES["data"].__set__ and isinstance(value, PartialGradient):
+        value = value.as_subclass(torch.Tensor)
     return func(parameter, value)
+
+
+def _gradients(caller, outputs, inputs, *others, **options):
+    """torch.autograd.grad: parts, or with a graph the whole ones, of which other gradients can be made."""
+    names = list(inputs) if isinstance(inputs, dict) else None
+    given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs.values() if names else inputs)
+    found = list(torch.autograd.grad(outputs, given, *others, **options))
+    for number, (weight, gradient) in enumerate(zip(given, found)):
+        if gradient is None or not isinstance(weight, Sharded) or not by_user(caller):
+            continue
+        sharding = weight.sharding
+        if gradient.shape != sharding.local_shape:
+            raise ValueError(
+                f"torch.autograd.grad of the weight {sharding.path!r}, which is divided over ranks, takes no "
+                "is_grads_batched; call it once for each"
+            )
+        whole = gradient.requires_grad
+        found[number] = sharding.gather(gradient) if whole else part_of_gradient(gradient, weight, sharding)
+    return dict(zip(names, found)) if names else tuple(found)
 
 
 def _common_sharding(name, args, kwargs) -> Sharding | bool | None:
@@ -230,11 +255,11 @@ def _common_sharding(name, args, kwargs) -> Sharding | bool | None:
 
 def _write(func, name, parameter, args, kwargs):
     """In place: on the part where every element is changed by itself, otherwise on the whole, and then the part."""
-    if parameter.requires_grad and torch.is_grad_enabled():
+    if parameter.requires_grad and torch.is_grad_enabled() and not of_initial(func):
         return func(*args, **kwargs)  # which torch refuses, in its own words
-    _refuse_initial()
+    refuse_initial(sys._getframe(3))  # from the operation on
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
-    if name.strip("_") in _POINTWISE and all(x.shape == parameter.shape for x in tensors):
+    if name.strip("_") in POINTWISE and all(x.shape == parameter.shape for x in tensors):
         return func(*args, **kwargs)
     sharding = parameter.sharding
     full = sharding.gather(parameter.detach())
@@ -247,19 +272,6 @@ def _write(func, name, parameter, args, kwargs):
         )
     parameter.detach().copy_(sharding.take(full))
     return parameter if result is full else result
-
-
-def _refuse_initial():
-    frame: types.FrameType | None = sys._getframe(4)  # that of the operation
-    for _ in range(5):
-        if frame is None:
-            return
-        if frame.f_globals.get("__name__") == "torch.nn.init" and frame.f_code.co_name in _INITIAL:
-            raise ValueError(
-                f"{place()}: nn.init.{frame.f_code.co_name} would take the shape of a part for that of the weight; call"
-                " it before parallelize, or by model.apply(function), which gives each module its whole weights"
-            )
-        frame = frame.f_back
 
 
 # As torch's own DTensor does: optimizers on GPUs go on in few kernels.

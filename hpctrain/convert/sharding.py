@@ -16,6 +16,16 @@ local = torch._C.DisableTorchFunctionSubclass  # within it, weights are the shar
 
 ATTRIBUTES = vars(torch._C.TensorBase)  # of tensors, whose `__get__` and `__set__` are what torch functions are given
 
+_OPERATORS = ("add", "sub", "mul", "truediv")
+# Element by element, all shapes alike. (Of random numbers every rank draws the whole, as one rank would.)
+POINTWISE = {
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "abs", "pow", "sqrt", "rsqrt",
+    "exp", "log", "square", "reciprocal", "clamp", "clamp_min", "clamp_max", "clip", "fill", "zero", "copy", "lerp",
+    "addcmul", "addcdiv", "maximum", "minimum", "sign", "round", "floor", "ceil", "nan_to_num", "masked_fill", "where",
+    "erfinv", "tanh", "sigmoid", "clone",
+    *_OPERATORS, *(f"r{name}" for name in _OPERATORS), *(f"i{name}" for name in _OPERATORS),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Sharding:

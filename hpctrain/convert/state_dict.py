@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from hpctrain import comm
-from hpctrain.convert.gradients import as_tensors, check_summed
+from hpctrain.convert.arriving_gradients import check_summed
+from hpctrain.convert.gradients import as_tensors
 from hpctrain.convert.steps import grid_of, replicas_of
 from hpctrain.grid import Grid
 from hpctrain.layers.whole_parameters import counted, whole_parameters, whole_tensors

@@ -59,6 +59,11 @@ def _check_weights(model, arguments) -> None:
                 " as torch.func.functional_call does; that takes the model's own parameters, and those of its copies. "
                 "Whole weights are for load_state_dict"
             )
+    if model.divided_weights and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ValueError(
+            f"{place()} calls a parallelized model within torch.func, as vmap, grad and jacrev do, which cannot follow "
+            "tensors to other ranks; use torch.autograd, whose functions can, or replicate=[...] of ht.parallelize"
+        )
 
 
 def _check_ddp(model, arguments) -> None:

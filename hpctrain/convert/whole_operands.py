@@ -1,0 +1,83 @@
+"""Parts of weights and of gradients where parts alone will not do: beside tensors of the whole shape, or for random
+numbers, of which every rank draws those of the whole, as one rank would."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hpctrain.convert.gathered_copy import writes
+from hpctrain.convert.refusals import place
+from hpctrain.convert.sharding import local
+
+_RANDOM_LIKE = {"rand_like", "randn_like", "randint_like"}
+RANDOM = {
+    "normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_",
+}  # fmt: skip
+# Of torch.nn.init, those that work from the shape, and cannot be told of the whole one by way of the tensor.
+_INITIAL = {"xavier_uniform_", "xavier_normal_", "kaiming_normal_", "orthogonal_", "eye_", "dirac_", "sparse_"}
+# They ask for attributes, or make parts into the same parts.
+_OF_PARTS = {"__get__", "__set__", "as_subclass", "__repr__", "__format__", "detach", "backward"}
+
+
+def foreign(function: Callable, arguments: Any, options: Any, kind: type) -> bool:
+    """Whether a function of tensors of which some are of `kind`, parts, is to be done on whole ones: it draws random
+    numbers or writes to an index, an operand has another shape, or a gradient that was made for it needs all of it."""
+    name = function.__name__
+    if name in _OF_PARTS or name.startswith("_foreach_"):
+        return False
+    tensors = [x for x in tree_leaves((arguments, options)) if isinstance(x, torch.Tensor)]
+    of_kind: list[Any] = [x for x in tensors if isinstance(x, kind)]
+    parts = [x for x in of_kind if x.part is not None and x.part.sharding is not None]
+    if not parts:
+        return False
+    if name in RANDOM or name in _RANDOM_LIKE or name == "__setitem__" or of_initial(function):
+        return True
+    with local():
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return True
+        shape = parts[0].shape
+        return len(tensors) > 1 and any(x.numel() > 1 and x.shape != shape for x in tensors)
+
+
+def apply_to_whole(function: Callable, arguments: Any, options: Any, kind: type, gathered: Callable):
+    """What the function makes of whole tensors; where it writes to a part, this rank keeps its own of that.
+
+    Args:
+        gathered: the whole of one of `kind`.
+    """
+    name = function.__name__
+    first: Any = next(iter(tree_leaves((arguments, options))))
+    mine = isinstance(first, kind)
+    whole_arguments, whole_options = tree_map(lambda x: gathered(x) if isinstance(x, kind) else x, (arguments, options))
+    result = function(*whole_arguments, **whole_options)
+    if mine and name in _RANDOM_LIKE:
+        return first.like(first.part.sharding.take(result))
+    if not mine or not writes(name):
+        return result
+    whole = next(iter(tree_leaves((whole_arguments, whole_options))))
+    with local(), torch.no_grad():
+        first.as_subclass(torch.Tensor).copy_(first.part.sharding.take(whole))
+    return first
+
+
+def of_initial(function: Callable) -> bool:
+    """Whether it is of torch.nn.init."""
+    return getattr(function, "__module__", "") == "torch.nn.init"
+
+
+def refuse_initial(frame: types.FrameType | None) -> None:
+    """Raise ValueError where a function of torch.nn.init led to an operation, that looked at the shape of a part."""
+    for _ in range(5):
+        if frame is None:
+            return
+        if frame.f_globals.get("__name__") == "torch.nn.init" and frame.f_code.co_name in _INITIAL:
+            raise ValueError(
+                f"{place()}: nn.init.{frame.f_code.co_name} would take the shape of a part for that of the weight; call"
+                " it before parallelize, or by model.apply(function), which gives each module its whole weights"
+            )
+        frame = frame.f_back

@@ -1,0 +1,211 @@
+"""Code of one's own that meets the parts of weights and gradients: what it makes is of the whole, or is refused."""
+
+import copy
+
+import pytest
+import torch
+from parallelize_checks import CLOSE, numbers
+from torch import nn
+
+import hpctrain as ht
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+
+def mlp():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).double()
+
+
+def both(world):
+    return mlp(), ht.parallelize(mlp(), ht.Grid(tensor=world.size))
+
+
+def loss(model, step=0):
+    return model(numbers(4, 6, seed=step)).square().mean()
+
+
+def check(serial, model, world):
+    gathered = ht.gather_state_dict(model)
+    if world.rank == 0:
+        torch.testing.assert_close(gathered, dict(serial.state_dict()), **CLOSE)
+
+
+def test_gradients_that_autograd_gives(world):
+    """torch.autograd.grad: numbers of all of a gradient, and updates by parts."""
+    found = []
+    for model in (models := both(world)):
+        weights = dict(model.named_parameters())
+        gradients = torch.autograd.grad(loss(model), weights)
+        found.append(torch.stack([g.norm() for g in gradients.values()]))
+        with torch.no_grad():
+            for name, p in weights.items():
+                p -= 0.1 * gradients[name]
+        for p, g in zip(weights.values(), torch.autograd.grad(loss(model), list(weights.values()))):
+            p.grad = 2 * g.clone()
+        found[-1] = found[-1] * nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        torch.optim.SGD(model.parameters(), 1.0).step()
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+    check(*models, world)
+
+
+def test_gradients_of_gradients(world):
+    """Penalties of gradients of weights, their products with vectors, and what is one step ahead."""
+    found = []
+    for model in (models := both(world)):
+        weights = list(model.parameters())
+        gradients = torch.autograd.grad(loss(model), weights, create_graph=True)
+        vectors = [torch.arange(g.numel(), dtype=g.dtype).view(g.shape) for g in gradients]
+        product = sum((g * v).sum() for g, v in zip(gradients, vectors))
+        ahead = [p - 0.1 * g for p, g in zip(weights, gradients)]
+        twice = torch.autograd.grad(product, weights, retain_graph=True)
+        found.append(torch.stack([product, *(g.norm() for g in twice), *(p.norm() for p in ahead)]))
+        (loss(model, 1) + product + sum(p.pow(3).sum() for p in ahead)).backward()
+        torch.optim.SGD(weights, 0.01).step()
+        model.zero_grad()
+        loss(model, 2).backward(create_graph=True)
+        sum(p.grad.square().sum() for p in weights).backward()
+        torch.optim.SGD(weights, 0.01).step()
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+    check(*models, world)
+
+
+class TrustRatio(torch.optim.Optimizer):
+    """As people write it, under a name that nobody knows."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p.data)
+            state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+            state["v"].mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+            update = state["m"] / (state["v"].sqrt() + 1e-3)
+            p.add_(update * (p.data.norm() / update.norm()), alpha=-0.1)
+
+
+def norms(model):
+    optimizer = TrustRatio(model.parameters(), {})
+    for step in range(2):
+        model.zero_grad()
+        loss(model, step).backward()
+        optimizer.step()
+    return [p.data.norm() + p.detach().abs().sum() + p.data.max() for p in model.parameters()]
+
+
+def anchors(model):
+    """A penalty of the distance to where training began, weighed by squares of gradients (Kirkpatrick et al., 2017)."""
+    weights = dict(model.named_parameters())
+    start = {name: p.data.clone() for name, p in weights.items()}
+    fisher = {name: torch.zeros_like(p) for name, p in weights.items()}
+    optimizer = torch.optim.SGD(weights.values(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        far = sum((fisher[name] * (p - start[name]) ** 2).sum() for name, p in weights.items())
+        (loss(model, step) + 0.5 * far).backward()
+        for name, p in weights.items():
+            fisher[name] += p.grad**2
+        optimizer.step()
+    return []
+
+
+def projected(model):
+    """One gradient less its part along another (Yu et al., 2020), by copies of gradients."""
+    found = []
+    for step in range(2):
+        model.zero_grad()
+        loss(model, step).backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    along = sum((a * b).sum() for a, b in zip(*found)) / sum((b * b).sum() for b in found[1])
+    for p, a, b in zip(model.parameters(), *found):
+        p.grad = a - along * b
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    torch.optim.SGD(model.parameters(), 1.0).step()
+    return [along, norm, torch.tensor(float(torch.equal(*found[0][:1] * 2)))]
+
+
+def noise(model):
+    loss(model).backward()
+    for p in model.parameters():
+        p.grad.add_(torch.randn_like(p.grad), alpha=0.1)
+        p.grad.add_(torch.empty_like(p.grad).uniform_(-1, 1))
+        p.data += 0.1 * p.data.new(p.data.size()).normal_()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    nn.init.trunc_normal_(model[0].weight.data, std=0.1)
+    nn.init.kaiming_uniform_(model[2].weight)
+    return [torch.rand(1)]
+
+
+def written(model):
+    """Rows that are frozen, and masks of the whole shape."""
+    loss(model).backward()
+    mask = torch.ones(model[0].weight.shape, dtype=torch.float64)
+    mask[:, 1] = 0.0
+    for p in model.parameters():
+        p.grad[:2] = 0.0
+        p.data[1] = 0.5
+    model[0].weight.grad *= mask
+    model[0].weight.data.mul_(mask)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    return []
+
+
+CASES = (norms, anchors, projected, noise, written)
+
+
+@pytest.mark.parametrize("code", CASES, ids=lambda code: code.__name__)
+def test_code_of_ones_own(world, code):
+    found = []
+    for model in (models := both(world)):
+        torch.manual_seed(5)
+        found.append(code(model))
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+    check(*models, world)
+
+
+REFUSED = {
+    "mean of the weight": lambda w: w.data.mean(),
+    "norm of the weight": lambda w: w.data.norm(dim=1),
+    "__getitem__ of the weight": lambda w: w.detach()[7],
+    "kthvalue of the weight": lambda w: w.data.abs().flatten().kthvalue(5),
+    "unbind of the gradient": lambda w: [row.norm() for row in w.grad],
+    "chunk of the gradient": lambda w: w.grad.chunk(2),
+    "item of the gradient": lambda w: w.grad.item(),
+    "a whole of the gradient": lambda w: w.grad.T + torch.ones(6, 9),
+    "shape of a part": lambda w: nn.init.xavier_uniform_(w.data),
+    "is_grads_batched": lambda w: torch.autograd.grad(
+        (w * w).sum(), w, torch.ones(2, dtype=w.dtype), is_grads_batched=True
+    ),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refused(world, text):
+    """On all ranks, and by name."""
+    _, model = both(world)
+    loss(model).backward()
+    with pytest.raises(ValueError, match=text):
+        REFUSED[text](model[0].weight)
+
+
+def test_a_forward_that_is_replaced_afterwards(world):
+    """Of a layer between others whose activations would stay divided."""
+    outputs = []
+    for model in both(world):
+        before = model[0].forward
+        model[0].forward = lambda x, before=before: 2 * before(x)
+        outputs.append(model(numbers(4, 6)).detach())
+    torch.testing.assert_close(outputs[1], outputs[0], **CLOSE)
+
+
+def test_torch_func_and_jit(world):
+    _, model = both(world)
+    with pytest.raises(ValueError, match="within torch.func"):
+        torch.func.vmap(model)(numbers(2, 4, 6))
+    with pytest.raises(ValueError, match="compiled by torch.jit"):
+        ht.parallelize(torch.jit.script(mlp()), ht.Grid(tensor=world.size))
+    replicas = ht.parallelize(mlp(), ht.Grid(data=world.size), zero=0)
+    other = copy.deepcopy({name: 2 * p.detach() for name, p in mlp().named_parameters()})
+    got = torch.func.functional_call(replicas, other, (numbers(4, 6),))
+    torch.testing.assert_close(got, torch.func.functional_call(mlp(), other, (numbers(4, 6),)), **CLOSE)
