@@ -74,6 +74,12 @@ slots() {
     fi | awk 'NF { slots[$1] += $2 > 0 ? $2 : 1 } END { for (node in slots) print slots[node] }'
 }
 
+# Open MPI does not begin without it, which cron and some containers leave out
+if [ -z "${HOME:-}" ]; then
+    HOME=$(getent passwd "$(id -u)" | cut -d: -f6) || HOME=
+    export HOME=${HOME:-/}
+fi
+
 read_options "$@"
 read -r nodes most total < <(slots | awk '{ all += $1; if ($1 > most) most = $1 } END { print NR, most + 0, all + 0 }')
 if [ "$ranks" = 0 ]; then ranks=$total; fi # as mpirun itself does

@@ -237,7 +237,9 @@ def test_refused_on_all_ranks(world, run, data, capfd):
         (["eval", data.parent, "--data", data], "is neither a run folder"),
         (["eval", folder, "--data", f"{data}x.h5"], "x.h5 does not exist"),
         (["eval", folder, "--data", data, "--context", CONTEXT + 1], "--context must be at most model.context = 24"),
+        (["eval", folder, "--data", data, "--context", 0], "both it and --batch at least 1, got 0 and 8"),
         (["sample", folder, "--top-p", 0], "--top-p above 0"),
+        (["sample", folder, "--temperature", "nan"], "--temperature and --top-k finite and at least 0"),
         (["sample", folder, f"grid.data={world.size + 1}"], f"there are {world.size} ranks"),
         (["sample", folder, "model.layers=5"], "is another model than the section [model] says"),
     ]

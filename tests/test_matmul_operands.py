@@ -128,3 +128,12 @@ def test_refused(world):
         mm(b, b)
     with pytest.raises(ValueError, match="B must be of real numbers, got torch.complex64; multiply its real"):
         mm.scatter(whole(3, 4), whole(4, 5).cfloat())
+
+
+def test_a_block_of_other_sizes_is_not_gathered(world):
+    """After a product of other sizes, of which a block may have as many elements."""
+    mm = matmul.Agarwal(Grid(tensor=(world.size, 1, 1)).tensor)
+    c = mm(mm.scatter_a(torch.ones(4, 6)), mm.scatter_b(torch.ones(6, 8)))
+    mm.bind(8, 6, 4)
+    with pytest.raises(ValueError, match=r"cannot be gathered from one of .*call bind\(m, k, n\)"):
+        mm.gather_c(c)

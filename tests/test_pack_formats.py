@@ -111,7 +111,15 @@ def test_an_error_in_a_process_is_told(tmp_path, capsys):
 
 
 def test_what_is_skipped_is_listed(tmp_path, capsys):
-    records = [{"text": "one"}, {"txt": "none"}, ["text"], {"text": 3}, {"text": ""}, {"text": "two"}]
+    records = [
+        {"text": "one"},
+        {"txt": "none"},
+        ["text"],
+        {"text": 3},
+        {"text": ""},
+        {"text": "two"},
+        {"text": "\ud800"},
+    ]
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.jsonl").write_text("\n\n".join(map(json.dumps, records)))
     (tmp_path / "in/b.png").write_bytes(b"\0")
@@ -125,6 +133,7 @@ def test_what_is_skipped_is_listed(tmp_path, capsys):
         f"skipped, no object: line 5 of {tmp_path}/in/a.jsonl",
         f"skipped, field text is no text: line 7 of {tmp_path}/in/a.jsonl",
         f"skipped, field text is empty: line 9 of {tmp_path}/in/a.jsonl",
+        f"skipped, field text has half a surrogate pair, which is no character: line 13 of {tmp_path}/in/a.jsonl",
     ]
     assert "2 documents, 8 tokens" in out
     assert bytes(t for t in read(tmp_path / "d.h5") if t < 256) == b"onetwo"
@@ -160,6 +169,23 @@ def test_what_is_damaged_is_refused(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message):
         pack([str(tmp_path / name)], tmp_path / "data.h5", fields=FIELDS)
     assert list(tmp_path.glob("data*")) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["", "-o", "d.h5"], "a name of text is empty"),
+        (["/dev/null", "-o", "d.h5"], "/dev/null is neither a file nor a directory"),
+        (["a.txt", "-o", ""], "the output must end in .h5"),
+        (["a.txt", "-o", "d.h5", "--processes", "-2"], "processes must be at least 1, or 0 for one a core, got -2"),
+    ],
+)
+def test_arguments_that_are_refused(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("one")
+    assert main(["pack", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.glob("d*")) == []
 
 
 def test_columns_of_parquet_are_named(tmp_path):

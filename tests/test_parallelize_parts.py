@@ -209,3 +209,27 @@ def test_torch_func_and_jit(world):
     other = copy.deepcopy({name: 2 * p.detach() for name, p in mlp().named_parameters()})
     got = torch.func.functional_call(replicas, other, (numbers(4, 6),))
     torch.testing.assert_close(got, torch.func.functional_call(mlp(), other, (numbers(4, 6),)), **CLOSE)
+
+
+class Watched(torch.overrides.TorchFunctionMode):
+    """As torch.set_default_device puts one between a call and what handles it."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        return function(*arguments, **(options or {}))
+
+
+def test_optimizer_of_ones_own_in_a_checkpoint(world, tmp_path):
+    """Its states are parts, which checkpoints take apart as they do those of torch's."""
+    tmp_path = world.bcast(tmp_path)
+    states = []
+    for grid in (ht.Grid(tensor=world.size), ht.Grid(data=world.size)):
+        model = ht.parallelize(mlp(), grid)
+        optimizer = TrustRatio(model.parameters(), {})
+        with Watched():
+            trainer = ht.Trainer(model, grid, optimizer, loss=lambda m, _, grid=grid: loss(m) / grid.data.size)
+            if states:
+                assert ht.checkpoint.load(tmp_path, model, trainer.strategy).step == 1
+            trainer.step([None])
+        ht.checkpoint.save(tmp_path, 1 + len(states), model, trainer.strategy)
+        states.append(type(optimizer.state[model[0].weight]["m"]).__name__)
+    assert states[0] == "PartialGradient"

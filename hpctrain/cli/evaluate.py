@@ -31,10 +31,11 @@ def _evaluate(options: argparse.Namespace, trained, world) -> None:
     from hpctrain.train.training_data import packed_text
 
     with comm.together(world):
-        context = options.context or trained.config.model.context
-        if not 1 <= context <= trained.config.model.context or options.batch < 1:
+        longest = trained.config.model.context
+        context = longest if options.context is None else options.context
+        if not 1 <= context <= longest or options.batch < 1:
             raise ValueError(
-                f"--context must be at most model.context = {trained.config.model.context}, and both it and --batch at "
+                f"--context must be at most model.context = {longest}, and both it and --batch at "
                 f"least 1, got {context} and {options.batch}"
             )
         path = None

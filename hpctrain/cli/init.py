@@ -23,6 +23,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    if not options.folder:
+        raise ValueError("the folder's name is empty; a dot is this folder")
     source, target, environment = home.original(), Path(options.folder), _environment()
     for name in ("jobs", "modules", *LINKS):
         if files.status(target / name):

@@ -50,6 +50,8 @@ def run(options: argparse.Namespace) -> None:
     from hpctrain.data.tokenizers import tokenizer_from_option
 
     output, fields = Path(options.output), Fields(options.field, options.prompt_field)
+    if output.suffix != ".h5":
+        raise ValueError(f"the output must end in .h5, got {options.output!r}")
     apart = bool(options.validation_split or options.validation)
     for path in [output, validation_output(output)][: 1 + apart]:
         if files.status(path) and not options.force:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from hpctrain.cli.trained import add_source, on_all_ranks
 
@@ -30,10 +31,11 @@ def _sample(options: argparse.Namespace, trained, world) -> None:
     from hpctrain.train.generate import generate
 
     with comm.together(world):
-        if options.tokens < 1 or options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
+        hot = 0 <= options.temperature < math.inf  # nor is it no number
+        if options.tokens < 1 or not hot or options.top_k < 0 or not 0 < options.top_p <= 1:
             raise ValueError(
-                "--tokens must be at least 1, --temperature and --top-k at least 0, and --top-p above 0 and at most 1, "
-                f"got {options.tokens}, {options.temperature}, {options.top_k} and {options.top_p}"
+                "--tokens must be at least 1, --temperature and --top-k finite and at least 0, --top-p above 0 and at "
+                f"most 1, got {options.tokens}, {options.temperature}, {options.top_k} and {options.top_p}"
             )
         tokenizer = trained.tokenizer
         prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.end_of_document]

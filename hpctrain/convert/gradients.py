@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain import comm
-from hpctrain.convert.refusals import by_user
+from hpctrain.convert.refusals import caller
 from hpctrain.convert.sharding import POINTWISE, Sharding
 from hpctrain.convert.whole_operands import RANDOM, apply_to_whole, foreign, refuse_initial
 from hpctrain.grid import Axis, Grid
@@ -74,7 +74,11 @@ class PartialGradient(torch.Tensor):
         name, options = function.__name__, options or {}
         if name not in _UNREAD:
             _complete_replicas(_first(arguments, options))
-        by_others = by_user(sys._getframe(1))
+        library = caller(sys._getframe(1))
+        if library == "hpctrain":  # states of optimizers, that code of a user's made
+            with as_tensors():
+                return function(*arguments, **options)
+        by_others = library != "torch"
         if (by_others or name in RANDOM) and foreign(function, arguments, options, cls):
             refuse_initial(sys._getframe(1))
             return apply_to_whole(function, arguments, options, cls, gathered)

@@ -59,11 +59,18 @@ def wants_whole(frame: types.FrameType | None) -> bool:
 
 
 def by_user(frame: types.FrameType | None) -> bool:
-    """Whether neither torch nor this package calls a torch function, by the frame that it is called from."""
+    """Whether neither torch nor this package calls a torch function, by the frame that its handler is called from."""
+    return caller(frame) not in ("torch", "hpctrain")
+
+
+def caller(frame: types.FrameType | None) -> str:
+    """The package that calls a torch function."""
+    while frame is not None and frame.f_code.co_name == "__torch_function__":  # of a mode
+        frame = frame.f_back
     if frame is not None and frame.f_globals.get("__name__") == "torch.overrides":  # of one that is written in Python
         frame = frame.f_back and frame.f_back.f_back
-    return _library(frame) not in ("torch", "hpctrain")
+    return _library(frame)
 
 
 def _library(frame) -> str:
-    return frame.f_globals.get("__name__", "").partition(".")[0]
+    return frame.f_globals.get("__name__", "").partition(".")[0] if frame is not None else ""

@@ -33,6 +33,8 @@ def text_files(sources: Sequence[str], skip: Callable[[str, str], None] = lambda
         raise ValueError("no text given; name files, directories or python-stdlib")
     found: list[Path] = []
     for source in sources:
+        if not source:
+            raise ValueError("a name of text is empty; name files, directories or python-stdlib")
         path = Path(source)
         if files.is_folder(path):
             texts = []
@@ -51,7 +53,8 @@ def text_files(sources: Sequence[str], skip: Callable[[str, str], None] = lambda
         elif source == PYTHON_SOURCE:
             found += _standard_library()
         else:
-            raise ValueError(f"{source} does not exist; name files, directories or {PYTHON_SOURCE}")
+            what = "is neither a file nor a directory" if files.status(path) else "does not exist"
+            raise ValueError(f"{source} {what}; name files, directories or {PYTHON_SOURCE}")
     return found
 
 

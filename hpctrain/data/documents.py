@@ -113,7 +113,13 @@ def _problem(record, name: str) -> str:
         return f"no field {name}"
     if not isinstance(record[name], str):
         return f"field {name} is no text"
-    return "" if record[name] else f"field {name} is empty"
+    if not record[name]:
+        return f"field {name} is empty"
+    try:
+        record[name].encode()
+    except UnicodeEncodeError:  # JSON may name one by its number
+        return f"field {name} has half a surrogate pair, which is no character"
+    return ""
 
 
 def _json_lines(file: IO[bytes], path: Path) -> Iterator[tuple[str, dict]]:

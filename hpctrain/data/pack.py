@@ -70,6 +70,8 @@ def pack(
         raise ValueError(f"the output must end in .h5, got {output}")
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
+    if processes < 0:
+        raise ValueError(f"processes must be at least 1, or 0 for one a core, got {processes}")
     if not 0 <= validation < 1 or validation and validation_sources:
         raise ValueError(f"a part of the documents for validation must be below 1, without others, got {validation}")
     texts, apart = text_files(sources, skip), text_files(validation_sources, skip) if validation_sources else []

@@ -113,9 +113,19 @@ class Matmul:
         return matrix[self.slices("b", *matrix.shape)].contiguous()
 
     def gather_c(self, c: torch.Tensor) -> torch.Tensor:
-        """The whole C on every rank. Its gradient is the sum over the ranks of what they make of it."""
+        """The whole C on every rank. Its gradient is the sum over the ranks of what they make of it.
+
+        Raises:
+            ValueError: where `c` is no block of the product of the sizes that were last scattered or bound.
+        """
         operands = self._shapes()
         (m, _, n), batch = operands.sizes(), operands.batch
+        shape = (*batch, *(part.stop - part.start for part in self.slices("c", m, n)))
+        if c.shape != shape:
+            raise ValueError(
+                f"C of {m} × {n}, of which rank {self._place} of {self.shape} has a block of shape {shape}, cannot be "
+                f"gathered from one of {tuple(c.shape)}: call bind(m, k, n) where the sizes changed since that product"
+            )
         x, y, z = map(range, self.shape)
         places = [self.slices("c", m, n, place) for place in itertools.product(x, y, z)]
         shapes = [(*batch, *(part.stop - part.start for part in place)) for place in places]

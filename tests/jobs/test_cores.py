@@ -243,6 +243,15 @@ def test_what_is_no_number_of_ranks_is_refused(machine):
         assert done.stderr.startswith(f"mpirun.sh: {options[0]} must be followed by a number of ranks, got '")
 
 
+def test_a_home_where_there_is_none(monkeypatch):
+    """As under cron: Open MPI would not begin."""
+    monkeypatch.delenv("HOME")
+    done = subprocess.run(
+        ["jobs/mpirun.sh", "-n", "1", "sh", "-c", 'echo "$HOME"'], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, os.path.expanduser("~")), done.stderr
+
+
 @pytest.mark.parametrize(
     ("environment", "options", "threads", "added"),
     [
