@@ -105,6 +105,7 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
         ValueError, OSError: on every rank, for a grid that does not fit the ranks, bad data, a folder that cannot be
             made, or checkpoints of which none can be used.
     """
+    _check_alike(config, resume, world)
     check_grid(config, world.size)
     with comm.together(world):
         if world.rank == 0 and config.run.machine:
@@ -150,6 +151,20 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
         if folder:
             folder.begin(session.position.step)
     return session
+
+
+def _check_alike(config: Config, resume: str, world: MPI.Intracomm) -> None:
+    """Ranks that were started with other settings would wait for each other somewhere."""
+    given = {f"{name}.{key}": value for name, section in vars(config).items() for key, value in vars(section).items()}
+    given["--resume"] = resume
+    first = world.bcast(given)
+    with comm.together(world):
+        for name, value in given.items():
+            if value != first[name]:
+                raise ValueError(
+                    f"rank {world.rank} was started with {name} = {value!r}, and rank 0 with {first[name]!r}; start all"
+                    " ranks with the same configuration"
+                )
 
 
 def restore(session: Session) -> None:
