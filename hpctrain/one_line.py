@@ -42,9 +42,11 @@ def parallelize(
     a sharded weight is refused by name.
 
     In a loop of one's own, torch's clip_grad_norm_ and GradScaler, and norms and sums of gradients, are of the whole
-    gradient; every rank must call them. What else would be that of a part is refused: other reductions and products of
-    gradients, optimizers that mix the elements of a weight (LBFGS, Adafactor, Muon), replicas without `sync_gradients`,
-    torch's DistributedDataParallel.
+    gradient; every rank must call them. So are those of `.data`, and of copies; where they meet tensors of the whole
+    shape, are written to by an index, or random numbers are drawn for them, that is done on the whole. Of
+    torch.autograd.grad gradients are shards likewise, and with create_graph the whole ones. What else would be that of
+    a part is refused: other reductions and products of gradients, optimizers that mix the elements of a weight (LBFGS,
+    Adafactor, Muon), replicas without `sync_gradients`, torch's DistributedDataParallel.
 
     Divided are: nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.MultiheadAttention,
     nn.TransformerEncoderLayer and DecoderLayer, nn.Conv*d, nn.ConvTranspose*d, nn.BatchNorm*d, nn.Bilinear,
