@@ -239,6 +239,7 @@ def test_what_is_refused(world, zero):
     refused("for a loop of one's own: leave zero out", lambda: ht.Trainer(model, grid, optimizer, loss=loss_of))
     if zero == 0:
         return
+    refused("a whole of the gradient of", torch.randn_like, model.gate.bias.grad)
     optimizer.step()
     refused(r"state of the optimizer is spread .*: save ht\.gather_optimizer_state", optimizer.state_dict)
     refused("must treat every element of a weight by itself", torch.optim.LBFGS(model.parameters()).step, lambda: 0)
@@ -246,6 +247,9 @@ def test_what_is_refused(world, zero):
     if zero == 3:
         refused(r"save ht.gather_state_dict\(model\)", model.state_dict)
         refused("call load_state_dict before ht.parallelize", model.load_state_dict, serial.state_dict())
+        with torch.no_grad():
+            model.gate.bias.mul_(2)  # by every replica, of one memory
+        refused("changed by other code than an optimizer's step", ht.gather_state_dict, model)
     else:
         model.apply(lambda module: None)  # whole weights for a moment
         optimizer.step()

@@ -7,7 +7,7 @@ import torch
 from hpctrain import comm
 from hpctrain.convert.arriving_gradients import check_summed
 from hpctrain.convert.gradients import as_tensors
-from hpctrain.convert.steps import grid_of, replicas_of
+from hpctrain.convert.steps import divided_replicas, grid_of, replicas_of
 from hpctrain.grid import Grid
 from hpctrain.layers.whole_parameters import counted, whole_parameters, whole_tensors
 from hpctrain.parameter import shard_of
@@ -22,9 +22,14 @@ def gather_state_dict(model: torch.nn.Module, grid: Grid | None = None) -> dict[
 
     Args:
         grid: of a model that `parallelize` did not make.
+
+    Raises:
+        ValueError: where other code than an optimizer's step changed weights that zero=3 spreads over the replicas.
     """
     stages = getattr(model, "hpctrain_pipeline", None)
     grid = stages.grid if stages else grid_of(model, grid)
+    if (replicas := divided_replicas(model)) is not None and replicas.level == 3:
+        replicas.check_memory()
     tensors = dict(model.state_dict(keep_vars=True))
     first: dict[int, str] = {}
     names = stages.names if stages else {name: first.setdefault(id(x), name) for name, x in tensors.items()}

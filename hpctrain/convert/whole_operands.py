@@ -32,11 +32,13 @@ def foreign(function: Callable, arguments: Any, options: Any, kind: type) -> boo
         return False
     tensors = [x for x in tree_leaves((arguments, options)) if isinstance(x, torch.Tensor)]
     of_kind: list[Any] = [x for x in tensors if isinstance(x, kind)]
-    parts = [x for x in of_kind if x.part is not None and x.part.sharding is not None]
+    parts = [x for x in of_kind if x.part is not None and x.part.divided]
     if not parts:
         return False
     if name in RANDOM or name in _RANDOM_LIKE or name == "__setitem__" or of_initial(function):
         return True
+    if parts[0].part.sharding is None:  # a range of replicas', flat
+        return False
     with local():
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return True

@@ -173,7 +173,7 @@ class ZeroGradients:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer this rank's pieces of the weights in the place of these, with their gradients."""
-        self._check_memory()
+        self.check_memory()
         self.pieces_of(optimizer)
         for group in optimizer.param_groups:
             parameters, group["params"] = group["params"], []
@@ -244,7 +244,8 @@ class ZeroGradients:
         self.grid.data.comm.barrier()  # what others read may be changed from now on
         self._stepped = True
 
-    def _check_memory(self) -> None:
+    def check_memory(self) -> None:
+        """Raises ValueError where the weights are not those that were spread."""
         for p, part in self._parts.items():
             if _memory(p, self.level) != self._memory[p]:
                 raise ValueError(
