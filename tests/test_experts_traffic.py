@@ -93,3 +93,15 @@ def test_formula_in_cases_that_are_known(world):
     assert halves["all_to_all"] == 2 * one["all_to_all"]
     assert halves["once"] == pytest.approx(2 * one["once"])
     assert ways.elements_received(4, 2, 8, 100, 4)["once"] == 3 * (100 + 2 * 1.25)  # each token goes to every rank once
+
+
+@pytest.mark.ranks(2, 4)
+def test_in_place_ranks_wait_for_each_other_five_times(world):
+    """For who chose which experts; for tokens with their weights, and results; for the gradients of both."""
+    (grid,) = [g for g in grids(world.size) if g.replica.size == world.size == g.expert.size]
+    layer, tokens = mixture(grid), tokens_on(grid, SEQUENCES, LENGTH)
+    block = block_of(grid, tokens, whole((SEQUENCES * LENGTH, 7), "x", False)).clone().requires_grad_()
+    grid.transport.traffic.clear()
+    layer(block, tokens).sum().backward()
+    calls = {name: each["calls"] for (axis, name), each in grid.transport.traffic.table().items() if axis == "expert"}
+    assert calls == {"all_gather": 1, "all_to_all": 4}

@@ -57,6 +57,24 @@ def test_workspace_equals_messages(axis):
         torch.testing.assert_close(reduced, comm.reduce_scatter(summands, axis, counts), rtol=1e-14, atol=1e-14)
 
 
+def test_rows_whose_numbers_only_their_ranks_know(axis):
+    """Also where the window is too small for some of them; beside calls that know the numbers."""
+    workspace = new_workspace(axis, HERE)
+    for turn, rows in enumerate((3, 2000, 1, 0, 5000)):
+        counts = tuple(rows if r == turn % axis.size else (r + turn) % 3 for r in range(axis.size))
+        part = torch.arange(3.0 * counts[axis.rank]).view(-1, 3) + axis.rank
+        axis.transport.traffic.clear()
+        whole, found = workspace.gather_counted(part)
+        moved = axis.transport.traffic.total("sent"), axis.transport.traffic.total("received")
+        assert found == counts
+        expected = comm.all_gather(part, axis, counts)
+        assert torch.equal(whole, expected)
+        others = axis.size - 1
+        assert moved == (others * (8 + part.nbytes), others * 8 + whole.nbytes - part.nbytes)
+        assert torch.equal(workspace.gather(part, counts), expected)
+        assert torch.equal(whole, expected)  # no scratch memory
+
+
 @pytest.mark.ranks(2)
 def test_a_result_stays_until_the_next_call(axis):
     """Though the other rank is at that already."""

@@ -16,8 +16,8 @@ _HERE = str(Path(__file__).parent)
 
 # Dims of the tensors in which ranks may differ: those that `counts` says.
 _FREE = {
-    "all_gather": 0, "gather": 0, "scatter": 0, "all_to_all": 0, "rows_to_columns": 0, "gather_columns": 1,
-    "columns_to_rows": 1, "rows_to_slices": 2, "slices_to_rows": 1, "rotate": 0,
+    "all_gather": 0, "gather": 0, "gather_counted": 0, "scatter": 0, "all_to_all": 0, "rows_to_columns": 0,
+    "gather_columns": 1, "columns_to_rows": 1, "rows_to_slices": 2, "slices_to_rows": 1, "rotate": 0,
 }  # fmt: skip
 _POINT_TO_POINT = ("send", "recv", "recv_any")
 _BETWEEN_NEIGHBOURS = ("exchange", "adjoint", "all_to_all", "read")  # counts and shapes are each rank's own
@@ -61,7 +61,7 @@ def _said(axis: Axis, name: str, arguments: tuple, options: dict) -> str:
     if not isinstance(owner, torch.Tensor) and hasattr(owner, "local"):
         arguments = (owner.local,)
     if name in _BETWEEN_NEIGHBOURS:
-        arguments, options = tuple(a for a in arguments if isinstance(a, torch.Tensor)), {}
+        arguments, options = tuple(a for a in _flat(arguments) if isinstance(a, torch.Tensor)), {}
     words = []
     for value in _flat((*arguments, *options.values())):
         if isinstance(value, torch.Tensor):

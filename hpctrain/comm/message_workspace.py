@@ -9,7 +9,6 @@ import torch
 from hpctrain.comm.buffers import Work
 from hpctrain.comm.collectives import (
     all_gather,
-    all_gather_start,
     all_to_all,
     reduce_scatter,
     reduce_scatter_start,
@@ -34,15 +33,9 @@ class MessageWorkspace:
         return all_gather(part, self.axis, counts)
 
     @timed_method
-    def read(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> torch.Tensor:
-        return all_gather(part, self.axis, counts)
-
-    @timed_method
-    def read_start(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> Work[torch.Tensor]:
-        return all_gather_start(part, self.axis, counts)
-
-    def read_buffer(self, like: torch.Tensor, counts: tuple[int, ...], width: int) -> torch.Tensor:
-        return like.new_empty(counts[self.axis.rank], width)
+    def gather_counted(self, part: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+        counts = tuple(all_gather(torch.tensor([len(part)]), self.axis).tolist())
+        return all_gather(part, self.axis, counts), counts
 
     def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(numel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 
@@ -16,6 +17,8 @@ from hpctrain.grid import Axis
 from hpctrain.shard import split
 
 CHUNK = 1 << 16  # elements summed at a time, so that a sum is still in the cache when it is written to all
+_NUMBER = 8  # bytes of a number of rows, or of a number beside a row
+_ALIGNED = 64  # bytes that tensors behind one another begin at multiples of
 
 
 class SharedMemoryWorkspace:
@@ -33,7 +36,7 @@ class SharedMemoryWorkspace:
         self.axis = axis
         self._windows: list[Window | None] = [None] * windows
         self._turn = 0
-        self._filled: tuple[torch.Tensor, torch.Tensor] | None = None  # by `read_buffer`, until it is read
+        self._filled: torch.Tensor | None = None  # by `read_buffer`, until it is read
 
     @property
     def _window(self) -> Window:
@@ -44,40 +47,70 @@ class SharedMemoryWorkspace:
 
     @timed_method
     def gather(self, part: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        axis, whole = self.axis, self._placed(part, counts)
+        axis, (whole,) = self.axis, self._placed([part], counts)
         self._window.barrier()
         moved = (axis.size - 1) * part.nbytes, whole.nbytes - part.nbytes
         axis.transport.traffic.add(axis.name, "all_gather", *moved)
         return whole
 
     @timed_method
-    def read(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> torch.Tensor:
-        return self.read_start(part, counts, sent, received).wait()
+    def gather_counted(self, part: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """In one step: the number of rows stands before them. Where a rank's do not fit, all see that, and take a
+        larger window for one more."""
+        axis, row = self.axis, math.prod(part.shape[1:]) * part.itemsize
+        window = self._next(_NUMBER)
+        while True:
+            window.parts[axis.rank][:_NUMBER].view(torch.int64).fill_(len(part))
+            if _NUMBER + part.nbytes <= len(window.parts[0]):
+                _rows_behind_number(window.parts[axis.rank], len(part), part).copy_(part)
+            window.barrier()
+            counts = tuple(int(memory[:_NUMBER].view(torch.int64)) for memory in window.parts)
+            needed = _NUMBER + max(counts) * row
+            if needed <= len(window.parts[0]):
+                break
+            self._turn -= 1  # the same window again
+            window = self._next(needed)
+        whole = torch.cat([_rows_behind_number(memory, count, part) for memory, count in zip(window.parts, counts)])
+        others = axis.size - 1
+        received = others * _NUMBER + whole.nbytes - part.nbytes
+        axis.transport.traffic.add(axis.name, "all_gather", others * (_NUMBER + part.nbytes), received)
+        return whole, counts
 
     @timed_method
-    def read_start(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> Work[torch.Tensor]:
-        whole = self._placed(part, counts)
-        row = math.prod(part.shape[1:]) * part.itemsize
-        self.axis.transport.traffic.add(self.axis.name, "all_to_all", sent * row, received * row)
-        return self._window.barrier_start(lambda: whole)
-
-    def _placed(self, part, counts):
-        if self._filled is not None and part is self._filled[1]:
-            (whole, _), self._filled = self._filled, None
-            return whole
-        whole, place = self._place(counts, part.shape[1:], part.dtype)
-        place.copy_(part)
-        return whole
-
-    def _place(self, counts, shape, dtype):
-        """The next window's memory for rows of this shape, and this rank's part of it."""
-        first, local = sum(counts[: self.axis.rank]), counts[self.axis.rank]
-        whole = self._whole(sum(counts) * math.prod(shape), dtype).view(sum(counts), *shape)
-        return whole, whole[first : first + local]
+    def read_start(
+        self, parts: list[torch.Tensor], counts: tuple[int, ...], sent: int, received: int
+    ) -> Work[list[torch.Tensor]]:
+        """Begin to gather several tensors of as many rows each. Of the others' bytes this rank needs `received`,
+        wherever they are, and they `sent` of its own, counted for each of them: in shared memory that is what moves.
+        To be waited for before the next call of the same workspace."""
+        wholes = self._placed(parts, counts)
+        self.axis.transport.traffic.add(self.axis.name, "all_to_all", sent, received)
+        return self._window.barrier_start(lambda: wholes)
 
     def read_buffer(self, like: torch.Tensor, counts: tuple[int, ...], width: int) -> torch.Tensor:
-        self._filled = self._place(counts, (width,), like.dtype)
-        return self._filled[1]
+        """(rows, width) to be filled, and to be given to the next call, `read_start`, as its first tensor: not copied
+        there. Beside it there is room for one of a number a row."""
+        row = width * like.itemsize + _NUMBER
+        self._next(-(-(sum(counts) * row + _ALIGNED) // self.axis.size))
+        whole = self._window.whole[: sum(counts) * width * like.itemsize].view(like.dtype).view(-1, width)
+        self._filled = whole[rows_of(counts)[self.axis.rank]]
+        return self._filled
+
+    def _placed(self, parts: list[torch.Tensor], counts: tuple[int, ...]) -> list[torch.Tensor]:
+        """All ranks' rows of each, in the next window, this rank's being there."""
+        total, own = sum(counts), rows_of(counts)[self.axis.rank]
+        sizes = [total * math.prod(part.shape[1:]) * part.itemsize for part in parts]
+        starts = list(itertools.accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+        filled, self._filled = self._filled, None
+        if filled is not parts[0]:
+            self._next(-(-starts[-1] // self.axis.size))
+        wholes = []
+        for part, start, size in zip(parts, starts, sizes):
+            whole = self._window.whole[start : start + size].view(part.dtype).view(total, *part.shape[1:])
+            if part is not filled:
+                whole[own].copy_(part)
+            wholes.append(whole)
+        return wholes
 
     def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return self._next(numel * like.itemsize).parts[self.axis.rank].view(like.dtype)[:numel]
@@ -271,3 +304,9 @@ class SharedMemoryWorkspace:
             pages = -(-nbytes // mmap.PAGESIZE) or 1
             window = self._windows[self._turn] = Window(self.axis, pages * mmap.PAGESIZE)
         return window
+
+
+def _rows_behind_number(memory: torch.Tensor, count: int, like: torch.Tensor) -> torch.Tensor:
+    shape = count, *like.shape[1:]
+    end = _NUMBER + math.prod(shape) * like.itemsize
+    return memory[_NUMBER:end].view(like.dtype).view(shape)

@@ -17,7 +17,7 @@ class LocalWorkspace:
     """That of an axis with one rank: nothing is copied, what a method is given is its result.
 
     The methods that every workspace has; rank r holds `counts[r]` rows, elements or `widths[r]` columns. What they
-    return is scratch memory, valid until the next call of the same workspace other than `buffer` and `read_buffer`.
+    return is scratch memory, valid until the next call of the same workspace other than `buffer`.
     """
 
     def __init__(self, axis: Axis):
@@ -27,18 +27,9 @@ class LocalWorkspace:
         """All ranks' rows, in rank order."""
         return part
 
-    def read(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> torch.Tensor:
-        """The same, where this rank needs `received` of the others' rows, in whatever order, and they `sent` of its
-        own, counted for each of them: in shared memory that is what moves. By messages all rows do."""
-        return part
-
-    def read_start(self, part: torch.Tensor, counts: tuple[int, ...], sent: int, received: int) -> Work[torch.Tensor]:
-        """Begin `read`, which must be waited for before the next call of the same workspace."""
-        return done(part)
-
-    def read_buffer(self, like: torch.Tensor, counts: tuple[int, ...], width: int) -> torch.Tensor:
-        """(rows, width) to be filled, and given to the next call, which is `read` or `read_start`: not copied there."""
-        return like.new_empty(counts[0], width)
+    def gather_counted(self, part: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The same where ranks do not know how many rows the others have, and these numbers. No scratch memory."""
+        return part, (len(part),)
 
     def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A flat tensor to fill with this rank's summands, for the sums below."""

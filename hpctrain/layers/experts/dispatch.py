@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain import comm
+from hpctrain.comm.shared_memory_workspace import SharedMemoryWorkspace
 from hpctrain.grid import Axis
 from hpctrain.layers.experts.bags import Bags, stable_argsort
 
@@ -41,13 +42,13 @@ class Dispatch:
     """
 
     def __init__(self, axis: Axis, experts: torch.Tensor, of_rank: Sequence[int]):
-        self.axis, self.tokens, self.top_k = axis, len(experts), experts.shape[1]
+        self.axis, self.tokens, self.top_k, self._experts = axis, len(experts), experts.shape[1], experts
         self.of_rank, count = tuple(of_rank), sum(of_rank)
         flat = experts.reshape(-1)
         self.sent = torch.bincount(flat, minlength=count + 1)[:count]  # pairs of each expert
         # The pairs by expert; those that are dropped come last, and go
         self.pairs = stable_argsort(flat, count + 1)
-        self.kept_by_token = None
+        self.kept_by_token, self._alone = None, False
         kept = int(self.sent.sum())
         if kept < len(flat):
             self.pairs = self.pairs[:kept]
@@ -59,6 +60,8 @@ class Dispatch:
         self.counts = self.sent.tolist()
         self.rows = len(self.pairs)
         self._alone = self.top_k == 1 and self.of_rank == (1,) and self.kept_by_token is None  # rows are the tokens
+        if self._alone:
+            return
         self._token = self.pairs // self.top_k
         self._bags = self.bags_of_pairs(torch.arange(self.rows, device=self.pairs.device))
 
@@ -88,11 +91,23 @@ class Dispatch:
 
     def weights_to_experts(self, weights: torch.Tensor) -> torch.Tensor:
         """(tokens, top_k) to (rows,)."""
+        if self._alone:
+            return weights.reshape(-1)
         return weights.reshape(-1).index_select(0, self.pairs)
 
     def weights_to_tokens(self, of_rows: torch.Tensor) -> torch.Tensor:
         """(rows,) to (tokens, top_k), 0 for pairs that are dropped."""
+        if self._alone:
+            return of_rows.view(-1, 1)
         return of_rows.new_zeros(self.tokens * self.top_k).index_copy_(0, self.pairs, of_rows).view(-1, self.top_k)
+
+    def both_to_experts(self, x: torch.Tensor, weights: torch.Tensor) -> comm.Work[tuple[torch.Tensor, torch.Tensor]]:
+        """What `to_experts` and `weights_to_experts` give."""
+        return self.to_experts(x).then(lambda rows: (rows, self.weights_to_experts(weights)))
+
+    def both_to_tokens(self, rows: torch.Tensor, of_rows: torch.Tensor) -> comm.Work[tuple[torch.Tensor, torch.Tensor]]:
+        """What `to_tokens` and `weights_to_tokens` give."""
+        return self.to_tokens(rows).then(lambda sums: (sums, self.weights_to_tokens(of_rows)))
 
     def _by_rank(self, of_experts: list[int]) -> list[int]:
         """Sums over each rank's experts."""
@@ -187,11 +202,8 @@ class Gather(Dispatch):
 
     def _gather_experts(self) -> torch.Tensor:
         """Everybody's experts, (all tokens, top_k), of which this rank's pairs are found."""
-        axis, count, device = self.axis, sum(self.of_rank), self.pairs.device
-        self.sizes = comm.all_gather(torch.tensor([self.tokens]), axis).tolist()
-        mine = torch.full((self.tokens * self.top_k,), count, dtype=torch.int32, device=device)
-        mine[self.pairs] = torch.repeat_interleave(self.sent).int()
-        chosen = self._gathered(mine.view(-1, self.top_k)).long()
+        axis, mine = self.axis, self._experts.int()
+        chosen, self.sizes = comm.workspace(axis, mine).gather_counted(mine)
         first = sum(self.of_rank[: axis.rank])
         local = self.of_rank[axis.rank]
         flat = chosen.view(-1) - first
@@ -205,7 +217,7 @@ class Gather(Dispatch):
 
     def _gathered(self, rows):
         """Everybody's; scratch memory."""
-        return comm.workspace(self.axis, rows).gather(rows.contiguous(), tuple(self.sizes))
+        return comm.workspace(self.axis, rows).gather(rows.contiguous(), self.sizes)
 
     def to_experts(self, x: torch.Tensor) -> comm.Work[torch.Tensor]:
         return comm.done(self._gathered(x).index_select(0, self._token))
@@ -224,7 +236,7 @@ class Gather(Dispatch):
         workspace = comm.workspace(self.axis, rows)
         buffer = workspace.buffer(rows.numel(), rows).view(rows.shape)
         buffer.copy_(rows)
-        return comm.reduce_rows(workspace, buffer, tuple(self.sizes))
+        return comm.reduce_rows(workspace, buffer, self.sizes)
 
 
 class InPlace(Gather):
@@ -246,31 +258,55 @@ class InPlace(Gather):
         self._bags = self.bags_of_pairs(self._places)
         self._own = int(table[axis.rank].split(self.of_rank)[axis.rank].sum())
 
-    def _tokens_of_all(self, rows, sizes):
-        away, here = len(self.pairs) - self._own, self.rows - self._own
-        return comm.workspace(self.axis, rows).read_start(rows.contiguous(), sizes, away, here)
-
-    def _rows_of_all(self, rows):
-        away, here = self.rows - self._own, len(self.pairs) - self._own
-        return comm.workspace(self.axis, rows).read_start(rows.contiguous(), self._over_ranks, away, here)
-
     def to_experts(self, x: torch.Tensor) -> comm.Work[torch.Tensor]:
-        return self._tokens_of_all(x, tuple(self.sizes)).then(lambda all_of: all_of.index_select(0, self._token))
+        return self._read([x], self.sizes, _row(x)).then(lambda of_all: self._rows_here(*of_all))
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        return comm.workspace(self.axis, like).read_buffer(like, self._over_ranks, like.shape[1])
+        return self._shared(like).read_buffer(like, self._over_ranks, like.shape[1])
 
     def to_tokens(self, rows: torch.Tensor) -> comm.Work[torch.Tensor]:
-        return self._rows_of_all(rows).then(self._bags)
+        return self._read([rows], self._over_ranks, _row(rows)).then(lambda of_all: self._bags(*of_all))
 
     def weights_to_experts(self, weights: torch.Tensor) -> torch.Tensor:
-        sizes = tuple(size * self.top_k for size in self.sizes)
-        return self._tokens_of_all(weights.reshape(-1), sizes).wait().index_select(0, self._pairs_here)
+        return self._weights_here(*self._read([weights], self.sizes, weights.itemsize).wait())
 
     def weights_to_tokens(self, of_rows: torch.Tensor) -> torch.Tensor:
-        everybody = self._rows_of_all(of_rows).wait()
-        own = everybody.index_select(0, self._places)
+        return self._weights_back(*self._read([of_rows], self._over_ranks, of_rows.itemsize).wait())
+
+    def both_to_experts(self, x: torch.Tensor, weights: torch.Tensor) -> comm.Work[tuple[torch.Tensor, torch.Tensor]]:
+        coming = self._read([x, weights], self.sizes, _row(x) + weights.itemsize)
+        return coming.then(lambda of_all: (self._rows_here(of_all[0]), self._weights_here(of_all[1])))
+
+    def both_to_tokens(self, rows: torch.Tensor, of_rows: torch.Tensor) -> comm.Work[tuple[torch.Tensor, torch.Tensor]]:
+        coming = self._read([rows, of_rows], self._over_ranks, _row(rows) + of_rows.itemsize)
+        return coming.then(lambda of_all: (self._bags(of_all[0]), self._weights_back(of_all[1])))
+
+    def _rows_here(self, of_tokens):
+        return of_tokens.index_select(0, self._token)
+
+    def _weights_here(self, of_tokens):
+        return of_tokens.view(-1).index_select(0, self._pairs_here)
+
+    def _weights_back(self, of_rows):
+        own = of_rows.index_select(0, self._places)
         return own.new_zeros(self.tokens * self.top_k).index_copy_(0, self.pairs, own).view(-1, self.top_k)
+
+    def _read(self, parts: list[torch.Tensor], counts: tuple[int, ...], of_pair: int) -> comm.Work[list[torch.Tensor]]:
+        """All ranks' rows of each, tokens' or experts', of which a pair has so many bytes."""
+        away, here = len(self.pairs) - self._own, self.rows - self._own
+        sent, received = (away, here) if counts is self.sizes else (here, away)
+        parts = [part.contiguous() for part in parts]
+        return self._shared(parts[0]).read_start(parts, counts, sent * of_pair, received * of_pair)
+
+    def _shared(self, like: torch.Tensor) -> SharedMemoryWorkspace:
+        found = comm.workspace(self.axis, like)
+        assert isinstance(found, SharedMemoryWorkspace)
+        return found
+
+
+def _row(matrix: torch.Tensor) -> int:
+    """Bytes."""
+    return matrix.shape[1] * matrix.itemsize
 
 
 def choose(axis: Axis, like: torch.Tensor, name: str, top_k: int, experts: int, parts: int = 1) -> type[Dispatch]:

@@ -95,7 +95,9 @@ class Experts(torch.nn.Module):
         if first and self.training and self.capacity:
             routing.record.add_dropped(routing.experts.numel() - dispatch.sent.sum() // self.parts)
         flight = _Flight(dispatch, replicas)
-        weights = routing.weights[:, :, None].expand(-1, -1, self.parts).flatten(1)
+        weights = routing.weights
+        if self.parts > 1:
+            weights = weights[:, :, None].expand(-1, -1, self.parts).flatten(1)
         out = _Experts.apply(x, weights, self.up, self.down, flight, self)
         if meanwhile is not None:
             meanwhile()
@@ -163,7 +165,7 @@ class _Experts(torch.autograd.Function):
         dispatch, replicas = flight.dispatch, flight.replicas
         activation, counts = ACTIVATIONS[experts.activation], dispatch.counts
         more = replicas.weights(_matrices(up), _matrices(down)) if replicas else (up[:0], down[:0])
-        rows, weight = dispatch.to_experts(x).wait(), dispatch.weights_to_experts(weights)
+        rows, weight = dispatch.both_to_experts(x, weights).wait()
         hidden = products(rows, _both(up, more[0]), counts, transposed=True)
         act = activation.forward(hidden, weight)
         ctx.save_for_backward(rows, weight, hidden, up, down, *more)
@@ -184,9 +186,8 @@ class _Experts(torch.autograd.Function):
         grad = ctx.flight.work.wait()
         grad_act = products(grad, _both(down, more[1]), counts, transposed=False)
         act, grad_hidden, grad_weight = activation.backward(hidden, weight, grad_act)
-        returning = dispatch.to_tokens(
-            products(grad_hidden, _both(up, more[0]), counts, transposed=False, out=dispatch.buffer(rows))
-        )
+        grad_rows = products(grad_hidden, _both(up, more[0]), counts, transposed=False, out=dispatch.buffer(rows))
+        returning = dispatch.both_to_tokens(grad_rows, grad_weight)
         own, of_others = counts[: len(up)], counts[len(up) :]
         here, home = sum(own), None
         if replicas:
@@ -202,9 +203,7 @@ class _Experts(torch.autograd.Function):
             gradients = None, None
         else:
             gradients = grad_up(), grad_down()
-        grad_x = returning.wait()
-        grad_weights = dispatch.weights_to_tokens(grad_weight)
-        return grad_x, grad_weights, *gradients, None, None
+        return *returning.wait(), *gradients, None, None
 
 
 class _Returned(torch.autograd.Function):
