@@ -74,7 +74,7 @@ class PartialGradient(torch.Tensor):
         name, options = function.__name__, options or {}
         if name not in _UNREAD:
             _complete_replicas(_first(arguments, options))
-        library = caller(sys._getframe(1))
+        library = "torch" if name == "__get__" else caller(sys._getframe(1))  # optimizers ask for many attributes
         if library == "hpctrain":  # states of optimizers, that code of a user's made
             with as_tensors():
                 return function(*arguments, **options)

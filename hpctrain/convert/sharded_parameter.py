@@ -49,11 +49,11 @@ class Sharded(torch.Tensor):
                 return _set(func, args[0], whole_activation(args[1]))
             elif func is torch.autograd.grad:
                 return _gradients(sys._getframe(1), *args, **kwargs)
-            else:
-                of_part = name in _OF_THE_PART
-            if name in _MADE_LIKE and by_user(sys._getframe(1)):
+            elif name in _MADE_LIKE and by_user(sys._getframe(1)):
                 made = func(*args, **kwargs)
                 return part_of_weight(made, args[0].sharding) if made.shape == args[0].shape else made
+            else:
+                of_part = name in _OF_THE_PART
             return func(*args, **kwargs) if of_part else _as_whole(func, name, args, kwargs)
 
     def __hash__(self):
