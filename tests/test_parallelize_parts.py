@@ -91,7 +91,8 @@ def norms(model):
         model.zero_grad()
         loss(model, step).backward()
         optimizer.step()
-    return [p.data.norm() + p.detach().abs().sum() + p.data.max() for p in model.parameters()]
+    states = [value.norm() for value in copy.deepcopy(model.state_dict()).values()]
+    return [*states, *(p.data.norm() + p.detach().abs().sum() + p.data.max() for p in model.parameters())]
 
 
 def anchors(model):

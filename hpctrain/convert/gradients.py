@@ -103,7 +103,7 @@ class PartialGradient(torch.Tensor):
 
     def like(self, tensor: torch.Tensor) -> PartialGradient:
         """Another part, of the same."""
-        result = tensor.as_subclass(PartialGradient)
+        result = tensor.as_subclass(type(self))
         result.part, result.summed, result.in_place = self.part, self.summed, self.in_place
         return result
 
@@ -166,7 +166,7 @@ def _inherit(name, result, source):
     same = result.numel() == source.numel()
     if result.numel() < source.numel():
         _check_whole(name, source)
-    result = result.as_subclass(PartialGradient)
+    result = result.as_subclass(type(source))
     result.part = None if source.part and source.part.divided and not same else source.part
     result.summed = source.summed
     pointwise = name.strip("_") in POINTWISE or name in _UNMOVED

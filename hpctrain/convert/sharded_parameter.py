@@ -109,7 +109,7 @@ class ShardedTensor(Sharded):
     """What was made of a weight element by element, without a gradient, as optimizers do."""
 
 
-class StateShard(torch.Tensor):
+class StateShard(PartialGradient):
     """This rank's part of a weight, as an entry of `state_dict()`; what is made of it is one too.
 
     Raises:
@@ -124,7 +124,7 @@ class StateShard(torch.Tensor):
 
     def __deepcopy__(self, memo):
         with local():
-            memo[id(self)] = self.clone().as_subclass(StateShard)
+            memo[id(self)] = self.like(self.clone())
         return memo[id(self)]
 
 
