@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpctrain import Grid
-from hpctrain.comm import Repartition, functional
+from hpctrain.comm import Repartition, functional, out_of_place
 from hpctrain.layout import Cut, Layout, elements_received
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4, 8)]
@@ -69,10 +69,13 @@ def random(shape, seed):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def test_every_pair_of_layouts(world):
+def test_every_pair_of_layouts(world, monkeypatch):
+    """By messages and in shared memory in turn."""
+    paths = itertools.cycle([out_of_place.SMALL, 0])
     for box in BOXES[world.size]:
         with Grid(tensor=box) as grid:
             for (source, partial, target), shape in itertools.product(pairs(box), SHAPES):
+                monkeypatch.setattr(out_of_place, "SMALL", next(paths))
                 check(grid, shape, source, partial, target)
 
 
@@ -139,10 +142,12 @@ def test_units_joined_axes_and_other_factorisations_of_the_ranks(world):
 
 
 @pytest.mark.ranks(4)
-def test_who_has_the_same_serves_in_turn(line):
+@pytest.mark.parametrize("small", [1 << 14, 0])  # bytes that go by messages
+def test_who_has_the_same_serves_in_turn(line, monkeypatch, small):
     """Ranks 0 and 1 have the first row, 2 and 3 the second: 0 sends to 2, 1 to 3, and back; with the adjoint, each has
     the gradients of itself and of the one that it sent to."""
     rows = [(slice(0, 1), slice(0, 3)), (slice(1, 2), slice(0, 3))]
+    monkeypatch.setattr(out_of_place, "SMALL", small)
     plan = Repartition(line, [rows[0]] * 2 + [rows[1]] * 2, [(slice(0, 2), slice(0, 3))] * 4)
     traffic = line.transport.traffic
     traffic.clear()

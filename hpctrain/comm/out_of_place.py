@@ -27,7 +27,7 @@ SMALL = 1 << 14  # bytes
 def rows_of_all(x: torch.Tensor, axis: Axis, counts: Sequence[int]) -> torch.Tensor:
     """All ranks' rows, in rank order, on every rank."""
     row = math.prod(x.shape[1:])
-    memory = _shared_memory(x, axis, sum(counts) * row)
+    memory = shared_memory_for(x, axis, sum(counts) * row)
     if memory is None:
         return collectives.all_gather(x, axis, counts)
     return time_call(axis, "all_gather", _gather, x, axis, counts, memory)
@@ -36,7 +36,7 @@ def rows_of_all(x: torch.Tensor, axis: Axis, counts: Sequence[int]) -> torch.Ten
 def rows_of_sum(x: torch.Tensor, axis: Axis, counts: Sequence[int]) -> torch.Tensor:
     """This rank's rows of the sum over all ranks. Sums of float16 and bfloat16 are taken in float32."""
     check_reducible(x.dtype, "sum")
-    memory = _shared_memory(x, axis, x.numel())
+    memory = shared_memory_for(x, axis, x.numel())
     if memory is None:
         return collectives.reduce_scatter(x, axis, counts)
     return time_call(axis, "reduce_scatter", _reduce, x, axis, counts, memory)
@@ -46,13 +46,13 @@ def sum_of_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over all ranks, on every rank, with the same bits; in the order of memory of a contiguous tensor. As
     `comm.all_reduce`, also where an algorithm was chosen for the axis."""
     check_reducible(x.dtype, "sum")
-    memory = None if axis in axis.transport.reducers else _shared_memory(x, axis, x.numel())
+    memory = None if axis in axis.transport.reducers else shared_memory_for(x, axis, x.numel())
     if memory is None:
         return reductions.all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
     return time_call(axis, "all_reduce", _sum, x, axis, memory)
 
 
-def _shared_memory(x: torch.Tensor, axis: Axis, numel: int) -> SharedMemoryWorkspace | None:
+def shared_memory_for(x: torch.Tensor, axis: Axis, numel: int) -> SharedMemoryWorkspace | None:
     """That of the axis, for what takes so many elements in all; None where messages are to be sent."""
     if axis.size == 1 or numel * x.itemsize < SMALL:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -9,12 +10,15 @@ import torch
 
 from hpctrain.comm.buffers import accumulation_dtype
 from hpctrain.comm.collectives import all_to_all
+from hpctrain.comm.out_of_place import shared_memory_for
 from hpctrain.comm.timing import timed_method
+from hpctrain.comm.windows import add_up
 from hpctrain.grid import Axis, Grid
 from hpctrain.grid_shape import parts_of
 from hpctrain.layout import Layout, Slices, common, index_of, steps, volume
 
-Pieces = dict[int, Slices]  # of this rank's block, by the rank that they go to or come from
+# By the rank that they go to or come from: where they are in this rank's block, and where in that one's.
+Pieces = dict[int, tuple[Slices, Slices]]
 
 
 class Repartition:
@@ -22,7 +26,7 @@ class Repartition:
 
     All-gather, all-to-all, reduce-scatter and taking a slice are cases of it. Where several ranks have the same part,
     the first of them serves the first of those that have equal parts themselves, and so on in turn. Slices may be
-    empty, and equal or not.
+    empty, and equal or not. On one node a rank writes its block once, and the others read what they lack in place.
 
     Args:
         axis: whose ranks take part; collective over it.
@@ -46,51 +50,68 @@ class Repartition:
         def giver(owners, rank):
             return rank if rank in owners else owners[turn[rank] % len(owners)]
 
-        self._block, self._wanted = _shape(source[here]), _shape(target[here])
+        self._blocks, self._wanted = (list(map(_shape, parts)) for parts in (source, target))
+        self._moves = self._adds or any(volume(common(had, part)) < volume(part) for had, part in zip(source, target))
         self._gives: Pieces = {}
         mine = owners[numbers[here], _ends(source[here])]
         for rank, part in enumerate(target):
             piece = common(source[here], part)
             if volume(piece) and giver(mine, rank) == here:
-                self._gives[rank] = _within(piece, source[here])
+                self._gives[rank] = _within(piece, source[here]), _within(piece, part)
         self._takes: Pieces = {}
         for same in owners.values():
             piece = common(source[same[0]], target[here])
             if volume(piece):
-                self._takes[giver(same, here)] = _within(piece, target[here])
+                self._takes[giver(same, here)] = _within(piece, target[here]), _within(piece, source[same[0]])
         self._takes = dict(sorted(self._takes.items()))
 
     @timed_method
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the target."""
-        if x.shape != self._block:
+        if x.shape != self._blocks[self.axis.rank]:
             raise ValueError(
                 f"rank {self.axis.rank} of {self.axis.name} has a block of {tuple(x.shape)}, but its layout says "
-                f"{tuple(self._block)}"
+                f"{tuple(self._blocks[self.axis.rank])}"
             )
-        return self._move(x, self._gives, self._takes, self._wanted, self._adds)
+        return self._move(x, self._gives, self._takes, self._blocks, self._wanted, self._adds)
 
     @timed_method
     def adjoint(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of this rank's part of the source: the sum over all ranks that it was sent to."""
-        return self._move(grad, self._takes, self._gives, self._block, add=True)
+        return self._move(grad, self._takes, self._gives, self._wanted, self._blocks, add=True)
 
-    def _move(self, x, gives, takes, shape, add):
-        here, size = self.axis.rank, self.axis.size
-        if gives == takes and list(gives) == [here] and x.shape == shape:
+    def _move(self, x, gives, takes, blocks, wanted, add):
+        here, shape = self.axis.rank, wanted[self.axis.rank]
+        if not self._moves and x.shape == shape:
             return x.view_as(x)
+        came = self._come(x, gives, takes, blocks) if self._moves else {}
+        if here in takes:
+            came[here] = x[gives[here][0]]
+        parts = [(takes[rank][0], came[rank]) for rank in sorted(takes)]
+        if parts and all(part.shape == shape for _, part in parts):
+            out = x.new_empty(shape)
+            return add_up([part for _, part in parts], out) if len(parts) > 1 else out.copy_(parts[0][1])
         out = (x.new_zeros if add else x.new_empty)(shape, dtype=accumulation_dtype(x.dtype) if add else x.dtype)
+        for place, part in parts:
+            out[place].add_(part) if add else out[place].copy_(part)
+        return out.to(x.dtype)
+
+    def _come(self, x, gives, takes, blocks):
+        """What the others have for this rank, by rank."""
+        axis, size, here = self.axis, self.axis.size, self.axis.rank
         counts = [[0] * size, [0] * size]
         for sizes, pieces in zip(counts, (gives, takes)):
-            for rank, piece in pieces.items():
-                sizes[rank] = volume(piece) if rank != here else 0
-        leaving = [x[piece].reshape(-1) for rank, piece in sorted(gives.items()) if rank != here]
-        arrived = all_to_all(torch.cat(leaving) if leaving else x.new_empty(0), self.axis, *counts).split(counts[1])
-        for rank, piece in sorted(takes.items()):
-            part = out[piece]
-            came = x[gives[here]] if rank == here else arrived[rank].view(part.shape)
-            part.add_(came) if add else part.copy_(came)
-        return out.to(x.dtype)
+            for rank, (place, _) in pieces.items():
+                sizes[rank] = volume(place) if rank != here else 0
+        leaving = [place for rank, (place, _) in sorted(gives.items()) if rank != here]
+        memory = shared_memory_for(x, axis, sum(map(math.prod, blocks)))
+        if memory is not None:
+            places = {_ends(place): place for place in leaving}.values()  # to several ranks the same
+            found = memory.read_blocks(x, places, blocks, *map(sum, counts))
+            return {rank: found[rank][there] for rank, (_, there) in takes.items() if rank != here}
+        packed = torch.cat([x[place].reshape(-1) for place in leaving]) if leaving else x.new_empty(0)
+        arrived = all_to_all(packed, axis, *counts).split(counts[1])
+        return {rank: arrived[rank].view(_shape(place)) for rank, (place, _) in takes.items() if rank != here}
 
 
 def repartitions(grid: Grid, source: Layout, target: Layout) -> list[Repartition]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
+from collections.abc import Iterable
 
 import torch
 
@@ -86,6 +87,26 @@ class SharedMemoryWorkspace:
         wholes = self._placed(parts, counts)
         self.axis.transport.traffic.add(self.axis.name, "all_to_all", sent, received)
         return self._window.barrier_start(lambda: wholes)
+
+    @timed_method
+    def read_blocks(
+        self,
+        block: torch.Tensor,
+        leaving: Iterable[tuple[slice, ...]],
+        shapes: list[torch.Size],
+        sent: int,
+        received: int,
+    ) -> list[torch.Tensor]:
+        """Every rank's block, rank r's of shapes[r], where it has written what is `leaving` of it: this rank needs so
+        many of the others' elements, and they of its own."""
+        size, counts = block.itemsize, list(map(math.prod, shapes))
+        memory = self._next(max(counts) * size).parts
+        blocks = [m[: n * size].view(block.dtype).view(shape) for m, n, shape in zip(memory, counts, shapes)]
+        for place in leaving:
+            blocks[self.axis.rank][place] = block[place]
+        self._window.barrier()
+        self.axis.transport.traffic.add(self.axis.name, "all_to_all", sent * size, received * size)
+        return blocks
 
     def read_buffer(self, like: torch.Tensor, counts: tuple[int, ...], width: int) -> torch.Tensor:
         """(rows, width) to be filled, and to be given to the next call, `read_start`, as its first tensor: not copied
