@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain import comm
 from hpctrain.config import load_config
 from hpctrain.plan import job as jobs
 from hpctrain.plan.machine import Machine
@@ -72,6 +71,8 @@ def for_model(
         ValueError: on every rank: for an unknown machine and one without figures for the model's type; where no plan
             fits; for pipeline, sequence and expert axes, whose cost on anybody's model is not known.
     """
+    from hpctrain import comm  # brings MPI
+
     found = None
     with comm.together(grid.comm):
         _check(model, grid)
