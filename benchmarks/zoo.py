@@ -31,7 +31,6 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from zoo_models import models
 
 import hpctrain as ht
@@ -182,7 +181,8 @@ class Doubles(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        args = [torch.float64 if x is torch.float32 else x for x in args]  # a type is an argument of its own
+        kwargs = {key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from parallelize_checks import numbers
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 import hpctrain as ht
 from hpctrain.pipeline import gpipe
@@ -92,7 +91,8 @@ class Doubles(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         func = torch.Tensor.double if func is torch.Tensor.float else func
-        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        args = [torch.float64 if x is torch.float32 else x for x in args]  # a type is an argument of its own
+        kwargs = {key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
 

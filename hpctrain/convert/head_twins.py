@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from hpctrain.convert.heads import HEADS, KEY_HEADS, Heads, candidates
 from hpctrain.convert.plain import is_plain
@@ -252,8 +251,8 @@ class _Neutral(TorchFunctionMode):
             kwargs, args = {**kwargs, "dropout_p": 0.0}, (*args[:4], *args[5:6])
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs))
-        return func(*args, **kwargs)
+        args = [torch.float64 if x is torch.float32 else x for x in args]  # a type is an argument of its own
+        return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in kwargs.items()})
 
     def _dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False):
         if training and p:
