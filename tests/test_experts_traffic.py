@@ -5,7 +5,7 @@ import torch
 from experts_checks import block_of, divided, grids, mixture, tokens_on
 from layer_checks import whole
 
-from hpctrain.layers.experts import dispatch as ways
+from hpctrain.layers.experts import dispatch_choice as ways
 from hpctrain.shard import split
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4)]

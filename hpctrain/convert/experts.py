@@ -21,7 +21,8 @@ from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
 from hpctrain.convert.sharded_activation import whole
 from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis, Grid
-from hpctrain.layers.experts.dispatch import Dispatch, choose
+from hpctrain.layers.experts.dispatch import Dispatch
+from hpctrain.layers.experts.dispatch_choice import choose
 from hpctrain.layers.experts.grouped import products, weight_gradients
 from hpctrain.shard import split_sizes
 

@@ -38,7 +38,7 @@ def test_watchdog_of_no_number(start, tmp_path):
 
 KILLED_DURING_DISPATCH = """
 import os, signal, torch, hpctrain as ht
-from hpctrain.layers.experts import dispatch
+from hpctrain.layers.experts.dispatch_choice import InPlace, Once
 grid = ht.Grid(data=2, expert=2)
 layer = ht.layers.Mixture(grid, 8, 8, experts=4, top_k=2, dispatch="WAY", key=ht.RngKey(0))
 tokens = ht.layers.Tokens.of(grid, 2, 4, first=2 * grid.rank)
@@ -54,7 +54,7 @@ for step in range(5):
 def test_a_rank_killed_while_tokens_are_at_their_experts_ends_the_job(start, tmp_path, way):
     script = tmp_path / "script.py"
     kind = {"all_to_all": "InPlace", "once": "Once"}[way]
-    script.write_text(KILLED_DURING_DISPATCH.replace("KIND", f"dispatch.{kind}").replace("WAY", way))
+    script.write_text(KILLED_DURING_DISPATCH.replace("KIND", kind).replace("WAY", way))
     ended = start(2, sys.executable, "-m", "mpi4py", str(script)).wait(50)
     assert ended.status != 0
     assert "rank 0 did step 1" in ended.output

@@ -10,21 +10,19 @@ With T tokens on each of N ranks, k of E experts for each and rows of h elements
     once          p T (N - 1) h: a token goes to a rank once, p = 1 - C(E - E/N, k)/C(E, k) of them to each
     gather        T (N - 1) h: all tokens go to all ranks
 elements where the load is even, and of weights, counts and places a few bytes for each pair. Where several ranks have
-parts of an expert, a pair is one of a token and a part. On one node rows are read in place from shared memory, those of
-`all_to_all` pair by pair.
+parts of an expert, a pair is one of a token and a part. On one node rows are read in place from shared memory
+(`in_place.py`), those of `all_to_all` pair by pair.
 
 Sources: Lepikhin et al., "GShard" (2020); Megatron-LM's token dispatchers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
 from hpctrain import comm
-from hpctrain.comm.shared_memory_workspace import SharedMemoryWorkspace
 from hpctrain.grid import Axis
 from hpctrain.layers.experts.bags import Bags, stable_argsort
 
@@ -237,109 +235,3 @@ class Gather(Dispatch):
         buffer = workspace.buffer(rows.numel(), rows).view(rows.shape)
         buffer.copy_(rows)
         return comm.reduce_rows(workspace, buffer, self.sizes)
-
-
-class InPlace(Gather):
-    """On one node: rows are written once, where they are, and read there by whom they are for."""
-
-    def _arrange(self) -> None:
-        chosen = self._gather_experts()
-        count, axis = sum(self.of_rank), self.axis
-        source = torch.repeat_interleave(torch.tensor(self.sizes) * self.top_k)
-        table = torch.bincount(source * (count + 1) + chosen.view(-1), minlength=axis.size * (count + 1))
-        table = table.view(axis.size, count + 1)[:, :count]
-        self._over_ranks = tuple(int(part.sum()) for part in table.split(self.of_rank, 1))
-        # Rows of all ranks lie expert by expert, in these rank by rank
-        of_expert = table.sum(0)
-        first = of_expert.cumsum(0) - of_expert + table[: axis.rank].sum(0)
-        mine = torch.repeat_interleave(self.sent)
-        within = torch.arange(len(mine)) - (self.sent.cumsum(0) - self.sent)[mine]
-        self._places = first[mine] + within
-        self._bags = self.bags_of_pairs(self._places)
-        self._own = int(table[axis.rank].split(self.of_rank)[axis.rank].sum())
-
-    def to_experts(self, x: torch.Tensor) -> comm.Work[torch.Tensor]:
-        return self._read([x], self.sizes, _row(x)).then(lambda of_all: self._rows_here(*of_all))
-
-    def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        return self._shared(like).read_buffer(like, self._over_ranks, like.shape[1])
-
-    def to_tokens(self, rows: torch.Tensor) -> comm.Work[torch.Tensor]:
-        return self._read([rows], self._over_ranks, _row(rows)).then(lambda of_all: self._bags(*of_all))
-
-    def weights_to_experts(self, weights: torch.Tensor) -> torch.Tensor:
-        return self._weights_here(*self._read([weights], self.sizes, weights.itemsize).wait())
-
-    def weights_to_tokens(self, of_rows: torch.Tensor) -> torch.Tensor:
-        return self._weights_back(*self._read([of_rows], self._over_ranks, of_rows.itemsize).wait())
-
-    def both_to_experts(self, x: torch.Tensor, weights: torch.Tensor) -> comm.Work[tuple[torch.Tensor, torch.Tensor]]:
-        coming = self._read([x, weights], self.sizes, _row(x) + weights.itemsize)
-        return coming.then(lambda of_all: (self._rows_here(of_all[0]), self._weights_here(of_all[1])))
-
-    def both_to_tokens(self, rows: torch.Tensor, of_rows: torch.Tensor) -> comm.Work[tuple[torch.Tensor, torch.Tensor]]:
-        coming = self._read([rows, of_rows], self._over_ranks, _row(rows) + of_rows.itemsize)
-        return coming.then(lambda of_all: (self._bags(of_all[0]), self._weights_back(of_all[1])))
-
-    def _rows_here(self, of_tokens):
-        return of_tokens.index_select(0, self._token)
-
-    def _weights_here(self, of_tokens):
-        return of_tokens.view(-1).index_select(0, self._pairs_here)
-
-    def _weights_back(self, of_rows):
-        own = of_rows.index_select(0, self._places)
-        return own.new_zeros(self.tokens * self.top_k).index_copy_(0, self.pairs, own).view(-1, self.top_k)
-
-    def _read(self, parts: list[torch.Tensor], counts: tuple[int, ...], of_pair: int) -> comm.Work[list[torch.Tensor]]:
-        """All ranks' rows of each, tokens' or experts', of which a pair has so many bytes."""
-        away, here = len(self.pairs) - self._own, self.rows - self._own
-        sent, received = (away, here) if counts is self.sizes else (here, away)
-        parts = [part.contiguous() for part in parts]
-        return self._shared(parts[0]).read_start(parts, counts, sent * of_pair, received * of_pair)
-
-    def _shared(self, like: torch.Tensor) -> SharedMemoryWorkspace:
-        found = comm.workspace(self.axis, like)
-        assert isinstance(found, SharedMemoryWorkspace)
-        return found
-
-
-def _row(matrix: torch.Tensor) -> int:
-    """Bytes."""
-    return matrix.shape[1] * matrix.itemsize
-
-
-def choose(axis: Axis, like: torch.Tensor, name: str, top_k: int, experts: int, parts: int = 1) -> type[Dispatch]:
-    """The kind of dispatch, alike on all ranks: `name`, or where that is "auto" the one that moves least; but one of
-    fewer steps where it moves a twentieth more at most. Each `parts` neighbours have the same experts."""
-    path = comm.path_of(axis, like)
-    if path is comm.Path.LOCAL:
-        return Dispatch
-    if name == "auto":
-        name = "all_to_all"
-        if path is comm.Path.MESSAGES:
-            received = elements_received(axis.size, top_k, experts, like.shape[1], parts)
-            name = next(each for each, elements in received.items() if elements <= 1.05 * min(received.values()))
-    if name == "all_to_all" and path is comm.Path.SHARED_MEMORY:
-        return InPlace
-    return {"all_to_all": AllToAll, "once": Once, "gather": Gather}[name]
-
-
-def elements_received(ranks: int, top_k: int, experts: int, features: int, parts: int = 1) -> dict[str, float]:
-    """Of each way, those of fewer steps first, for each token of a rank and one of the four moves, where the load is
-    even; weights, and the numbers of experts and places, are counted in the same unit. A token goes to all of an
-    expert's `parts`, each on another rank.
-
-    >>> {name: round(each) for name, each in elements_received(4, 6, 64, 256).items()}
-    {'gather': 790, 'all_to_all': 1156, 'once': 648}
-    >>> {name: round(each) for name, each in elements_received(4, 1, 64, 256, 2).items()}
-    {'gather': 776, 'all_to_all': 386, 'once': 386}
-    """
-    local = experts * parts / ranks
-    missed = math.prod(max(0.0, experts - local - taken) / (experts - taken) for taken in range(top_k))
-    others, weight, pairs = ranks - 1, 1, top_k * parts
-    return {
-        "gather": others * (features + pairs * (weight + 1 / 4)),
-        "all_to_all": pairs * others / ranks * (features + weight),
-        "once": others * ((1 - missed) * features + pairs / ranks * (weight + 1 / 4)),
-    }

@@ -13,7 +13,8 @@ from hpctrain.comm import Work
 from hpctrain.grid import Grid
 from hpctrain.layers.experts.activations import ACTIVATIONS
 from hpctrain.layers.experts.capacity import kept_pairs
-from hpctrain.layers.experts.dispatch import Dispatch, choose
+from hpctrain.layers.experts.dispatch import Dispatch
+from hpctrain.layers.experts.dispatch_choice import choose
 from hpctrain.layers.experts.grouped import products, weight_gradients
 from hpctrain.layers.experts.replicas import Replicas, chosen_replicas
 from hpctrain.layers.experts.routing import Routing
