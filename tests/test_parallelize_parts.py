@@ -64,7 +64,7 @@ def test_gradients_of_gradients(world):
         torch.optim.SGD(weights, 0.01).step()
         model.zero_grad()
         loss(model, 2).backward(create_graph=True)
-        sum(p.grad.square().sum() for p in weights).backward()
+        sum(p.grad.square().sum() + p.grad.pow(3).mean() for p in weights).backward()
         torch.optim.SGD(weights, 0.01).step()
     torch.testing.assert_close(found[1], found[0], **CLOSE)
     check(*models, world)

@@ -164,6 +164,7 @@ def test_merging_as_peft_does(world):
 
     def merge(layer):
         layer.weight.data += numbers(5, 3)
+        layer.weight.data *= numbers(5).view(-1, 1) / layer.weight.data.norm(dim=1, keepdim=True)
         layer.bias.data = layer.bias.data + numbers(5)
 
     torch.manual_seed(3)
