@@ -32,8 +32,9 @@ def test_stopped_in_the_middle_resumed_and_replayed(train, tmp_path):
     parts = [*some, "run.name=parts", "pipeline.record=true"]
     job = train(2, *parts, cold=True)
     job.wait_for("/40  loss")
-    os.kill(job.pid_of_rank(0), signal.SIGUSR1)
+    os.kill(job.pid_of_rank(0), signal.SIGHUP)  # which MPI takes when it begins; after that it is the job's again
     ended = job.wait(60)
+    assert "stopped by SIGHUP" in ended.output
     assert "saved, go on with --resume" in ended.output, ended.output
     ended = succeeds(train(2, *parts, "--resume"))
     assert "resumed after step" in ended.output
