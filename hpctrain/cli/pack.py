@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 SUMMARY = "pack text into checksummed HDF5 token shards"
 EPILOG = (
@@ -46,12 +45,10 @@ def run(options: argparse.Namespace) -> None:
     from hpctrain import files
     from hpctrain.data import pack
     from hpctrain.data.documents import Fields
-    from hpctrain.data.pack import validation_output
+    from hpctrain.data.pack import checked_output, validation_output
     from hpctrain.data.tokenizers import tokenizer_from_option
 
-    output, fields = Path(options.output), Fields(options.field, options.prompt_field)
-    if output.suffix != ".h5":
-        raise ValueError(f"the output must end in .h5, got {options.output!r}")
+    output, fields = checked_output(options.output), Fields(options.field, options.prompt_field)
     apart = bool(options.validation_split or options.validation)
     for path in [output, validation_output(output)][: 1 + apart]:
         if files.status(path) and not options.force:

@@ -110,7 +110,7 @@ class SharedMemoryWorkspace:
 
     def read_buffer(self, like: torch.Tensor, counts: tuple[int, ...], width: int) -> torch.Tensor:
         """(rows, width) to be filled, and to be given to the next call, `read_start`, as its first tensor: not copied
-        there. Beside it there is room for one of a number a row."""
+        there. Behind it one number a row may follow."""
         row = width * like.itemsize + _NUMBER
         self._next(-(-(sum(counts) * row + _ALIGNED) // self.axis.size))
         whole = self._window.whole[: sum(counts) * width * like.itemsize].view(like.dtype).view(-1, width)

@@ -18,7 +18,7 @@ _RANDOM_LIKE = {"rand_like", "randn_like", "randint_like"}
 RANDOM = {
     "normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_",
 }  # fmt: skip
-# Of torch.nn.init, those that work from the shape, and cannot be told of the whole one by way of the tensor.
+# Of torch.nn.init, those that work from the shape: of a part they would take the part's.
 _INITIAL = {"xavier_uniform_", "xavier_normal_", "kaiming_normal_", "orthogonal_", "eye_", "dirac_", "sparse_"}
 # They ask for attributes, or make parts into the same parts.
 _OF_PARTS = {"__get__", "__set__", "as_subclass", "__repr__", "__format__", "detach", "backward"}

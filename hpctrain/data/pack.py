@@ -65,9 +65,7 @@ def pack(
         FileExistsError: where another packing was complete first and is not to be replaced. This one is removed.
     """
     tokenizer, fields = tokenizer or ByteTokenizer(), fields or Fields()
-    output = Path(output)
-    if output.suffix != ".h5":
-        raise ValueError(f"the output must end in .h5, got {output}")
+    output = checked_output(output)
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
     if processes < 0:
@@ -96,6 +94,13 @@ def pack(
         shard.unlink(missing_ok=True)
     others = {f"validation {what}": of_validation[0][what] for what in ("documents", "tokens")} if of_validation else {}
     return {"files": len(texts), **counts, **others}
+
+
+def checked_output(output: str | os.PathLike) -> Path:
+    """Raises ValueError where its name is not one of HDF5."""
+    if Path(output).suffix != ".h5":
+        raise ValueError(f"the output must end in .h5, got {str(output)!r}")
+    return Path(output)
 
 
 def validation_output(output: Path) -> Path:

@@ -31,7 +31,7 @@ _ATTENTION_BACKWARD = 2.5  # of flash attention, in forwards; as in `Box.block`
 
 
 class UnitChoice(NamedTuple):
-    """What may become of a unit, or of what lies between units.
+    """A way to carry out a unit, or what lies between units.
 
     Attributes:
         divided: of a unit.
