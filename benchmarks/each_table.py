@@ -1,5 +1,6 @@
 """One function for each table of README.md and benchmarks/README.md."""
 
+import itertools
 import statistics
 from collections import defaultdict
 
@@ -227,11 +228,22 @@ def checkpoint():
 
 
 def sequence():
+    """With what perfectly divided work would have, of the same pairs: theirs / divided."""
+    found = []
+    for _, same in itertools.groupby(lines("sequence"), lambda line: (line["benchmark"], line["case"].split(", ")[1:])):
+        of_case = list(same)
+        best = next(line["theirs_samples"] for line in of_case if line["peer"] == "divided")
+        found += of_case
+        for line in of_case:
+            if line["peer"] != "divided":
+                case = ", ".join(["at most", *line["case"].split(", ")[1:]])
+                found.append(line | {"case": case, "ours_samples": best})
+
     def row(line):
         way, length, ranks = line["case"].split(", ")
         return {"sequence": "attention", "sequence_gpt": "a GPT's step"}[line["benchmark"]], length, ranks, way
 
-    return pivot(lines("sequence"), row, lambda line: line["peer"], ["of", "length", "on", "ours"])
+    return pivot(found, row, lambda line: line["peer"], ["of", "length", "on", "ours"])
 
 
 def experts():

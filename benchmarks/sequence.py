@@ -16,8 +16,8 @@ the pairs of theirs / ours in seconds, above 1 ours is faster.
 With --gpt it is a training step of a GPT with that attention: 2 layers, width 256, vocabulary 1,024, fused AdamW. The
 peers have the model of benchmarks/peers_torch.py, and torch's DistributedDataParallel for its gradients.
 
-With --memory one side of ours alone takes a step of attention: `peak_mib` is the most memory that a rank had of its own
-and its share of what it shares with others, less what it had before; `formula_mib` is
+With --memory one side of ours alone takes a step of attention: `peak_mib` is the most memory that a rank had of its
+own, less what it had before, and an equal part of what all share; `formula_mib` is
 `layers.context.formula.bytes_in_memory`.
 """
 
@@ -236,35 +236,39 @@ def compare(length, count, wanted, gpt):
 
 
 def peak_memory(side, length):
-    """MiB of one rank, as a member of the JSON object; one sample a millisecond or so (Linux's "Pss")."""
+    """MiB of one rank, as members of the JSON object; one sample a millisecond or so. What ranks share Linux counts for
+    those that have touched it, which is one rank at first, so that its size is divided here."""
     rank, data = MPI.COMM_WORLD.rank, OURS[side](MPI.COMM_WORLD.size)
     step, _ = attention_side(*ours(data, 1024), tensors(1024))
     step()  # what libraries take once
     spans = ht.layers.sequence_spans(length, *data)
     due = bytes_in_memory(spans, *data, rank, sequences=1, heads=HEADS, groups=HEADS, width=WIDTH)
-    due["kept"] -= 0 if data[1] > 1 else 4 * HEADS * WIDTH * sum(map(len, spans[rank]))  # q, which was there before
     tokens = sum(map(len, spans[rank]))
+    # the output, which is here beside the one that is kept; or q, which was there before
+    due["kept"] += (1 if data[1] > 1 else -1) * 4 * HEADS * WIDTH * tokens
     grid = ht.Grid(data=(1, *data))
     q, k, v, grad = (torch.randn(1, HEADS, tokens, WIDTH) for _ in range(4))
     for part in (q, k, v):
         part.requires_grad_()
 
-    def resident():
+    def resident(kind):
         with open("/proc/self/smaps_rollup") as lines:
-            return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+            return next(int(line.split()[1]) for line in lines if line.startswith(f"Pss_{kind}:")) / 1024
 
-    before, peaks, over = resident(), [0.0], threading.Event()
+    before, peaks, over = resident("Anon"), [0.0], threading.Event()
+    shared = -MPI.COMM_WORLD.allreduce(resident("Shmem"))
 
     def watch():
         while not over.wait(0.001):
-            peaks[0] = max(peaks[0], resident())
+            peaks[0] = max(peaks[0], resident("Anon"))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     ht.layers.context_attention(q, k, v, grid, is_causal=True, length=length).backward(grad)
     over.set()
     watcher.join()
-    peak = MPI.COMM_WORLD.allreduce(peaks[0] - before, MPI.MAX)
+    shared += MPI.COMM_WORLD.allreduce(resident("Shmem"))
+    peak = MPI.COMM_WORLD.allreduce(peaks[0] - before, MPI.MAX) + shared / MPI.COMM_WORLD.size
     return {"side": side, "peak_mib": round(peak, 1), "formula_mib": round(sum(due.values()) / 2**20, 1)}
 
 

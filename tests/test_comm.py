@@ -62,6 +62,13 @@ def test_types_that_cannot_be_summed_are_refused(line, dtype):
         comm.all_reduce(torch.zeros(2, dtype=dtype), line)
 
 
+@pytest.mark.ranks(1, 2)
+def test_operations_that_there_are_not(line):
+    for all_reduce in (comm.all_reduce, comm.all_reduce_start):
+        with pytest.raises(ValueError, match='op must be "sum", "max" or "min", got \'prod\'; .* comm.all_gather'):
+            all_reduce(torch.zeros(2), line, op="prod")
+
+
 @pytest.mark.ranks(2)
 def test_types_that_cannot_be_moved_are_refused(line):
     with pytest.raises(ValueError, match=r"tensors of torch\.complex64 cannot be sent; convert it to one of bfloat16"):

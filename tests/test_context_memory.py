@@ -15,7 +15,7 @@ from hpctrain.models.llama import LlamaShape
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
 
-LENGTH, WIDTH, MIB = 2048, 32, 1 << 20
+LENGTH, WIDTH, MIB = 4096, 32, 1 << 20
 GRIDS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(4, 1), (1, 4), (2, 2)]}
 
 

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
             name, help=module.SUMMARY, description=module.SUMMARY, epilog=getattr(module, "EPILOG", None)
         )
         module.add_options(command)
-        command.set_defaults(run_command=module.run)
+        command.set_defaults(command=name, run_command=module.run)
     return parser
 
 

@@ -29,13 +29,14 @@ def run(options: argparse.Namespace) -> int:
     interrupts.leads = world.rank == 0
     try:
         check_launcher(world.size)
-        from hpctrain.comm import together
+        from hpctrain.comm import check_started_alike, together
         from hpctrain.config import load_config
         from hpctrain.train.loop import train
         from hpctrain.train.sanity import BadStep, Stopped
         from hpctrain.train.session import build
 
         try:
+            check_started_alike(world, {"command": options.command})
             with together(world):
                 config = load_config(options.config, options.overrides)
             interrupts.max_seconds = config.run.max_seconds

@@ -22,9 +22,12 @@ def on_all_ranks(options: argparse.Namespace, work: Callable) -> int:
     world = MPI.COMM_WORLD
     try:
         check_launcher(world.size)
+        from hpctrain.comm import check_started_alike
         from hpctrain.train.inference import open_trained
 
         try:
+            given = {name: value for name, value in vars(options).items() if name != "run_command"}  # a function
+            check_started_alike(world, {"command": options.command} | given)
             work(options, open_trained(Path(options.source), options.overrides, world), world)
         except (ValueError, OSError) as error:  # raised on every rank
             return complain(error, world.rank)

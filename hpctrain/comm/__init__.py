@@ -5,7 +5,7 @@ the same operations for autograd.
 """
 
 from hpctrain.comm import functional
-from hpctrain.comm.agree import agree, together
+from hpctrain.comm.agree import agree, check_started_alike, together
 from hpctrain.comm.algorithms import choose_all_reduce
 from hpctrain.comm.all_reduce_buffer import AllReduceBuffer
 from hpctrain.comm.buffers import Work, accumulation_dtype, done
@@ -48,6 +48,7 @@ __all__ = [
     "Work",
     "accumulation_dtype",
     "agree",
+    "check_started_alike",
     "all_gather",
     "all_gather_start",
     "all_reduce",

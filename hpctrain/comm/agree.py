@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.comm.watchdog import PATIENCE, WatchedComm
 
@@ -48,3 +48,24 @@ def together(comm: MPI.Intracomm | WatchedComm) -> Iterator[None]:
     except Exception as caught:
         error = caught
     agree(comm, error)
+
+
+def check_started_alike(comm: MPI.Intracomm | WatchedComm, given: dict[str, Any]) -> None:
+    """Ranks that were started with other values would wait for each other somewhere.
+
+    Args:
+        comm: communicator (mpi4py), over which this is collective.
+        given: values by name; those that decide which names follow come first.
+
+    Raises:
+        ValueError: on every rank, naming the first value that differs.
+    """
+    first = comm.bcast(given)
+    with together(comm):
+        for name, value in given.items():
+            mine, others = repr(value), repr(first[name])  # in which nan is nan
+            if mine != others:
+                raise ValueError(
+                    f"rank {comm.rank} was started with {name} = {mine}, and rank 0 with {others}; start all"
+                    " ranks alike"
+                )

@@ -104,6 +104,10 @@ def large_datatype(dtype: torch.dtype, elements: int, limit: int) -> MPI.Datatyp
 
 
 def check_reducible(dtype: torch.dtype, op: str) -> None:
+    if op not in ("sum", "max", "min"):
+        raise ValueError(
+            f'op must be "sum", "max" or "min", got {op!r}; do others to what comm.all_gather gives of all ranks'
+        )
     if dtype in REDUCED_BY_MPI or (dtype in REDUCED_HERE and op == "sum"):
         return
     raise ValueError(

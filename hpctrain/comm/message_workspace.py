@@ -81,22 +81,25 @@ class MessageWorkspace:
         rank, ranks = self.axis.rank, range(self.axis.size)
         leaving = [[part[:, of[r]] for part, of in zip(parts, slices)] for r in ranks]
         shapes = [[sliced_shape(p, length(of[rank]), counts[r]) for p, of in zip(parts, slices)] for r in ranks]
+        parts.clear()
         arrived = self._swap(leaving, shapes)
-        return [torch.cat([arrived[r][t] for r in ranks], 2) for t in range(len(parts))]
+        return [torch.cat([arrived[r][t] for r in ranks], 2) for t in range(len(slices))]
 
     @timed_method
     def slices_to_rows(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> list[torch.Tensor]:
         rank, ranks = self.axis.rank, range(self.axis.size)
         leaving = [[part[:, :, rows] for part in parts] for rows in rows_of(counts)]
         shapes = [[sliced_shape(p, length(of[r]), counts[rank]) for p, of in zip(parts, slices)] for r in ranks]
+        parts.clear()
         arrived = self._swap(leaving, shapes)
-        return [summed([arrived[r][t] for r in ranks], slices[t]) for t in range(len(parts))]
+        return [summed([arrived[r][t] for r in ranks], of) for t, of in enumerate(slices)]
 
     def _swap(self, leaving: list[list[torch.Tensor]], shapes: list[list[tuple[int, ...]]]) -> list[list[torch.Tensor]]:
-        """Tensors leaving[r] go to rank r, those of shapes[r] come from there."""
+        """Tensors leaving[r], which is empty after it, go to rank r, those of shapes[r] come from there."""
         sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
         flat = torch.cat([part.reshape(-1) for to_rank in leaving for part in to_rank])
         sends = [sum(part.numel() for part in to_rank) for to_rank in leaving]
+        leaving.clear()
         arrived = all_to_all(flat, self.axis, sends, list(map(sum, sizes)))
         pieces = iter(arrived.split([size for of_rank in sizes for size in of_rank]))
         return [[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +13,7 @@ from hpctrain.comm.rotation import SharedMemoryRotation, shared_nbytes
 from hpctrain.comm.slices import Slices, length, rows_of, sliced_shape, summed
 from hpctrain.comm.timing import timed_method
 from hpctrain.comm.windows import Window, add_up
+from hpctrain.comm.windows_in_turn import WindowsInTurn
 from hpctrain.grid import Axis
 from hpctrain.shard import split
 
@@ -26,30 +26,20 @@ class SharedMemoryWorkspace:
     """That of an axis on one node, for tensors in host memory.
 
     A gathered tensor is written once, in place, and read there by all; a partial product is written where the others
-    will read it. There are two windows in turn. What a call returns is valid until the next call other than `buffer` of
-    the same workspace: the barrier in there says that everybody is done with the older window, which the call after
-    takes. Of one window the next call waits until it has been released by all.
+    will read it. What a call returns is valid until the next call other than `buffer` of the same workspace.
 
     A sum that is started must be waited for before the next call of the same workspace.
     """
 
     def __init__(self, axis: Axis, windows: int = 2):
         self.axis = axis
-        self._windows: list[Window | None] = [None] * windows
-        self._turn = 0
+        self._windows = WindowsInTurn(axis, windows)
         self._filled: torch.Tensor | None = None  # by `read_buffer`, until it is read
-
-    @property
-    def _window(self) -> Window:
-        """That of the last call, which there was."""
-        window = self._windows[self._turn]
-        assert window is not None
-        return window
 
     @timed_method
     def gather(self, part: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
         axis, (whole,) = self.axis, self._placed([part], counts)
-        self._window.barrier()
+        self._windows.last.barrier()
         moved = (axis.size - 1) * part.nbytes, whole.nbytes - part.nbytes
         axis.transport.traffic.add(axis.name, "all_gather", *moved)
         return whole
@@ -59,7 +49,7 @@ class SharedMemoryWorkspace:
         """In one step: the number of rows stands before them. Where a rank's do not fit, all see that, and take a
         larger window for one more."""
         axis, row = self.axis, math.prod(part.shape[1:]) * part.itemsize
-        window = self._next(_NUMBER)
+        window = self._windows.next(_NUMBER)
         while True:
             window.parts[axis.rank][:_NUMBER].view(torch.int64).fill_(len(part))
             if _NUMBER + part.nbytes <= len(window.parts[0]):
@@ -69,8 +59,7 @@ class SharedMemoryWorkspace:
             needed = _NUMBER + max(counts) * row
             if needed <= len(window.parts[0]):
                 break
-            self._turn -= 1  # the same window again
-            window = self._next(needed)
+            window = self._windows.grown(needed)
         whole = torch.cat([_rows_behind_number(memory, count, part) for memory, count in zip(window.parts, counts)])
         others = axis.size - 1
         received = others * _NUMBER + whole.nbytes - part.nbytes
@@ -86,7 +75,7 @@ class SharedMemoryWorkspace:
         To be waited for before the next call of the same workspace."""
         wholes = self._placed(parts, counts)
         self.axis.transport.traffic.add(self.axis.name, "all_to_all", sent, received)
-        return self._window.barrier_start(lambda: wholes)
+        return self._windows.last.barrier_start(lambda: wholes)
 
     @timed_method
     def read_blocks(
@@ -100,11 +89,11 @@ class SharedMemoryWorkspace:
         """Every rank's block, rank r's of shapes[r], where it has written what is `leaving` of it: this rank needs so
         many of the others' elements, and they of its own."""
         size, counts = block.itemsize, list(map(math.prod, shapes))
-        memory = self._next(max(counts) * size).parts
+        memory = self._windows.next(max(counts) * size).parts
         blocks = [m[: n * size].view(block.dtype).view(shape) for m, n, shape in zip(memory, counts, shapes)]
         for place in leaving:
             blocks[self.axis.rank][place] = block[place]
-        self._window.barrier()
+        self._windows.last.barrier()
         self.axis.transport.traffic.add(self.axis.name, "all_to_all", sent * size, received * size)
         return blocks
 
@@ -112,8 +101,8 @@ class SharedMemoryWorkspace:
         """(rows, width) to be filled, and to be given to the next call, `read_start`, as its first tensor: not copied
         there. Behind it one number a row may follow."""
         row = width * like.itemsize + _NUMBER
-        self._next(-(-(sum(counts) * row + _ALIGNED) // self.axis.size))
-        whole = self._window.whole[: sum(counts) * width * like.itemsize].view(like.dtype).view(-1, width)
+        self._windows.next(-(-(sum(counts) * row + _ALIGNED) // self.axis.size))
+        whole = self._windows.last.whole[: sum(counts) * width * like.itemsize].view(like.dtype).view(-1, width)
         self._filled = whole[rows_of(counts)[self.axis.rank]]
         return self._filled
 
@@ -124,25 +113,25 @@ class SharedMemoryWorkspace:
         starts = list(itertools.accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
         filled, self._filled = self._filled, None
         if filled is not parts[0]:
-            self._next(-(-starts[-1] // self.axis.size))
+            self._windows.next(-(-starts[-1] // self.axis.size))
         wholes = []
         for part, start, size in zip(parts, starts, sizes):
-            whole = self._window.whole[start : start + size].view(part.dtype).view(total, *part.shape[1:])
+            whole = self._windows.last.whole[start : start + size].view(part.dtype).view(total, *part.shape[1:])
             if part is not filled:
                 whole[own].copy_(part)
             wholes.append(whole)
         return wholes
 
     def buffer(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return self._next(numel * like.itemsize).parts[self.axis.rank].view(like.dtype)[:numel]
+        return self._windows.next(numel * like.itemsize).parts[self.axis.rank].view(like.dtype)[:numel]
 
     def reserve(self, numel: int, like: torch.Tensor) -> None:
-        for _ in self._windows:
+        for _ in range(len(self._windows)):
             self.buffer(numel, like)
 
     @timed_method
     def reduce(self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        window = self._window
+        window = self._windows.last
         window.barrier()
         return self._own_slice(window, buffer, counts, dtype)
 
@@ -150,7 +139,7 @@ class SharedMemoryWorkspace:
     def reduce_start(
         self, buffer: torch.Tensor, counts: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> Work[torch.Tensor]:
-        window = self._window
+        window = self._windows.last
         return window.barrier_start(lambda: self._own_slice(window, buffer, counts, dtype))
 
     def _own_slice(
@@ -173,7 +162,7 @@ class SharedMemoryWorkspace:
     def add_up(self, buffer: torch.Tensor) -> torch.Tensor:
         """Each rank adds up a part, in the window of the last call."""
         axis = self.axis
-        buffers = [part[: buffer.nbytes].view(buffer.dtype) for part in self._window.parts]
+        buffers = [part[: buffer.nbytes].view(buffer.dtype) for part in self._windows.last.parts]
         part = split(buffer.numel(), axis.size, axis.rank)
         self.barrier()
         for start in range(part.start, part.stop, CHUNK):
@@ -186,12 +175,12 @@ class SharedMemoryWorkspace:
         """Writes the sum of all ranks' buffers to `out`. Not in the ledger."""
         if self.axis.size == 2:  # each adds up all: no second barrier
             self.barrier()
-            add_up([part[: buffer.nbytes].view(buffer.dtype) for part in self._window.parts], out)
+            add_up([part[: buffer.nbytes].view(buffer.dtype) for part in self._windows.last.parts], out)
         else:
             out.copy_(self.add_up(buffer))
 
     def barrier(self) -> None:
-        self._window.barrier()
+        self._windows.last.barrier()
 
     # The same for matrices of which each rank holds columns, and between the two.
 
@@ -201,7 +190,7 @@ class SharedMemoryWorkspace:
         rows, local = len(part), widths[axis.rank]
         whole = self._matrix(rows, sum(widths), part)
         whole.narrow(1, sum(widths[: axis.rank]), local).copy_(part)
-        self._window.barrier()
+        self._windows.last.barrier()
         moved = (axis.size - 1) * part.nbytes, whole.nbytes - part.nbytes
         axis.transport.traffic.add(axis.name, "all_gather", *moved)
         return whole
@@ -210,7 +199,7 @@ class SharedMemoryWorkspace:
     def reduce_columns(self, buffer: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         axis = self.axis
         rows, local = len(buffer), widths[axis.rank]
-        window = self._window
+        window = self._windows.last
         window.barrier()
         whole = [part[: buffer.nbytes].view(buffer.dtype).view(buffer.shape) for part in window.parts]
         parts = [matrix.narrow(1, sum(widths[: axis.rank]), local) for matrix in whole]
@@ -228,7 +217,7 @@ class SharedMemoryWorkspace:
         rows, local = sum(counts), widths[axis.rank]
         whole = self._matrix(rows, sum(widths), part)
         whole.narrow(0, sum(counts[: axis.rank]), len(part)).copy_(part)
-        self._window.barrier()
+        self._windows.last.barrier()
         kept = len(part) * local
         moved = (part.numel() - kept) * part.itemsize, (rows * local - kept) * part.itemsize
         axis.transport.traffic.add(axis.name, "all_to_all", *moved)
@@ -240,7 +229,7 @@ class SharedMemoryWorkspace:
         local, width = counts[axis.rank], widths[axis.rank]
         whole = self._matrix(len(part), sum(widths), part)
         whole.narrow(1, sum(widths[: axis.rank]), width).copy_(part)
-        self._window.barrier()
+        self._windows.last.barrier()
         kept = local * width
         moved = (part.numel() - kept) * part.itemsize, (local * sum(widths) - kept) * part.itemsize
         axis.transport.traffic.add(axis.name, "all_to_all", *moved)
@@ -250,15 +239,15 @@ class SharedMemoryWorkspace:
     def rows_to_slices(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> list[torch.Tensor]:
         axis, rows = self.axis, sum(counts)
         shapes = [sliced_shape(part, part.shape[1], rows) for part in parts]
-        flat = self._whole(sum(map(math.prod, shapes)), parts[0].dtype)
+        flat = self._windows.next_whole(sum(map(math.prod, shapes)), parts[0].dtype)
         whole = [t.view(shape) for t, shape in zip(flat.split(list(map(math.prod, shapes))), shapes)]
-        for place, part in zip(whole, parts):
-            place[:, :, rows_of(counts)[axis.rank]] = part
-        self._window.barrier()
         sent, received = self._swapped_bytes(parts, counts, slices)
         axis.transport.traffic.add(axis.name, "all_to_all", sent, received)
+        for place in whole:
+            place[:, :, rows_of(counts)[axis.rank]] = parts.pop(0)
+        self._windows.last.patient_barrier()
         found = [place[:, of[axis.rank]].clone() for place, of in zip(whole, slices)]
-        self._window.release()
+        self._windows.last.release()
         return found
 
     @timed_method
@@ -267,17 +256,17 @@ class SharedMemoryWorkspace:
         shapes = [[sliced_shape(p, length(of[r]), rows) for p, of in zip(parts, slices)] for r in range(axis.size)]
         sizes = [list(map(math.prod, of_rank)) for of_rank in shapes]
         dtype = parts[0].dtype
-        memory = self._next(max(map(sum, sizes)) * dtype.itemsize).parts
+        memory = self._windows.next(max(map(sum, sizes)) * dtype.itemsize).parts
         flat = [m[: sum(n) * dtype.itemsize].view(dtype).split(n) for m, n in zip(memory, sizes)]
         whole = [[t.view(shape) for t, shape in zip(*of_rank)] for of_rank in zip(flat, shapes)]
-        for place, part in zip(whole[axis.rank], parts):
-            place.copy_(part)
-        self._window.barrier()
-        local = rows_of(counts)[axis.rank]
         received, sent = self._swapped_bytes(parts, counts, slices)
         axis.transport.traffic.add(axis.name, "all_to_all", sent, received)
-        found = [summed([of_rank[t][:, :, local] for of_rank in whole], slices[t]) for t in range(len(parts))]
-        self._window.release()
+        for place in whole[axis.rank]:
+            place.copy_(parts.pop(0))
+        self._windows.last.patient_barrier()
+        local = rows_of(counts)[axis.rank]
+        found = [summed([of_rank[t][:, :, local] for of_rank in whole], of) for t, of in enumerate(slices)]
+        self._windows.last.release()
         return found
 
     def _swapped_bytes(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> tuple[int, int]:
@@ -294,37 +283,12 @@ class SharedMemoryWorkspace:
     def rotate(
         self, part: torch.Tensor, counts: tuple[int, ...], sum_dtype: torch.dtype | None = None, gather: bool = False
     ) -> SharedMemoryRotation:
-        window = self._next(shared_nbytes(counts, part.dtype, sum_dtype))
+        window = self._windows.next(shared_nbytes(counts, part.dtype, sum_dtype))
         return SharedMemoryRotation(window, part, self.axis, counts, sum_dtype)
 
     def _matrix(self, rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
         """The next window's memory, one matrix for all ranks."""
-        return self._whole(rows * columns, like.dtype).view(rows, columns)
-
-    def _whole(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next window's memory as one flat tensor for all ranks, of which each has reserved its share."""
-        nbytes = numel * dtype.itemsize
-        return self._next(-(-nbytes // self.axis.size)).whole[:nbytes].view(dtype)
-
-    def _next(self, nbytes: int) -> Window:
-        """The window whose turn it is, with as many bytes a rank: all ranks ask for the same size, so all agree.
-
-        Where it must grow the older one is freed: everybody has done with what it held. It grows by a quarter at least,
-        so that sizes that creep up make few windows.
-        """
-        self._turn = (self._turn + 1) % len(self._windows)
-        window = self._windows[self._turn]
-        if window is not None and len(self._windows) == 1:
-            window.wait_released()
-        if window is None or len(window.parts[0]) < nbytes:
-            if window is not None:
-                nbytes = max(nbytes, 5 * len(window.parts[0]) // 4)
-                self._windows[self._turn] = None
-                self.axis.transport.resources.remove(window)
-                window.free()
-            pages = -(-nbytes // mmap.PAGESIZE) or 1
-            window = self._windows[self._turn] = Window(self.axis, pages * mmap.PAGESIZE)
-        return window
+        return self._windows.next_whole(rows * columns, like.dtype).view(rows, columns)
 
 
 def _rows_behind_number(memory: torch.Tensor, count: int, like: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,10 @@ class Window:
         self._barrier()
         self._window.Sync()
 
+    def patient_barrier(self) -> None:
+        """The same where ranks may come late: their cores are left to others meanwhile."""
+        self.barrier_start(lambda: None).wait()
+
     def barrier_start(self, then: Callable[[], R]) -> Work[R]:
         """Begin a barrier. `wait()` completes it and returns `then()`, which sees what any rank wrote before."""
         self._window.Sync()

@@ -66,12 +66,15 @@ class LocalWorkspace:
 
     def rows_to_slices(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> list[torch.Tensor]:
         """From counts[r] rows of dim 2 of 4-dimensional tensors on each rank r to slices[t][r] of dim 1 of tensor t,
-        by one all-to-all. What is returned is memory of its own, except here. The slices of a tensor may overlap."""
+        by one all-to-all. What is returned is memory of its own, except here. The slices of a tensor may overlap.
+
+        Elsewhere `parts` is empty after it, so that a tensor that the caller has nowhere else is gone as soon as it is
+        copied."""
         return parts
 
     def slices_to_rows(self, parts: list[torch.Tensor], counts: tuple[int, ...], slices: Slices) -> list[torch.Tensor]:
         """From slices of dim 1 to rows of dim 2, each the sum over the ranks whose slices have it. Adjoint of the
-        above."""
+        above; `parts` is empty after it likewise."""
         return parts
 
     def rotate(

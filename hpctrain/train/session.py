@@ -154,17 +154,8 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
 
 
 def _check_alike(config: Config, resume: str, world: MPI.Intracomm) -> None:
-    """Ranks that were started with other settings would wait for each other somewhere."""
     given = {f"{name}.{key}": value for name, section in vars(config).items() for key, value in vars(section).items()}
-    given["--resume"] = resume
-    first = world.bcast(given)
-    with comm.together(world):
-        for name, value in given.items():
-            if value != first[name]:
-                raise ValueError(
-                    f"rank {world.rank} was started with {name} = {value!r}, and rank 0 with {first[name]!r}; start all"
-                    " ranks with the same configuration"
-                )
+    comm.check_started_alike(world, given | {"--resume": resume})
 
 
 def restore(session: Session) -> None:

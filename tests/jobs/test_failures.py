@@ -55,6 +55,18 @@ def test_a_wrong_key(train):
     fails(train(2, "train.lrr=1"), "hpctrain: error: unknown key train.lrr; did you mean train.lr?", status=2)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (["train", "jobs/train.toml"], ["eval", "r", "--data", "a.h5"], "command = 'eval', and rank 0 with 'train'"),
+        (["eval", "r", "--data", "a.h5"], ["eval", "r", "--data", "a.h5", "--batch=3"], "batch = 3, and rank 0 with 8"),
+    ],
+)
+def test_ranks_that_were_started_for_different_things(start, first, second, said):
+    job = start(1, "hpctrain", *first, ":", "-n", "1", "hpctrain", *second)
+    fails(job, f"hpctrain: error: rank 1 was started with {said}; start all ranks alike", status=2)
+
+
 def test_a_vocabulary_too_small(train):
     fails(train(2, "grid.data=2", "model.vocabulary=100"), "use model.vocabulary=257 or more", status=2)
 

@@ -56,9 +56,8 @@ class _Attend(torch.autograd.Function):
         layout = _layout(context.spans, context.ring.size, context.ring.rank, context.ulysses.size,
                          context.ulysses.rank, q.shape[1], k.shape[1])  # fmt: skip
         exchange = comm.workspace(context.ulysses, q, "attention")
-        q, k, v = exchange.rows_to_slices([q, k, v], layout.tokens, layout.qkv)
-        q, kv = q.contiguous(), torch.stack((k, v))
-        del k, v
+        q, kv = exchange.rows_to_slices([q, torch.cat((k, v))], layout.tokens, layout.heads)
+        q, kv = q.contiguous(), kv.unflatten(0, (2, len(q)))
         ring = RingAttention(
             context.ring, layout.spans, layout.length, _alike(context.masks), layout.groups, context.scale,
             context.dropout, layout.first_head, layout.gather,
@@ -68,7 +67,7 @@ class _Attend(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             ctx.layout, ctx.exchange, ctx.ring = layout, exchange, ring
             ctx.save_for_backward(q, kv, out, found.lse)
-        (attended,) = exchange.slices_to_rows([out], layout.tokens, layout.qkv[:1])
+        (attended,) = exchange.slices_to_rows([out], layout.tokens, layout.heads[:1])
         return attended
 
     @staticmethod
@@ -76,22 +75,24 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad):
         layout, exchange = ctx.layout, ctx.exchange
         q, kv, out, lse = ctx.saved_tensors
-        (grad,) = exchange.rows_to_slices([grad], layout.tokens, layout.qkv[:1])
+        (grad,) = exchange.rows_to_slices([grad], layout.tokens, layout.heads[:1])
         dq, dkv = ctx.ring.backward(q, kv, out, lse, grad)
-        dk, dv = dkv.to(kv.dtype)
-        return *exchange.slices_to_rows([dq.to(q.dtype), dk, dv], layout.tokens, layout.qkv), None
+        parts = [dq.to(q.dtype), dkv.to(kv.dtype).flatten(0, 1)]
+        del dq, dkv, grad  # before what is given is made
+        dq, dkv = exchange.slices_to_rows(parts, layout.tokens, layout.heads)
+        return dq, *dkv.chunk(2), None
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Attributes: `spans` of the ring ranks; `tokens` of the Ulysses ranks of this one; `qkv`, heads of queries, keys
-    and values that each Ulysses rank works on; of this rank's heads, `groups` and the number of the first; `gather`:
+    """Attributes: `spans` of the ring ranks; `tokens` of the Ulysses ranks of this one; `heads` of queries, and of keys
+    and values, that each Ulysses rank works on; of this rank's heads, `groups` and the number of the first; `gather`:
     see `gathers`."""
 
     spans: tuple[Spans, ...]
     length: int
     tokens: tuple[int, ...]
-    qkv: tuple[list[slice], ...]
+    heads: tuple[list[slice], list[slice]]
     groups: tuple[Heads, ...]
     first_head: int
     gather: bool
@@ -104,7 +105,7 @@ def _layout(spans, ring, ring_rank, ulysses, ulysses_rank, heads, groups) -> _La
     queries, keys = query_heads(heads, ulysses), kv_heads(heads, groups, ulysses)
     mine = queries[ulysses_rank]
     return _Layout(
-        joined, sum(map(span_length, joined)), tuple(map(span_length, of_ring[ring_rank])), (queries, keys, keys),
+        joined, sum(map(span_length, joined)), tuple(map(span_length, of_ring[ring_rank])), (queries, keys),
         tuple(head_groups(mine, keys[ulysses_rank], heads // max(1, groups))), mine.start,
         gathers(ring, mine.stop - mine.start, keys[ulysses_rank].stop - keys[ulysses_rank].start),
     )  # fmt: skip

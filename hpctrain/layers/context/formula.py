@@ -96,6 +96,5 @@ def bytes_in_memory(
         shared += (
             max(tokens * (heads + 2 * groups) / ulysses, tokens * max(q + 2 * k for q, k in zip(queries, keys))) * item
         )
-        given = mine * (heads + 2 * groups) * item
-        working = max(working, tokens * (here + kv) * wide + given) + tokens * here * item
+        working = max(working + tokens * here * item, mine * (heads + 2 * groups) * item)  # grad; what is given
     return {"kept": kept, "shared": int(shared * element), "working": int(working * element)}
