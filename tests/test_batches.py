@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpctrain import Grid, RngKey
-from hpctrain.data import ShardedTokens, pack
+from hpctrain.data import SampleOrder, ShardedTokens, pack
 from hpctrain.data.tokenizers import tokenizer_from_option
 from hpctrain.grid_shape import all_grids
 from hpctrain.pipeline import one_f_one_b
@@ -104,6 +104,16 @@ def test_ranks_that_share_sequences(world, tokens, monkeypatch):
         # the ranks of a replica have the same sequences
         sequences = grid.sequence.comm.allgather(sorted({sequence for sequence, _ in mine}))
         assert all(each == sequences[0] for each in sequences if each)
+
+
+def test_each_batch_is_put_in_order_once(world, tokens, monkeypatch):
+    """A step asks for its own, and for the next one, which it has the system read."""
+    asked, at = [], SampleOrder.at
+    monkeypatch.setattr(SampleOrder, "at", lambda self, positions: (asked.append(positions[0]), at(self, positions))[1])
+    grid, samples = Grid(world.size), Samples(tokens, CONTEXT, 0.25, RngKey(1))
+    for number in (0, 1, 2, 1):  # the last one again, as after a step that led back to a checkpoint
+        samples.training_step(grid, number, BATCH, one_f_one_b(1, MICROBATCHES), "cpu", number)
+    assert [int(first) for first in asked] == [0, BATCH, 2 * BATCH, 3 * BATCH, BATCH, 2 * BATCH]
 
 
 def test_all_tokens_are_in_samples_but_those_that_make_no_whole_one(world, tokens):

@@ -16,6 +16,7 @@ import pytest
 from hpctrain.data import SampleOrder, ShardedTokens, pack, shards
 from hpctrain.data.chunks import AVAILABLE
 from hpctrain.data.corpus import read_text, text_files
+from hpctrain.data.index import Index
 from hpctrain.data.tokenizers import FileTokenizer
 from hpctrain.randomness import RngKey
 
@@ -176,6 +177,18 @@ def test_the_shards_used_last_stay_open(texts, tmp_path, monkeypatch):
 
 def open_files():
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_shards_path_is_built_once(texts, tmp_path, monkeypatch):
+    """Of every read it would be a tenth, of a sample of 100 tokens."""
+    pack([str(texts)], tmp_path / "data.h5", shard_tokens=5)
+    built, name = [], Index.name
+    monkeypatch.setattr(Index, "name", lambda self, number: (built.append(number), name(self, number))[1])
+    data = ShardedTokens(tmp_path / "data.h5")
+    for _ in range(3):
+        data.read(0, data.tokens)
+        data.will_need(0, data.tokens)
+    assert built == [*range(-(-data.tokens // 5))]
 
 
 def test_all_shards_of_a_packing_share_their_memory(texts, tmp_path):

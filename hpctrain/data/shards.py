@@ -63,6 +63,7 @@ class ShardedTokens:
             shared = comm.bcast(shared)
         assert shared is not None
         index, digest = shared
+        self._path = functools.cache(lambda number: self.path.parent / index.name(number))
         with _together(comm):
             for number in range(rank, len(index.tokens), ranks):
                 self._check_size(index, number)
@@ -137,9 +138,6 @@ class ShardedTokens:
             yield number, start - (self._ends[number - 1] if number else 0), part
             start, count = start + part, count - part
 
-    def _path(self, number: int) -> Path:
-        return self.path.parent / self._index.name(number)
-
     def _read_index(self) -> Index:
         index = read_index(self.path)
         tokenizer = tokenizer_from_description(index.tokenizer, f"the tokenizer in {self.path}")
@@ -195,7 +193,7 @@ class ShardedTokens:
         return os.open(self._path(number), os.O_RDONLY)
 
     def _check_size(self, index: Index, number: int) -> None:
-        path, expected = self.path.parent / index.name(number), int(index.bytes[number])
+        path, expected = self._path(number), int(index.bytes[number])
         with reading(path):
             there = files.regular(path)
         if not there:

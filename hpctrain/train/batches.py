@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ class Samples:
             orders = [SampleOrder(count, name / "validation") for count, name in zip(validated, names)]
             self.validation = MixedOrder(orders, weights, [a + b for a, b in zip(self._firsts, trained)])
         self.held_out = _without_repeats(self.validation)
+        # a step's own batch, and the next one, which it prefetches
+        self._batch = functools.lru_cache(2)(lambda n, batch: self.training[n * batch : (n + 1) * batch])
 
     def epochs(self, samples: int) -> dict[str, float]:
         """How often each source has been gone through, by its path, after so many samples of training."""
@@ -119,9 +122,8 @@ class Samples:
     ) -> list[Microbatch]:
         """This rank's microbatches of batch `number` (from 0) of the order, of `batch` sequences over all replicas, for
         training step `step` (from 0): the same number, unless batches were left out."""
-        order = self.training[number * batch : (number + 1) * batch]
-        microbatches = self._microbatches(grid, order, schedule, step, device)
-        self._prefetch(grid, self.training[(number + 1) * batch : (number + 2) * batch])
+        microbatches = self._microbatches(grid, self._batch(number, batch), schedule, step, device)
+        self._prefetch(grid, self._batch(number + 1, batch))
         return microbatches
 
     def _prefetch(self, grid, order) -> None:
