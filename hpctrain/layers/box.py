@@ -48,6 +48,12 @@ class BoxProduct:
             self.weight = algorithm.shard({"residual out": out, "inner in": into})
             self.bias = algorithm.shard({"features": out})
 
+    def shape_of_input(self, tokens: Tokens) -> tuple[int, int]:
+        """Of this rank's part of x."""
+        if self.to_inner:
+            return tokens.local_rows, self.weight.shape[1]
+        return tokens.sequences * tokens.length, self.inner.sizes[self.inner.axis.rank]
+
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens
     ) -> torch.Tensor:

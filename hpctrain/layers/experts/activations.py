@@ -14,7 +14,7 @@ class SwiGLU:
     @staticmethod
     def forward(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """(rows, ffn), times weight[r] in row r."""
-        gate, up = hidden.chunk(2, 1)
+        gate, up = _halves(hidden)
         return F.silu(gate).mul_(up).mul_(weight[:, None])
 
     @staticmethod
@@ -22,16 +22,20 @@ class SwiGLU:
         hidden: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What `forward` gave, and the gradients of `hidden` and `weight`; overwrites `grad`."""
-        gate, up = hidden.chunk(2, 1)
+        gate, up = _halves(hidden)
         grad_hidden = torch.empty_like(hidden)
-        grad_gate, grad_up = grad_hidden.chunk(2, 1)
+        grad_gate, grad_up = _halves(grad_hidden)
         activated = F.silu(gate)
         y = activated * up
         grad_weight = (grad.to(weight.dtype) * y).sum(1)
-        grad.mul_(weight[:, None])
-        torch.mul(grad, activated, out=grad_up)
-        torch.ops.aten.silu_backward(grad.mul_(up), gate, grad_input=grad_gate)
-        return y.mul_(weight[:, None]), grad_hidden, grad_weight
+        weight = weight[:, None]
+        torch.mul(grad.mul_(weight), activated, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+        return y.mul_(weight), grad_hidden, grad_weight
+
+
+def _halves(hidden):
+    return hidden.split_with_sizes([hidden.shape[1] // 2] * 2, 1)
 
 
 class GELU:

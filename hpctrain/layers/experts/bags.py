@@ -31,10 +31,10 @@ class Bags:
         self.offsets = sizes.cumsum(0) - sizes
 
     @classmethod
-    def at(cls, index: torch.Tensor, sizes: torch.Tensor) -> Bags:
-        """Bag b is of the next sizes[b] of the rows `index`."""
+    def at(cls, index: torch.Tensor, offsets: torch.Tensor) -> Bags:
+        """Bag b is of the rows index[offsets[b] :], up to the next bag's."""
         bags = cls.__new__(cls)
-        bags.index, bags.offsets = index, sizes.cumsum(0) - sizes
+        bags.index, bags.offsets = index, offsets
         return bags
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ def kept_pairs(routing: Routing, experts: int, capacity: float, capacity_policy:
     # By group, in it by priority, in that by position: stable sorts, the last key first.
     order = torch.argsort(numbers.repeat_interleave(top_k), stable=True)
     if capacity_policy == "probability":
-        scores = rows.gather_over_sequences(routing.scores).flatten()
+        scores = rows.gather_over_sequences(routing.scores.gather(1, routing.experts)).flatten()
         order = order[torch.argsort(scores[order], descending=True, stable=True)]
     order = order[torch.argsort(groups[order], stable=True)]
     counts = torch.bincount(groups, minlength=rows.tokens.sequences * experts)

@@ -18,6 +18,7 @@ Sources: Lepikhin et al., "GShard" (2020); Megatron-LM's token dispatchers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -36,43 +37,44 @@ class Dispatch:
             is dropped. Its creation is collective.
         of_rank: how many experts each rank computes.
 
-    Attributes: `counts`, rows of each of this rank's experts, one after another, and `rows`, of all of them.
+    Attributes: `kept`, pairs of this rank's tokens that are not dropped; `counts`, rows of each of this rank's experts,
+    one after another, and `rows`, of all of them.
     """
 
     def __init__(self, axis: Axis, experts: torch.Tensor, of_rank: Sequence[int]):
         self.axis, self.tokens, self.top_k, self._experts = axis, len(experts), experts.shape[1], experts
-        self.of_rank, count = tuple(of_rank), sum(of_rank)
-        flat = experts.reshape(-1)
-        self.sent = torch.bincount(flat, minlength=count + 1)[:count]  # pairs of each expert
-        # The pairs by expert; those that are dropped come last, and go
-        self.pairs = stable_argsort(flat, count + 1)
-        self.kept_by_token, self._alone = None, False
-        kept = int(self.sent.sum())
-        if kept < len(flat):
-            self.pairs = self.pairs[:kept]
-            self.kept_by_token = (experts < count).sum(1)
+        self.of_rank, self._count = tuple(of_rank), sum(of_rank)
+        self.sent = self._pairs_of_experts(experts)
+        self._sent = self.sent.tolist()
+        self.kept = sum(self._sent)
+        self._alone = False
         self._arrange()
+
+    @functools.cached_property
+    def pairs(self) -> torch.Tensor:
+        """Those that are kept, by expert, and of an expert as their tokens come. Those that are dropped sort last."""
+        return stable_argsort(self._experts.reshape(-1), self._count + 1)[: self.kept]
+
+    def _pairs_of_experts(self, experts: torch.Tensor) -> torch.Tensor:
+        return torch.bincount(experts.reshape(-1), minlength=self._count + 1)[: self._count]
 
     def _arrange(self) -> None:
         """Find out what comes here."""
-        self.counts = self.sent.tolist()
-        self.rows = len(self.pairs)
-        self._alone = self.top_k == 1 and self.of_rank == (1,) and self.kept_by_token is None  # rows are the tokens
-        if self._alone:
-            return
-        self._token = self.pairs // self.top_k
-        self._bags = self.bags_of_pairs(torch.arange(self.rows, device=self.pairs.device))
+        self.counts, self.rows = self._sent, self.kept
+        self._alone = self.top_k == 1 and self.tokens in self.counts  # one expert has them all: rows are the tokens
+        if not self._alone:
+            self._token = self.pairs // self.top_k
+            self._bags = self.bags_of_pairs(torch.arange(self.rows, device=self.pairs.device))
 
     def bags_of_pairs(self, places: torch.Tensor) -> Bags:
         """Sums of each token's rows, of which that of the pair self.pairs[i] is at places[i]."""
         found = places.new_empty(self.tokens * self.top_k)
         found[self.pairs] = places
-        if self.kept_by_token is None:
-            sizes = torch.full((self.tokens,), self.top_k, device=found.device)
-            return Bags.at(found, sizes)
-        kept = torch.zeros_like(found, dtype=torch.bool)
-        kept[self.pairs] = True
-        return Bags.at(found[kept], self.kept_by_token)
+        if self.kept == len(found):
+            return Bags.at(found, torch.arange(0, self.kept, self.top_k, device=found.device))
+        kept = self._experts < self._count
+        sizes = kept.sum(1)
+        return Bags.at(found[kept.reshape(-1)], sizes.cumsum(0) - sizes)
 
     def to_experts(self, x: torch.Tensor) -> comm.Work[torch.Tensor]:
         """From (tokens, features) to (rows, features). To be waited for before anything else is dispatched."""
@@ -118,7 +120,7 @@ class AllToAll(Dispatch):
 
     def _arrange(self) -> None:
         axis, local = self.axis, self.of_rank[self.axis.rank]
-        self.sends = self._by_rank(self.sent.tolist())
+        self.sends = self._by_rank(self._sent)
         arriving = comm.all_to_all(self.sent, axis, self.of_rank, (local,) * axis.size).view(axis.size, local)
         self._sort(arriving)
         self._token = self.pairs // self.top_k
@@ -158,7 +160,7 @@ class Once(AllToAll):
     def _arrange(self) -> None:
         axis, tokens, device = self.axis, self.tokens, self.pairs.device
         local = self.of_rank[axis.rank]
-        self.sends = self._by_rank(self.sent.tolist())
+        self.sends = self._by_rank(self._sent)
         rank = torch.repeat_interleave(torch.tensor(self.sends)).to(device)
         place = rank * tokens + self.pairs // self.top_k
         wanted = torch.zeros(axis.size * tokens, dtype=torch.bool, device=device)
@@ -202,14 +204,11 @@ class Gather(Dispatch):
         """Everybody's experts, (all tokens, top_k), of which this rank's pairs are found."""
         axis, mine = self.axis, self._experts.int()
         chosen, self.sizes = comm.workspace(axis, mine).gather_counted(mine)
-        first = sum(self.of_rank[: axis.rank])
-        local = self.of_rank[axis.rank]
-        flat = chosen.view(-1) - first
-        here = ((flat >= 0) & (flat < local)).nonzero().flatten()
-        flat = flat[here]
-        self._pairs_here = here[stable_argsort(flat, max(1, local))]
-        self.counts = torch.bincount(flat, minlength=local).tolist()
-        self.rows = len(here)
+        of_expert, first = self._pairs_of_experts(chosen), sum(self.of_rank[: axis.rank])
+        self.counts = of_expert[first : first + self.of_rank[axis.rank]].tolist()
+        self._over_ranks = tuple(self._by_rank(of_expert.tolist()))
+        start, self.rows = sum(self._over_ranks[: axis.rank]), self._over_ranks[axis.rank]
+        self._pairs_here = stable_argsort(chosen.view(-1), self._count + 1)[start : start + self.rows]
         self._token = self._pairs_here // self.top_k
         return chosen
 

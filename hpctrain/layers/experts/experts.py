@@ -94,7 +94,7 @@ class Experts(torch.nn.Module):
         the experts."""
         (dispatch, replicas), first = routing.rows.tokens.decide(lambda: self._dispatch(x, routing))
         if first and self.training and self.capacity:
-            routing.record.add_dropped(routing.experts.numel() - dispatch.sent.sum() // self.parts)
+            routing.record.add_dropped(routing.experts.numel() - dispatch.kept // self.parts)
         flight = _Flight(dispatch, replicas)
         weights = routing.weights
         if self.parts > 1:
@@ -165,7 +165,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, weights, up, down, flight, experts):
         dispatch, replicas = flight.dispatch, flight.replicas
         activation, counts = ACTIVATIONS[experts.activation], dispatch.counts
-        more = replicas.weights(_matrices(up), _matrices(down)) if replicas else (up[:0], down[:0])
+        more = replicas.weights(_matrices(up), _matrices(down)) if replicas else (None, None)
         rows, weight = dispatch.both_to_experts(x, weights).wait()
         hidden = products(rows, _both(up, more[0]), counts, transposed=True)
         act = activation.forward(hidden, weight)
@@ -189,15 +189,17 @@ class _Experts(torch.autograd.Function):
         act, grad_hidden, grad_weight = activation.backward(hidden, weight, grad_act)
         grad_rows = products(grad_hidden, _both(up, more[0]), counts, transposed=False, out=dispatch.buffer(rows))
         returning = dispatch.both_to_tokens(grad_rows, grad_weight)
-        own, of_others = counts[: len(up)], counts[len(up) :]
-        here, home = sum(own), None
+        home = None
         if replicas:
+            own, of_others = counts[: len(up)], counts[len(up) :]
+            here = sum(own)
             home = replicas.gradients_home(
                 weight_gradients(grad_hidden[here:], rows[here:], of_others, torch.empty_like(more[0])),
                 weight_gradients(grad[here:], act[here:], of_others, torch.empty_like(more[1])),
             )
-        grad_up = functools.partial(_weight_gradient, up, grad_hidden[:here], rows[:here], own, home and home[:2])
-        grad_down = functools.partial(_weight_gradient, down, grad[:here], act[:here], own, home and home[::2])
+            grad_hidden, rows, grad, act, counts = grad_hidden[:here], rows[:here], grad[:here], act[:here], own
+        grad_up = functools.partial(_weight_gradient, up, grad_hidden, rows, counts, home and home[:2])
+        grad_down = functools.partial(_weight_gradient, down, grad, act, counts, home and home[::2])
         late = ctx.experts.split_backward
         if late is not None and late.queue is not None:
             late.queue += [lambda: accumulate(up, grad_up()), lambda: accumulate(down, grad_down())]
@@ -230,8 +232,8 @@ def _matrices(weight: torch.Tensor) -> torch.Tensor:
     return weight.flatten(1, -2)
 
 
-def _both(own: torch.Tensor, of_others: torch.Tensor) -> torch.Tensor:
-    return torch.cat([_matrices(own), of_others]) if len(of_others) else _matrices(own)
+def _both(own: torch.Tensor, of_others: torch.Tensor | None) -> torch.Tensor:
+    return _matrices(own) if of_others is None else torch.cat([_matrices(own), of_others])
 
 
 def _weight_gradient(weight, grad, rows, counts, from_replicas):

@@ -31,7 +31,8 @@ def products(
         return found if out is None else out.copy_(found)
     result = rows.new_empty(len(rows), matrices.shape[2]) if out is None else out
     starts = itertools.accumulate(counts, initial=0)
-    for start, a, b, to in zip(starts, rows.split(counts), matrices.unbind(), result.split(counts)):
+    parts = rows.split_with_sizes(counts), matrices.unbind(), result.split_with_sizes(counts)
+    for start, a, b, to in zip(starts, *parts):
         if kernel == "onednn" and len(a) * b.numel() >= _PAYS:
             size = _up(len(a)) if _up(len(a)) <= len(rows) else _down(len(a))
             first, fast = min(start, len(rows) - size), min(size, len(a))
@@ -54,7 +55,7 @@ def weight_gradients(grad: torch.Tensor, rows: torch.Tensor, counts: Sequence[in
             if not count:
                 out[expert].zero_()
         return out
-    for a, b, to in zip(grad.t().split(counts, 1), rows.split(counts), out.unbind()):
+    for a, b, to in zip(grad.t().split_with_sizes(counts, 1), rows.split_with_sizes(counts), out.unbind()):
         fast = _down(len(b))
         if kernel == "onednn" and fast * to.numel() >= _PAYS:
             to.copy_(_onednn(a[:, :fast], b[:fast]))
@@ -67,10 +68,12 @@ def weight_gradients(grad: torch.Tensor, rows: torch.Tensor, counts: Sequence[in
 
 def choose(rows: torch.Tensor, weight: torch.Tensor) -> str:
     """The kernel, for weights of (experts, out, in)."""
+    if rows.is_cpu:
+        return "onednn" if rows.dtype is torch.float32 and onednn_is_faster() else "mm"
     aligned = all(length and length * rows.itemsize % 16 == 0 for length in weight.shape[1:])
     if rows.is_cuda and rows.dtype is torch.bfloat16 and aligned:
         return "grouped_mm" if torch.cuda.get_device_capability(rows.device) >= (9, 0) else "mm"
-    return "onednn" if rows.is_cpu and rows.dtype is torch.float32 and onednn_is_faster() else "mm"
+    return "mm"
 
 
 @functools.cache

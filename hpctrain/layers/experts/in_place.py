@@ -13,20 +13,14 @@ class InPlace(Gather):
     """On one node: rows are written once, where they are, and read there by whom they are for."""
 
     def _arrange(self) -> None:
-        chosen = self._gather_experts()
-        count, axis = sum(self.of_rank), self.axis
-        source = torch.repeat_interleave(torch.tensor(self.sizes) * self.top_k)
-        table = torch.bincount(source * (count + 1) + chosen.view(-1), minlength=axis.size * (count + 1))
-        table = table.view(axis.size, count + 1)[:, :count]
-        self._over_ranks = tuple(int(part.sum()) for part in table.split(self.of_rank, 1))
-        # Rows of all ranks lie expert by expert, in these rank by rank
-        of_expert = table.sum(0)
-        first = of_expert.cumsum(0) - of_expert + table[: axis.rank].sum(0)
-        mine = torch.repeat_interleave(self.sent)
-        within = torch.arange(len(mine)) - (self.sent.cumsum(0) - self.sent)[mine]
-        self._places = first[mine] + within
+        chosen, rank = self._gather_experts(), self.axis.rank
+        first = sum(self.sizes[:rank])
+        # Rows of all ranks lie expert by expert, in these rank by rank; this rank's pairs expert by expert
+        earlier, later = (self._pairs_of_experts(part) for part in (chosen[:first], chosen[first + self.tokens :]))
+        before = earlier.cumsum(0) + later.cumsum(0) - later
+        self._places = torch.arange(self.kept) + before.repeat_interleave(self.sent)
         self._bags = self.bags_of_pairs(self._places)
-        self._own = int(table[axis.rank].split(self.of_rank)[axis.rank].sum())
+        self._own = self._by_rank(self._sent)[rank]
 
     def to_experts(self, x: torch.Tensor) -> comm.Work[torch.Tensor]:
         return self._read([x], self.sizes, _row(x)).then(lambda of_all: self._rows_here(*of_all))
@@ -63,7 +57,7 @@ class InPlace(Gather):
 
     def _read(self, parts: list[torch.Tensor], counts: tuple[int, ...], of_pair: int) -> comm.Work[list[torch.Tensor]]:
         """All ranks' rows of each, tokens' or experts', of which a pair has so many bytes."""
-        away, here = len(self.pairs) - self._own, self.rows - self._own
+        away, here = self.kept - self._own, self.rows - self._own
         sent, received = (away, here) if counts is self.sizes else (here, away)
         parts = [part.contiguous() for part in parts]
         return self._shared(parts[0]).read_start(parts, counts, sent * of_pair, received * of_pair)

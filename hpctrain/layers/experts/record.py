@@ -31,11 +31,10 @@ class Record:
                 " after it; use one microbatch, the schedule gpipe, or aux_scope = sequence"
             )
         self.counts = self.counts.to(counts.device)  # where the layer computes, known with its first tokens
-        self.counts[: len(counts)] += counts
+        self.counts[: len(counts)].add_(counts)
 
-    def add_dropped(self, dropped: torch.Tensor) -> None:
-        self.counts = self.counts.to(dropped.device)
-        self.counts[-1] += dropped
+    def add_dropped(self, dropped: int) -> None:
+        self.counts[-1].add_(dropped)
 
     def add_losses(self, losses: torch.Tensor) -> None:
         self.losses = self.losses.to(losses.device)

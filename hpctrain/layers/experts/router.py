@@ -12,6 +12,7 @@ from hpctrain.grid import Grid
 from hpctrain.layers.experts.auxiliary import add_loss, add_step_loss, auxiliary_losses
 from hpctrain.layers.experts.record import Record
 from hpctrain.layers.experts.routing import Routing
+from hpctrain.layers.experts.scores import SCORES, weigh
 from hpctrain.layers.experts.whole_rows import WholeRows
 from hpctrain.layers.parameter import drawn_key, parameter
 from hpctrain.layers.tokens import Tokens
@@ -86,15 +87,12 @@ class Router(torch.nn.Module):
         if self.jitter and self.training:
             wide = wide * self._jitter(rows, tokens.step).to(wide)
         logits = F.linear(wide, self.weight.to(wide.dtype))
-        scores = logits.sigmoid() if self.scores == "sigmoid" else logits.softmax(1)
         balanced = self.training and tokens.share > 0
-        (experts, parts), first = tokens.decide(lambda: self._choose(scores.detach(), rows, balanced))
+        scores = SCORES[self.scores].forward(logits.detach())
+        (experts, parts), first = tokens.decide(lambda: self._choose(scores, rows, balanced))
         if first and self.training:
             self.record.add_counts(torch.bincount(experts.flatten(), minlength=self.experts))
-        chosen = scores.gather(1, experts)
-        weights = chosen / chosen.sum(1, keepdim=True).clamp_min(1e-20) if self.normalized else chosen
-        if self.scale != 1:
-            weights = weights * self.scale
+        weights, scores = weigh(logits, scores, experts, self.scores, self.normalized, self.scale)
         if balanced and (self.aux_loss or self.z_loss):
             probabilities = scores / scores.sum(1, keepdim=True) if self.scores == "sigmoid" else scores
             losses = auxiliary_losses(logits, probabilities, parts, rows, self.aux_loss, self.z_loss)
@@ -104,7 +102,7 @@ class Router(torch.nn.Module):
             if self.aux_loss and self.aux_scope == "step":
                 scale = self.aux_loss * tokens.share * self.experts / tokens.whole
                 weights = add_step_loss(weights, probabilities, scale, self.record)
-        return Routing(experts, weights, chosen.detach(), rows, self.record)
+        return Routing(experts, weights, scores.detach(), rows, self.record)
 
     def _choose(self, scores, rows, balanced):
         """(tokens, top_k) experts, and of what sequences each expert has which part, if a loss wants to know it."""
@@ -155,11 +153,13 @@ def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
     tensor([[1, 2, 3], [0, 1, 2]])
     """
     if scores.is_cpu:  # numpy's argmax is vectorised: of 64 experts it takes a tenth of torch's time
-        left, found = scores.numpy().copy(), np.empty((len(scores), count), np.int64)
-        rows = np.arange(len(scores))
-        for place in range(count):
-            best = found[:, place] = left.argmax(1)
-            left[rows, best] = -np.inf
+        left, found = scores.numpy(), np.empty((len(scores), count), np.int64)
+        found[:, 0] = left.argmax(1)
+        if count > 1:
+            left, rows = left.copy(), np.arange(len(left))
+        for place in range(1, count):
+            left[rows, found[:, place - 1]] = -np.inf
+            found[:, place] = left.argmax(1)
         return torch.from_numpy(found)
     remaining, columns = scores.clone(), []
     for _ in range(count):

@@ -17,7 +17,7 @@ class Routing:
     Attributes:
         experts: (tokens, top_k) int64, the most probable first, of equal ones that of the lower number.
         weights: (tokens, top_k), float32 at least; differentiable.
-        scores: (tokens, top_k) of the experts, before they are normalised or scaled.
+        scores: (tokens, all experts), before weights are made of them; not differentiable.
         rows: which tokens these are.
         record: of the layer's load.
     """
