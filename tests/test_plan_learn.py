@@ -32,8 +32,8 @@ def figures(ranks, cores=2):
         **({"message": [(256, 1e-6), (4096, 4e-6)]} if ranks == 2 else {}),
     }
     return {
-        "ranks": ranks, "ranks_of_a_node": ranks, "cores": cores, "memory": 8e9 / ranks, "reserved": 2e8,
-        "products": rows, "elements": 2e9, "state": 1e9, "launch": 3e-6, "attention": 5e9,
+        "ranks": ranks, "ranks_of_a_node": ranks, "cores": cores, "memory": 8e9 / ranks, "reserved": 2e8, "slack": 0.2,
+        "products": rows, "elements": 2e9, "state": 1e9, "tables": 1e9, "cold": 2e9, "launch": 3e-6, "attention": 5e9,
         "norms": 2e9, "activations": 5e8, "cache": 1e6, "waiting": 0.1 * ranks,
         "reading": [(100, 3e-5), (1100, 1.1e-4)],
         "collectives": tables if ranks > 1 else {}, "bucket": 1 << 20,
@@ -199,15 +199,15 @@ def test_only_the_table_of_what_was_learned_is_replaced():
 @pytest.mark.ranks(1, 2)
 def test_what_is_measured_here_makes_a_machine(world, tmp_path, monkeypatch):
     from hpctrain import Grid
-    from hpctrain.plan import measure
+    from hpctrain.plan import computing, measure
 
     monkeypatch.setattr(measure, "SIZES", (1024, 65536))
     monkeypatch.setattr(measure, "PRODUCTS", ((64, 64, 64), (128, 16, 128), (16, 256, 16)))
-    monkeypatch.setattr(measure, "CALLS", 2)
-    monkeypatch.setattr(measure, "TURNS", 1e-4)
-    monkeypatch.setattr(measure, "share_cores", lambda grid: grid.size > 1)  # so that calls are repeated
+    monkeypatch.setattr(computing, "CALLS", 2)
+    monkeypatch.setattr(computing, "TURNS", 1e-4)
+    monkeypatch.setattr(computing, "share_cores", lambda grid: grid.size > 1)  # so that calls are repeated
     with Grid(world.size) as grid:
-        found = measure.measure(grid, world.bcast(tmp_path)) | {"cores": 2, "reserved": 3e8}
+        found = measure.measure(grid, world.bcast(tmp_path)) | {"cores": 2, "reserved": 3e8, "slack": 0.1}
     assert (
         set(found["collectives"])
         == {1: set(), 2: {"all_gather", "reduce_scatter", "all_reduce", "message"}}[world.size]

@@ -20,7 +20,8 @@ def config(*overrides):
 
 
 def box(*overrides, accumulates=False, **device):
-    device = {"bandwidth": 1e9, "state_bandwidth": 2.5e8, "cache": 1e9, "launch": 0.0} | device
+    rates = {"bandwidth": 1e9, "state_bandwidth": 2.5e8, "cold_bandwidth": 1e9 / 3}
+    device = rates | {"cache": 1e9, "launch": 0.0} | device
     made = dataclasses.replace(
         CPU, device=dataclasses.replace(CPU.device, **device),
         software=dataclasses.replace(CPU.software, accumulates=accumulates),
@@ -38,6 +39,31 @@ def test_weights_that_no_cache_holds():
     for over_z, times in (("grid.tensor=1", 3), ("grid.tensor=[1,1,2]", 1)):
         added, plain = (box(over_z, accumulates=each).linear(512, 2048, True)[0] for each in (True, False))
         assert [a - b for a, b in zip(added, plain)] == pytest.approx([0, 0, times * weights / 2 / 2.5e8])
+
+
+def test_gradients_of_tables():
+    """Zeros in new memory; with the head's table that one's gradient is added, three times 4 bytes, and the first sum
+    is copied; else those of further microbatches are. Of a sum over z each rank has its part."""
+
+    def passes(*overrides, accumulates=True):
+        made = box(*overrides, accumulates=accumulates, table_bandwidth=1e9)
+        share = made.x * made.y
+        return made.embedding().weight_gradient.compute * 1e9 / (4 * (257 + 128) * 512 / share)
+
+    assert passes(accumulates=False) == 0
+    assert passes() == pytest.approx(1 + 3 + 2 / 2)
+    assert passes("train.microbatches=8") == pytest.approx(1 + 3 + 2 / 8)
+    assert passes("model.tied=false") == pytest.approx(1 + 3 / 2)
+    assert passes("grid.pipeline=2") == pytest.approx(1 + 3 / 2)
+    assert passes("grid.tensor=[1,1,2]") == pytest.approx(1 + 4 / 2)
+
+
+def test_clipping_is_a_pass_over_the_gradients():
+    """Read and written once more: 40 bytes of a parameter rather than 32."""
+    clips = dataclasses.replace(CPU, software=dataclasses.replace(CPU.software, clips=True))
+    cases = (clips, 1), (clips, 0), (CPU, 1)
+    found = [predict(config(f"train.clip={limit}"), machine).parts["optimizer"] for machine, limit in cases]
+    assert found == pytest.approx([found[1] * 40 / 32, found[1], found[1]])
 
 
 def test_exchanges_wait_for_the_slowest():
@@ -79,7 +105,7 @@ def test_microbatches_without_sequences():
 def test_ranks_without_rows_lend_their_cores(tmp_path):
     """Of two sequences on four ranks of z, two have none: the others compute as if they were two."""
     machine = Machine.load(written(tmp_path, figures(1), figures(2)))
-    job = ["model.context=256", "train.batch=2", "train.microbatches=1"]
+    job = ["model.context=256", "train.batch=2", "train.microbatches=1", "train.clip=0"]
     two, four = (predict(config(*job, f"grid.tensor=[1,1,{z}]"), machine).parts["compute"] for z in (2, 4))
     assert four == pytest.approx(two, rel=0.05)
 

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from hpctrain import cores
+from hpctrain.config import load_config
 from hpctrain.doctor.findings import launcher_path
 
 SUMMARY = (
@@ -20,6 +22,8 @@ SUMMARY = (
 )
 EPILOG = "Under Slurm start it in an allocation: it measures as many ranks as there are tasks."
 LIMIT = 300  # seconds of a measurement
+SOME = ["model.width=384", "model.heads=8", "model.layers=2", "model.context=256", "train.batch=4",
+        "train.microbatches=2"]  # fmt: skip
 LEAST = ["model.width=8", "model.heads=1", "model.layers=1", "model.context=4", "train.batch=1", "train.microbatches=1"]
 
 
@@ -40,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     found = []
     beside = Path(options.output).resolve().parent  # where all nodes see it
     with tempfile.TemporaryDirectory(prefix=".machine-", dir=beside) as folder:
-        least = {"cores": cores.find().count, "reserved": _reserved(launcher, Path(folder))}
+        least = {"cores": cores.find().count, **_memory(launcher, Path(folder))}
         for count in counts:
             found.append(_measured(launcher, count, Path(folder), "hpctrain.plan.measure") | least)
             print(f"{count} ranks: measured", flush=True)
@@ -62,13 +66,25 @@ def _measured(launcher: str, ranks: int, folder: Path, module: str, *arguments: 
     return json.loads(out.read_text())
 
 
-def _reserved(launcher: str, folder: Path) -> float:
-    """Bytes that a rank has resident which trains next to nothing."""
-    config, text = folder / "least.toml", folder / "least.txt"
+def _memory(launcher: str, folder: Path) -> dict[str, float]:
+    """Bytes that a rank has resident which trains next to nothing; and what one that trains has besides, as a part of
+    what it allocates: `malloc` keeps holes between weights, gradients and activations."""
+    config, text = folder / "memory.toml", folder / "memory.txt"
     config.write_text("")
-    text.write_text("All ranks have these libraries.\n" * 99)
-    data = [f"data.text={json.dumps([str(text)])}", f"data.path={folder / 'least.h5'}", f"run.out={folder}"]
-    return _measured(launcher, 1, folder, "hpctrain.scale.measure", "1", str(config), *LEAST, *data)["memory"]
+    text.write_text("All ranks have these libraries.\n" * 999)
+    data = [f"data.text={json.dumps([str(text)])}", f"data.path={folder / 'memory.h5'}", f"run.out={folder}"]
+
+    def resident(job: list[str], steps: int) -> float:
+        call = "hpctrain.scale.measure", str(steps), str(config), *job, *data
+        return _measured(launcher, 1, folder, *call)["memory"]
+
+    from hpctrain.plan import Machine, predict
+
+    reserved = resident(LEAST, 1)
+    plain = Machine.load("cpu-cluster")  # of what is allocated alone, whatever the rates
+    plain = replace(plain, device=replace(plain.device, reserved=0.0, slack=0.0))
+    allocated = predict(load_config(overrides=SOME), plain).memory_bytes
+    return {"reserved": reserved, "slack": max(0.0, (resident(SOME, 5) - reserved) / allocated - 1)}
 
 
 def _counts(text: str | None) -> list[int]:

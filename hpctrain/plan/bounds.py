@@ -235,7 +235,7 @@ class Bounds:
             pace += count * (1 - 1 / group.size) * estimator.network.seconds_per_byte(group)
             update += count / (1 if way.method == "ddp" else group.size)
         pace *= 0.0 if self.tables else max(0.0, 1 - machine.software.hidden_data) * machine.learned.data
-        update *= updated_bytes(job) / machine.device.optimizer_rate * machine.learned.optimizer
+        update *= updated_bytes(job, machine.software) / machine.device.optimizer_rate * machine.learned.optimizer
         return pace * each, pace * once + update
 
     def choice(self, choice: Choice) -> float:

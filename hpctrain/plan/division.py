@@ -57,7 +57,7 @@ class Division:
         device = self.machine.device
         return (
             choice.microbatches if self.machine.software.accumulates else 0,
-            choice.pipeline if device.state_bandwidth else 0,
+            choice.pipeline if device.cold_bandwidth or self.machine.software.accumulates else 0,
             choice.ranks if device.waiting else 0,
         )
 

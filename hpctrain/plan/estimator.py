@@ -134,7 +134,7 @@ class Estimator(Division):
         if job.costs.tied and first != last:  # the table's gradient, of both ends of the pipeline
             table = job.comm * job.costs.vocabulary * job.costs.width / math.prod(choice.box)
             sums += 2 * net.message(table, math.prod(choice.box) * (choice.pipeline - 1)) * learned.data
-        update = updated * updated_bytes(job) / device.optimizer_rate * learned.optimizer
+        update = updated * updated_bytes(job, self.machine.software) / device.optimizer_rate * learned.optimizer
         return Stage(forward, inputs, weights, forward_data, backward_data, sums, z_sums if once else 0.0, update)
 
     # Pipelines

@@ -35,7 +35,12 @@ class Device:
         reserved: B that are gone before the model is made: driver, libraries, the interpreter.
         slack: part of what is allocated that the allocator wastes.
         bandwidth: B/s that element-wise operations read and write.
-        state_bandwidth: B/s that the optimizer reads and writes, of more than caches hold; 0 for `bandwidth`.
+        state_bandwidth: B/s that clipping and the optimizer read and write, of more than caches hold; 0 for
+            `bandwidth`.
+        table_bandwidth: B/s that gradients of tables are written and added at, each in new memory; 0 for the same as
+            the optimizer.
+        cold_bandwidth: B/s at which a product reads weights that no cache holds, besides what it takes with them in a
+            cache; 0 where it takes no longer.
         norms, activations: B/s that norms with the sums around them, and operations between two products, read and
             write; 0 for `bandwidth`.
         cache: B of weights and gradients that a rank's cache holds from one microbatch to the next.
@@ -61,6 +66,8 @@ class Device:
     slack: float = 0.05
     power: float = 0.0
     state_bandwidth: float = 0.0
+    table_bandwidth: float = 0.0
+    cold_bandwidth: float = 0.0
     norms: float = 0.0
     activations: float = 0.0
     cache: float = 0.0
@@ -70,6 +77,11 @@ class Device:
     def optimizer_rate(self) -> float:
         """B/s."""
         return self.state_bandwidth or self.bandwidth
+
+    @property
+    def table_rate(self) -> float:
+        """B/s."""
+        return self.table_bandwidth or self.optimizer_rate
 
     def waits(self, box: int, ranks: int) -> float:
         """Of so many ranks' computing, the part that those of a tensor box wait for one another; others go on."""
@@ -81,7 +93,7 @@ class Device:
 
     def cold(self, nbytes: float, weights: float) -> float:
         """Seconds that so many bytes of a rank's `weights` and gradients take beyond those of bytes in a cache."""
-        return nbytes * max(0.0, 1 / self.optimizer_rate - 1 / self.bandwidth) if weights > self.cache else 0.0
+        return nbytes / self.cold_bandwidth if self.cold_bandwidth and weights > self.cache else 0.0
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,7 @@ class Software:
         bucket: B of gradients or weights that a sum or gather over replicas takes at a time; 0 for all at once.
         asynchronous: operations are queued ahead, so that launching them costs nothing unless nothing else does.
         accumulates: gradients of microbatches after the first are added by an operation of their own.
+        clips: gradients are scaled to a largest norm by an operation of their own, not by the optimizer.
     """
 
     score_bytes: float = 0.0
@@ -106,6 +119,7 @@ class Software:
     bucket: float = 0.0
     asynchronous: bool = True
     accumulates: bool = False
+    clips: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +161,8 @@ class Occupied:
     product: float
     launch: float
     state_bandwidth: float
+    table_bandwidth: float
+    cold_bandwidth: float
     norms: float
     activations: float
     cache: float

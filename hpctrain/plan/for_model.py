@@ -134,7 +134,9 @@ def unit_graph(
     if dtype not in PRECISIONS:
         raise ValueError(f"a plan is of models of {', '.join(PRECISIONS)}, got {dtype}")
     units = divided_units(model, grid, replicate, shards)
-    config = load_config(overrides=[f"grid.tensor={[*box_of(grid)]}", f"precision.compute={PRECISIONS[dtype]}"])
+    config = load_config(
+        overrides=[f"grid.tensor={[*box_of(grid)]}", f"precision.compute={PRECISIONS[dtype]}", "train.clip=0"]
+    )
     job, choice = jobs.read(config)
     return UnitGraph(trace(model, example, units), units, Box(job, machine, Network(machine), choice), shards)
 

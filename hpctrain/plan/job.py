@@ -99,6 +99,7 @@ class Job:
         heads, groups: attention heads, and those of keys: a group of heads stays on one rank.
         itemsize: bytes of weights and activations; reduce, comm: of gradients, kept and sent; master: of the weights
             that the optimizer updates; moments: numbers that it keeps of each besides.
+        clips: whether gradients have a largest norm.
         overlap: as tensor.overlap.
         slices: token slices of a sequence.
         shares_sequences: whether ring and Ulysses ranks can share a sequence.
@@ -113,6 +114,7 @@ class Job:
     comm: int
     master: int
     moments: int
+    clips: bool
     compute: str
     matmul: str
     overlap: tuple[str, ...]
@@ -157,6 +159,7 @@ def read(config: Config) -> tuple[Job, Choice]:
         comm=2 if precision.comm_dtype == "bf16" else reduce,
         master=wide if precision.master == "fp32" else itemsize,
         moments=MOMENTS[train.optimizer],
+        clips=train.clip > 0,
         compute=precision.compute,
         matmul=precision.matmul,
         overlap=tuple(config.tensor.overlap),

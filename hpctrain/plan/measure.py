@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
-import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -25,19 +22,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpctrain import comm, cores
+from hpctrain import comm
 from hpctrain.data import ShardedTokens, pack
 from hpctrain.data_parallel.buckets import BUCKET_BYTES
 from hpctrain.grid import Grid
 from hpctrain.launch import abort, check_launcher
-from hpctrain.layers.gelu import gelu_tanh
-from hpctrain.pipeline.given_gradients import scalar_of
-from hpctrain.plan.passes import BACKWARD, INNER, RESIDUAL
+from hpctrain.plan.computing import (
+    activations,
+    attention,
+    elements,
+    launch,
+    norms,
+    product,
+    seconds,
+    tables,
+    types,
+    update,
+    weights,
+)
 
 PRODUCTS = ((1024, 1024, 1024), (512, 512, 2048), (2048, 256, 256), (256, 1024, 256), (1024, 64, 1024), (128, 256, 512))
 SIZES = tuple(4**k for k in range(4, 13))  # bytes of a collective: 256 to 16 MiB
-CALLS = 9
-TURNS = 0.03  # s in which every rank of several on a core has had its turns; the scheduler's are of some milliseconds
 CORPUS, SAMPLES = 1 << 20, (128, 8192)  # bytes of text, and tokens that are read of it at once
 _CPU = torch.device("cpu")
 
@@ -72,10 +77,11 @@ def measure(grid: Grid, folder: Path) -> dict:
             for name, dtype in types(device).items()
         },
         "elements": elements(grid, device, 4 * 2**20),  # as large as activations
-        "state": elements(grid, device, 128 * 2**20),  # as large as weights
+        "state": update(grid, device),
+        "tables": tables(grid, device),
         "norms": norms(grid, device),
         "activations": activations(grid, device),
-        "cache": cache(device, nodes),
+        **weights(grid, device),
         "waiting": waiting(grid, device) if grid.size > 1 else 0.0,
         "launch": launch(grid, device),
         "attention": attention(grid, device),
@@ -84,78 +90,6 @@ def measure(grid: Grid, folder: Path) -> dict:
         "bucket": BUCKET_BYTES,
     }
     return grid.comm.bcast(found)
-
-
-def types(device: torch.device) -> dict[str, torch.dtype]:
-    """Those that are worth while on the device."""
-    wide = {"fp32": torch.float32, "fp64": torch.float64}
-    return {**wide, "bf16": torch.bfloat16, "fp16": torch.float16} if device.type == "cuda" else wide
-
-
-def seconds(grid: Grid, work: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
-    """Of a call of `work`, on the slowest rank."""
-
-    def taken(repeats: int) -> float:
-        _wait(device)
-        grid.comm.Barrier()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        _wait(device)
-        return grid.comm.allreduce(time.perf_counter() - start, op=_max()) / repeats
-
-    work()
-    repeats = math.ceil(TURNS / taken(1)) if share_cores(grid) else 1
-    return statistics.quantiles(taken(repeats) for _ in range(calls))[0]
-
-
-def share_cores(grid: Grid) -> bool:
-    """Whether a node has more ranks than cores."""
-    return max(Counter(grid.world.nodes).values()) > cores.find().count
-
-
-def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """A product of (m, k, n)."""
-    m, k, n = shape
-    a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
-    out = torch.empty(m, n, dtype=dtype, device=device)
-    return lambda: torch.mm(a, b, out=out)
-
-
-def elements(grid: Grid, device: torch.device, nbytes: int) -> float:
-    """Bytes a second that an element-wise operation reads and writes, of tensors of so many."""
-    a, b = (torch.ones(nbytes // 4, device=device) for _ in range(2))
-    out = torch.empty_like(a)
-    return 3 * nbytes / seconds(grid, lambda: torch.add(a, b, out=out), device)
-
-
-def norms(grid: Grid, device: torch.device, layers: int = 4, width: int = 512) -> float:
-    """Bytes a second of norms with the sums around them, forward and backward, as a prediction counts them."""
-    x = torch.ones(2048, width, device=device, requires_grad=True)
-
-    def chain():
-        y = x
-        for _ in range(layers):
-            y = y + torch.nn.functional.layer_norm(y, (width,))
-        scalar_of([y], [x]).backward()
-
-    return (1 + BACKWARD) * RESIDUAL * 2 * x.nbytes * layers / seconds(grid, chain, device)
-
-
-def activations(grid: Grid, device: torch.device, layers: int = 4, width: int = 512) -> float:
-    """The same of what lies between the products of a block: biases, copies of heads, GELU in the MLP."""
-    heads, hidden = (torch.ones(width, n * width, device=device, requires_grad=True) for n in (3, 4))
-    bias = torch.zeros(4 * width, device=device, requires_grad=True)
-
-    def chain():
-        total = torch.zeros((), device=device)
-        for _ in range(layers):
-            mixed = (heads + bias[: 3 * width])[:, :width].t().contiguous()
-            total = total + gelu_tanh(hidden + bias)[0, 0] + mixed[0, 0]
-        total.backward()
-
-    kept = 4 * width * (3 + 1 + 4 + 4) * width  # inputs and outputs of attention and of the activation
-    return (1 + BACKWARD) * INNER * kept * layers / seconds(grid, chain, device)
 
 
 def waiting(grid: Grid, device: torch.device, products: int = 8) -> float:
@@ -176,36 +110,6 @@ def waiting(grid: Grid, device: torch.device, products: int = 8) -> float:
 
     apart = [seconds(grid, several(call), device) for call in (work, exchange)]
     return max(0.0, seconds(grid, several(work, exchange), device) - sum(apart)) / apart[0]
-
-
-def cache(device: torch.device, ranks: int) -> float:
-    """Bytes of the last level's cache that a rank of a node has."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).L2_cache_size)
-    levels = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-    sizes = [int(text[:-1]) << {"K": 10, "M": 20}[text[-1]] for text in (level.read_text().strip() for level in levels)]
-    return max(sizes, default=0) / ranks
-
-
-def launch(grid: Grid, device: torch.device, operations: int = 200) -> float:
-    """Seconds of an operation on nothing, forward and backward each."""
-
-    def chain():
-        x = torch.ones(1, device=device, requires_grad=True)
-        y = x
-        for _ in range(operations):
-            y = y * 1.5
-        y.sum().backward()
-
-    return seconds(grid, chain, device) / (2 * operations)
-
-
-def attention(grid: Grid, device: torch.device, heads: int = 8, length: int = 256, width: int = 32) -> float:
-    """flop/s in causal attention, of the half of the scores that count, forward and backward."""
-    q = torch.ones(2, heads, length, width, device=device, requires_grad=True)
-    call = torch.nn.functional.scaled_dot_product_attention
-    flops = 2 * 2 * heads * length**2 * width * (1 + 2.5)  # backward computes the scores once more
-    return flops / seconds(grid, lambda: scalar_of([call(q, q, q, is_causal=True)], [q]).backward(), device)
 
 
 def collectives(grid: Grid, device: torch.device) -> dict[str, list[tuple[int, float]]]:
@@ -265,17 +169,6 @@ def memory(device: torch.device, ranks: int) -> float:
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         most = min(most, int(text))
     return most / ranks
-
-
-def _wait(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _max():
-    from mpi4py import MPI
-
-    return MPI.MAX
 
 
 if __name__ == "__main__":

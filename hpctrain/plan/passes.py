@@ -105,6 +105,7 @@ class Box:
         self.weights = (job.itemsize + job.reduce) * weights / (choice.pipeline * x * y * z)  # and gradients
         again = 1 - 1 / choice.microbatches if machine.software.accumulates else 0.0
         self.added = again * (1 if z > 1 else 3)  # times that a weight gradient is read and written besides
+        self.microbatches, self.tied = choice.microbatches, costs.tied and choice.pipeline == 1
         self.waits = machine.device.waits(x * y * z, choice.ranks)
         self.expert, self.expert_tensor = choice.expert, choice.expert_tensor
         heads = -(-job.groups // (y if self.plane else x * y)) * (job.heads // max(1, job.groups))
@@ -288,8 +289,11 @@ class Box:
         moved = self.network.reduce_scatter(rows / self.y, self.groups["x"])
         gathered = self.network.all_gather(tables, self.groups["z"])
         seconds = self.elements(3 * rows / (self.x * self.y))
-        # gradients of tables are whole ones: written, and added to those of the head and of other microbatches
-        dense = 4 * tables / self.machine.device.optimizer_rate if self.machine.software.accumulates else 0.0
+        # A table's gradient is a whole one: zeros, to which the head's is added, in new memory and copied once more
+        # for the first microbatch, or else that of the microbatches before. With the head, `linear` adds those.
+        again = self.tied * (3 + 2 / self.microbatches) or 3 * (1 - 1 / self.microbatches)
+        passes = (1 + again / self.z) * self.machine.software.accumulates
+        dense = passes * tables / self.machine.device.table_rate
         return Part(
             self.finished(seconds, OPERATIONS // 2, moved + gathered),
             self.finished(2 * seconds, OPERATIONS // 2, moved + gathered),

@@ -145,7 +145,12 @@ class UnitGraph:
 
     def _update(self, elements: float) -> float:
         machine = self.box.machine
-        return machine.learned.optimizer * updated_bytes(self.box.job) * elements / machine.device.optimizer_rate
+        return (
+            machine.learned.optimizer
+            * updated_bytes(self.box.job, machine.software)
+            * elements
+            / machine.device.optimizer_rate
+        )
 
     def _memory(self, weights: float, activations: float) -> float:
         """Of weights with gradients and the optimizer's state, and of elements that are kept."""

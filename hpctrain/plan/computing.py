@@ -1,0 +1,181 @@
+"""Rates at which a rank computes while all others do, by the operations that training consists of."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from hpctrain import cores
+from hpctrain.grid import Grid
+from hpctrain.layers import Tokens
+from hpctrain.layers.gelu import gelu_tanh
+from hpctrain.models.gpt2.model import Block
+from hpctrain.models.gpt2.shape import GPT2Shape
+from hpctrain.pipeline.given_gradients import scalar_of
+from hpctrain.plan.passes import BACKWARD, INNER, OPERATIONS, RESIDUAL
+from hpctrain.randomness import RngKey
+
+CALLS = 9
+TURNS = 0.03  # s in which every rank of several on a core has had its turns; the scheduler's are of some milliseconds
+
+
+def types(device: torch.device) -> dict[str, torch.dtype]:
+    """Those that are worth while on the device."""
+    wide = {"fp32": torch.float32, "fp64": torch.float64}
+    return {**wide, "bf16": torch.bfloat16, "fp16": torch.float16} if device.type == "cuda" else wide
+
+
+def seconds(grid: Grid, work: Callable[[], object], device: torch.device) -> float:
+    """Of a call of `work`, on the slowest rank."""
+
+    def taken(repeats: int) -> float:
+        _wait(device)
+        grid.comm.Barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        _wait(device)
+        return grid.comm.allreduce(time.perf_counter() - start, op=_max()) / repeats
+
+    work()
+    repeats = math.ceil(TURNS / taken(1)) if share_cores(grid) else 1
+    # of two calls the other method says less than the quicker one took, even less than nothing
+    return statistics.quantiles((taken(repeats) for _ in range(CALLS)), method="inclusive")[0]
+
+
+def share_cores(grid: Grid) -> bool:
+    """Whether a node has more ranks than cores."""
+    return max(Counter(grid.world.nodes).values()) > cores.find().count
+
+
+def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """A product of (m, k, n)."""
+    m, k, n = shape
+    a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
+    out = torch.empty(m, n, dtype=dtype, device=device)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def elements(grid: Grid, device: torch.device, nbytes: int) -> float:
+    """Bytes a second that an element-wise operation reads and writes, of tensors of so many."""
+    a, b = (torch.ones(nbytes // 4, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    return 3 * nbytes / seconds(grid, lambda: torch.add(a, b, out=out), device)
+
+
+def update(grid: Grid, device: torch.device, tensors: int = 16, elements: int = 1 << 20) -> float:
+    """Bytes a second that clipping and AdamW read and write, of more than caches hold: the gradients' norm, their
+    multiplication, and the update of weights and two moments, 40 bytes an element."""
+    weights, gradients, means, squares = (
+        [torch.full((elements,), 1e-3, device=device) for _ in range(tensors)] for _ in range(4)
+    )
+    steps = [torch.ones((), device=device) for _ in range(tensors)]
+
+    def step():
+        torch._foreach_norm(gradients)
+        torch._foreach_mul_(gradients, 1.0)
+        torch._fused_adamw_(
+            weights, gradients, means, squares, [], steps, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return 40 * tensors * elements / seconds(grid, step, device)
+
+
+def tables(grid: Grid, device: torch.device, nbytes: int = 8 * 2**20) -> float:
+    """Bytes a second of a table's gradient: zeros, their sum with another, and a copy, each in memory of its own."""
+    head = torch.ones(nbytes // 4, device=device)
+    return (1 + 3 + 2) * nbytes / seconds(grid, lambda: (torch.zeros_like(head) + head).clone(), device)
+
+
+def norms(grid: Grid, device: torch.device, layers: int = 4, width: int = 512) -> float:
+    """Bytes a second of norms with the sums around them, forward and backward, as a prediction counts them."""
+    x = torch.ones(2048, width, device=device, requires_grad=True)
+
+    def chain():
+        y = x
+        for _ in range(layers):
+            y = y + torch.nn.functional.layer_norm(y, (width,))
+        scalar_of([y], [x]).backward()
+
+    return (1 + BACKWARD) * RESIDUAL * 2 * x.nbytes * layers / seconds(grid, chain, device)
+
+
+def activations(grid: Grid, device: torch.device, layers: int = 4, width: int = 512) -> float:
+    """The same of what lies between the products of a block: biases, copies of heads, GELU in the MLP."""
+    heads, hidden = (torch.ones(width, n * width, device=device, requires_grad=True) for n in (3, 4))
+    bias = torch.zeros(4 * width, device=device, requires_grad=True)
+
+    def chain():
+        total = torch.zeros((), device=device)
+        for _ in range(layers):
+            mixed = (heads + bias[: 3 * width])[:, :width].t().contiguous()
+            total = total + gelu_tanh(hidden + bias)[0, 0] + mixed[0, 0]
+        total.backward()
+
+    kept = 4 * width * (3 + 1 + 4 + 4) * width  # inputs and outputs of attention and of the activation
+    return (1 + BACKWARD) * INNER * kept * layers / seconds(grid, chain, device)
+
+
+def weights(grid: Grid, device: torch.device, most: int = 32) -> dict[str, float]:
+    """How many bytes of weights stay in a cache from one product to the next, by products of few rows with 1, 2, 4 …
+    weights in turn, all of which have another one's place in it by then, or not; and bytes a second at which one that
+    did not stay is read, besides, 0 where that takes no longer. What the system says of caches is the host's, which
+    virtual machines share."""
+    x, out = torch.ones(64, 512, device=device), torch.empty(64, 2048, device=device)
+    each = [torch.ones(512, 2048, device=device) for _ in range(most)]
+    taken = {}
+    for count in (2**k for k in range(most.bit_length())):
+
+        def products(several: list[torch.Tensor] = each[:count] * (most // count)):
+            for weight in several:
+                torch.mm(x, weight, out=out)
+
+        taken[count] = seconds(grid, products, device) / most
+    warm, cold = taken[1], max(taken[1], taken[most])
+    held = max(count for count in taken if taken[count] <= (warm + cold) / 2)
+    nbytes = each[0].nbytes
+    return {"cache": held * nbytes, "cold": nbytes / (cold - warm) if cold > warm else 0.0}
+
+
+def launch(grid: Grid, device: torch.device, blocks: int = 4) -> float:
+    """Seconds that an operation takes besides: a block of GPT-2 on next to nothing, forward and backward, over its
+    operations as a prediction counts them."""
+    from mpi4py import MPI
+
+    with Grid(1, comm=MPI.COMM_SELF) as alone:
+        shape, tokens = GPT2Shape(layers=1, width=8, heads=1, context=4, vocabulary=8), Tokens.of(alone, 1, 4)
+        block = Block(alone, shape, algorithm="agarwal", key=RngKey(0), device=device)
+        x = torch.ones(4, shape.width, device=device, requires_grad=True)
+
+        def chain():
+            y = x
+            for _ in range(blocks):
+                y = block(y, tokens)
+            scalar_of([y], [x]).backward()
+
+        return seconds(grid, chain, device) / (blocks * (3 * OPERATIONS + 4 * 4))  # and those of four products
+
+
+def attention(grid: Grid, device: torch.device, heads: int = 8, length: int = 256, width: int = 32) -> float:
+    """flop/s in causal attention, of the half of the scores that count, forward and backward."""
+    q = torch.ones(2, heads, length, width, device=device, requires_grad=True)
+    call = torch.nn.functional.scaled_dot_product_attention
+    flops = 2 * 2 * heads * length**2 * width * (1 + 2.5)  # backward computes the scores once more
+    return flops / seconds(grid, lambda: scalar_of([call(q, q, q, is_causal=True)], [q]).backward(), device)
+
+
+def _wait(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _max():
+    from mpi4py import MPI
+
+    return MPI.MAX
