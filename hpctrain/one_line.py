@@ -36,10 +36,10 @@ def parallelize(
     A weight that is read outside of its own module, as in `F.linear(h, self.table.weight)` or a penalty, is the whole
     one, gathered and differentiable; so all ranks must read it. Outside of a forward, its `.data`, `.detach()` and
     `.grad` are this rank's shard, on which optimizers work, and `state_dict()` is of shards, which `load_state_dict()`
-    takes back and files refuse: `ht.gather_state_dict` is for these. Parameters stay the same objects, with their
-    attributes; hooks on their gradients are given the whole ones. `model.apply(f)` gives each module its whole weights,
-    `reset_parameters()` and `load_state_dict` work, and `save_pretrained` writes whole weights. What cannot be done to
-    a sharded weight is refused by name.
+    takes back and files refuse: `ht.gather_state_dict` is for these, and for optimizers' `ht.gather_optimizer_state`.
+    Parameters stay the same objects, with their attributes; hooks on their gradients are given the whole ones.
+    `model.apply(f)` gives each module its whole weights, `reset_parameters()` and `load_state_dict` work, and
+    `save_pretrained` writes whole weights. What cannot be done to a sharded weight is refused by name.
 
     In a loop of one's own, torch's clip_grad_norm_ and GradScaler, and norms and sums of gradients, are of the whole
     gradient; every rank must call them. So are those of `.data`, and of copies; where they meet tensors of the whole
@@ -103,10 +103,11 @@ def parallelize(
             before are added up. (Of batches that are not equal, it is the sum over the replica's own, divided by the
             batch of all and times the number of replicas.) 1: as 0, and the optimizer's state is spread over the
             replicas; 2: the gradients too; 3: the weights too, which are gathered while a layer computes. From 1 on
-            optimizers are any of torch's that treat every element by itself, `.grad` is this rank's range of the mean,
-            flat, of which norms and clipping are those of the whole, and the weights stay in their memory. Weights that
-            no replica's loss depends on have no gradient, as on one rank. Every replica calls backward; one without
-            samples of `model(...).sum() * 0`, or clips by `ht.clip_grad_norm_`.
+            optimizers are any of torch's that treat every element by itself; one's own see flat ranges of weights as
+            well, with the shape of the whole. `.grad` is this rank's range of the mean, flat, of which norms and
+            clipping are those of the whole, and the weights stay in their memory. Weights that no replica's loss
+            depends on have no gradient, as on one rank. Every replica calls backward; one without samples of
+            `model(...).sum() * 0`, or clips by `ht.clip_grad_norm_`.
         plan: what to divide. None: all that can be. "auto": of pairs of linear layers, attention and other layers those
             whose division saves more time than it costs to move what they need, and `shard_activations` where that is
             faster, or all that fits; the others stay whole on every rank, as with `replicate`. Or a plan that

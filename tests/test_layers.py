@@ -160,6 +160,7 @@ def test_standalone_layers_follow_torch_s_seed(world):
     ("make", "message"),
     [
         (lambda g: Linear(g, 4, 4, to="outer"), 'to must be "inner" or "residual", got \'outer\''),
+        (lambda g: Linear(g, 0, 4, to="inner"), "in_features and out_features must be from 1 on, got 0 and 4"),
         (lambda g: Dropout(g, 1.0, 4, key=KEY), "dropout must be at least 0 and below 1, got 1.0"),
     ],
 )
@@ -167,3 +168,18 @@ def test_bad_arguments(world, make, message):
     with pytest.raises(ValueError) as refused:
         make(Grid(tensor=world.size))
     assert str(refused.value) == message
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("algorithm", ["agarwal", "summa"])
+def test_rows_or_columns_of_another_layout_are_refused(world, algorithm):
+    grid = Grid(tensor=(1, world.size, 1))
+    tokens = Tokens.of(grid, sequences=3, length=2, algorithm=algorithm)
+    up, down = (Linear(grid, 8, 8, to=to, algorithm=algorithm) for to in ("inner", "residual"))
+    columns = 8 // world.size
+    assert down(up(torch.ones(6, columns), tokens), tokens).shape == (6, columns)
+    for shape in ((7, columns), (6, columns + 1), (2, 3, columns)):
+        with pytest.raises(ValueError) as refused:
+            up(torch.ones(shape), tokens)
+        said = f"takes this rank's 6 rows and {columns} columns of x in the residual layout, got {shape}; the tokens"
+        assert said in str(refused.value)

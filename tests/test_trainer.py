@@ -1,7 +1,10 @@
 """ht.Trainer's two kinds of models: whole ones with a loss, and those that are cut into stages."""
 
+import math
+
 import pytest
 import torch
+from mpi4py import MPI
 from torch import nn
 
 import hpctrain as ht
@@ -63,3 +66,49 @@ def test_a_loss_of_the_whole_model_meets_a_pipeline(world):
     model = GPT2(grid, GPT2Shape(world.size, 4, 1, 4, 8), key=ht.RngKey(0))
     with pytest.raises(ValueError, match=f"pipeline={world.size} and a loss of the whole model: use pipeline=1"):
         ht.Trainer(model, grid, torch.optim.SGD(model.parameters(), 0.1), loss=square)
+
+
+class Normalised(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_a_plain_module_is_divided_first(world, axis):
+    """Its optimizer may be there before: it gets the parameters that are trained. The statistics are of all batches."""
+    trained = []
+    for grid in (ht.Grid(comm=MPI.COMM_SELF), ht.Grid(**{axis: world.size})):
+        torch.manual_seed(0)
+        model = Normalised().double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9)
+        trainer = ht.Trainer(model, grid, optimizer, loss=square)
+        batch = X.view(grid.data.size, -1, 2)[grid.data.rank]
+        trained.append([*(trainer.step([batch]) for _ in range(3)), *ht.gather_state_dict(model).values()])
+    for got, expected in zip(*trained[::-1], strict=True) if world.rank == 0 else []:
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_a_trainer_cannot_take(world):
+    grid = ht.Grid(data=world.size)
+
+    def trainer(made_for=grid, model=None, loss=square, **options):
+        model = model or line(made_for)
+        return ht.Trainer(model, grid, torch.optim.SGD(model.parameters(), 0.1), loss=loss, **options)
+
+    for number in (-1.0, math.nan, "1", True):
+        with pytest.raises(ValueError, match="max_norm must be a number from 0 on, got "):
+            trainer(max_norm=number)
+    for loss, got in ((lambda model, x: model(x), r"shape \(4, 1\)"), (lambda model, x: 0.5, "0.5")):
+        with pytest.raises(ValueError, match=f"a scalar tensor that depends on the weights, got {got}"):
+            trainer(loss=loss).step([X])
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(X.float()).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="Linear is a plain module, and its optimizer has states of whole weights"):
+        ht.Trainer(model, grid, optimizer, loss=square)
+    if world.size > 1:
+        other = ht.Grid(tensor=world.size)
+        message = rf"for data 1 × pipeline 1 × tensor \({world.size}, 1, 1\), and the Trainer got data {world.size}"
+        with pytest.raises(ValueError, match=message):
+            trainer(made_for=other)

@@ -45,6 +45,8 @@ class Linear(torch.nn.Module):
         super().__init__()
         if to not in ("inner", "residual"):
             raise ValueError(f'to must be "inner" or "residual", got {to!r}')
+        if min(in_features, out_features) < 1:
+            raise ValueError(f"in_features and out_features must be from 1 on, got {in_features} and {out_features}")
         self.to_inner = to == "inner"
         self.in_features, self.out_features = in_features, out_features
         key = drawn_key(grid, key)
@@ -63,6 +65,13 @@ class Linear(torch.nn.Module):
         self.bias = parameter(self.product.bias, key / "bias", None, **factory) if bias else None
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        if x.shape != (expected := self.product.shape_of_input(tokens)):
+            layout = "residual" if self.to_inner else "inner"
+            raise ValueError(
+                f"Linear({self.extra_repr()}) takes this rank's {expected[0]} rows and {expected[1]} columns of x in "
+                f"the {layout} layout, got {tuple(x.shape)}; the tokens must be those of x, made for the layer's grid "
+                "and algorithm"
+            )
         return self.product(x, self.weight, self.bias, tokens)
 
     def extra_repr(self) -> str:

@@ -38,6 +38,10 @@ class PlaneProduct:
         self.weight = algorithm.shard({over_out: (out_features, out_unit), over_in: (in_features, in_unit)})
         self.bias = algorithm.shard({of_y: (out_features, out_unit)})
 
+    def shape_of_input(self, tokens: Tokens) -> tuple[int, int]:
+        """Of this rank's part of x."""
+        return tokens.local_rows, self.weight.shape[1]
+
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens
     ) -> torch.Tensor:

@@ -36,12 +36,15 @@ class WholeModel:
         self.model, self.loss, self.strategy = model, loss, strategy
 
     def check(self, batches: list) -> None:
-        """Any number of batches will do."""
+        """Any number of batches will do, also none on some replicas."""
 
     def train(self, batches: list) -> list[torch.Tensor]:
         losses = []
         for number, batch in enumerate(batches):
             value = self.loss(self.model, batch)
+            if not isinstance(value, torch.Tensor) or value.dim() or not value.requires_grad:
+                got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) and value.dim() else value
+                raise ValueError(f"loss must give a scalar tensor that depends on the weights, got {got}")
             if self.strategy.loss_scale != 1:  # which float16 could not hold
                 value = value.float() * self.strategy.loss_scale
             if number == len(batches) - 1:

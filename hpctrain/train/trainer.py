@@ -13,8 +13,10 @@ from hpctrain import comm
 from hpctrain.choices import MIXING_OPTIMIZERS
 from hpctrain.data_parallel import DataParallel, DataParallelStrategy, Zero3
 from hpctrain.grid import Grid
+from hpctrain.grid_shape import describe_shape
 from hpctrain.layers.experts.balance import Load, LoadBalance
 from hpctrain.models.staged_model import StagedModel
+from hpctrain.one_line import parallelize
 from hpctrain.pipeline import AMPNet, Schedule
 from hpctrain.pipeline.ampnet import MessageNetwork
 from hpctrain.pipeline.network import Network
@@ -27,8 +29,8 @@ log = logging.getLogger("hpctrain")
 
 
 class Trainer:
-    """Trains a model on its grid. One that every rank calls as a whole, whether plain, of `ht.layers` or made by
-    `ht.parallelize`, is given with its loss:
+    """Trains a model on its grid. One that every rank calls as a whole, of `ht.layers` or made by `ht.parallelize`, is
+    given with its loss; so is a plain one, which is parallelized first:
 
         share = lambda model, batch: F.cross_entropy(model(batch.x), batch.y) / replicas
         trainer = ht.Trainer(model, grid, torch.optim.AdamW(model.parameters()), loss=share)
@@ -73,6 +75,9 @@ class Trainer:
                 f"optimizer must treat every element of a weight by itself, got {kind}, which needs "
                 f"{MIXING_OPTIMIZERS[kind.lower()]}; AdamW does"
             )
+        _check_number("max_norm", max_norm)
+        if _is_plain(model):
+            model = _divided(model, grid, optimizer)
         check_shards(model)
         if any(hasattr(p, "replicas") for p in model.parameters()):
             raise ValueError(
@@ -200,9 +205,36 @@ class Trainer:
         return torch.stack(losses).double().sum().cpu() if counted else torch.zeros((), dtype=torch.float64)
 
 
+def _check_number(name, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError(f"{name} must be a number from 0 on, got {value!r}")
+
+
+def _is_plain(model) -> bool:
+    """Whether nobody has said what ranks hold of its weights; of a network that is cut, a rank may have none."""
+    parameters = list(model.parameters())
+    return bool(parameters) and not any(hasattr(p, "shard") for p in parameters)
+
+
+def _divided(model, grid, optimizer) -> torch.nn.Module:
+    """A plain module by the one line; its parameters stay the same objects, so that the optimizer has them."""
+    if optimizer.state:
+        raise ValueError(
+            f"{type(model).__name__} is a plain module, and its optimizer has states of whole weights already: call "
+            "ht.parallelize(model, grid) before the first step of the optimizer"
+        )
+    return parallelize(model, grid)
+
+
 def _check_kind(model, grid, schedule, loss) -> None:
-    """Raise ValueError unless the model is a whole one with a loss, or one that is cut into stages."""
+    """Raise ValueError unless the model is a whole one with a loss, or one that is cut into stages; of this grid."""
     kind = type(model).__name__
+    made_for = getattr(model, "hpctrain_grid", grid)
+    if made_for.shape != grid.shape:
+        raise ValueError(
+            f"{kind} was made by ht.parallelize for {describe_shape(made_for.shape)}, and the Trainer got "
+            f"{describe_shape(grid.shape)}: give it the same grid"
+        )
     if hasattr(model, "hpctrain_pipeline"):
         if loss is None or isinstance(schedule, AMPNet) or getattr(schedule, "delayed", False):
             raise ValueError(
