@@ -73,6 +73,11 @@ def _run(model, inputs, run):
     return [y.detach() for y in outputs] + [x.grad for x in held if x.is_floating_point()]
 
 
+def on_first(grid, compute):
+    """What rank 0 computes alone, on all ranks."""
+    return grid.comm.bcast(compute() if grid.rank == 0 else None)
+
+
 def check_gradients(model, serial, grid):
     """The gathered gradients are those of the serial model."""
     gathered = ht.gather_gradients(model)

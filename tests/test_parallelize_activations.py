@@ -282,3 +282,14 @@ def test_checkpointing_generation_and_replicas(world):
         check_gradients(model, serial, grid)
         written = [m.eval().generate(IDS[:, :4], max_new_tokens=3, do_sample=False) for m in (serial, model)]
         assert torch.equal(*written)
+
+
+@pytest.mark.ranks(2)
+def test_checkpoints_that_know_of_no_parts(world):
+    torch.manual_seed(3)
+    model = ht.parallelize(llama().double(), ht.Grid(tensor=2), **SHARDED).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match=r"\(use_reentrant=True\) cannot give back activations .*; use use_re"):
+        model(IDS, labels=IDS)
+    with torch.no_grad():
+        model.eval()(IDS, labels=IDS)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from parallelize_checks import CLOSE, check_gradients
+from parallelize_checks import CLOSE, check_gradients, on_first
+from training_checks import in_turn
 
 import hpctrain as ht
 from hpctrain.shard import split, split_sizes
@@ -77,6 +78,11 @@ def share_of(model, grid=None):
     return F.cross_entropy(logits.flatten(0, 1), IDS[rows].flatten(), reduction="sum") / IDS.numel()
 
 
+def backward(loss):
+    loss.backward()
+    return loss.item()
+
+
 def differentiate_alike(loss, serial, model, grid):
     """The summed gradients of a replica's share of the loss are those of the serial model."""
     for total in (loss(serial), loss(model, grid)):
@@ -90,9 +96,9 @@ def spread(model):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_steps(world, doubles, name):
+def test_two_steps(world, doubles, case, name):
     """Loss, gradients, norm of all of them, and the weights after it; by ours and by torch's clipping."""
-    for sizes in GRIDS[world.size]:
+    for sizes in in_turn(GRIDS, world.size, case):
         grid, serial = grid_of(**sizes), made(name)
         model = ht.parallelize(copy.deepcopy(serial), grid)
         stacks = {n for n, _ in serial.named_parameters() if n.endswith(("experts.gate_up_proj", "experts.down_proj"))}
@@ -103,18 +109,17 @@ def test_two_steps(world, doubles, name):
             for optimizer in optimizers:
                 optimizer.zero_grad()
             with doubles():
-                expected, got = share_of(serial), share_of(model, grid)
-            expected.backward()
-            got.backward()
+                expected = on_first(grid, lambda serial=serial: backward(share_of(serial)))
+                got = backward(share_of(model, grid))
             ht.sync_gradients(model)
-            assert grid.data.comm.allreduce(got.item()) == pytest.approx(expected.item(), rel=1e-12)
+            assert grid.data.comm.allreduce(got) == pytest.approx(expected, rel=1e-12)
             check_gradients(model, serial, grid)
             limit = 0.1
-            norm = torch.nn.utils.clip_grad_norm_(serial.parameters(), limit)
+            norm = grid.comm.bcast(float(torch.nn.utils.clip_grad_norm_(serial.parameters(), limit)))
             # of parts over other axes in one call, as on a GPU
             together = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], foreach=True)
-            assert float(together) == pytest.approx(float(norm), rel=1e-12)
-            assert float(clip(model, limit)) == pytest.approx(float(norm), rel=1e-12)
+            assert float(together) == pytest.approx(norm, rel=1e-12)
+            assert float(clip(model, limit)) == pytest.approx(norm, rel=1e-12)
             for optimizer in optimizers:
                 optimizer.step()
         gathered = ht.gather_state_dict(model)
@@ -140,6 +145,16 @@ def test_experts_of_each_rank(world):
         down = ht.parallelize(made("Mixtral"), grid).model.layers[0].mlp.experts.down_proj.detach()
         tensor = grid.tensor.size if grid.expert.size == 1 else 1
         assert down.shape == (split_sizes(3, grid.expert.size)[grid.expert.rank], 8, 10 // tensor)
+
+
+def test_ranks_wait_for_each_other_five_times_a_layer(world):
+    """As in `layers.Experts`: for who chose which; tokens with their weights, and results; the gradients of both."""
+    grid = grid_of(data=world.size, expert=world.size)
+    model = ht.parallelize(made("Mixtral"), grid)
+    grid.transport.traffic.clear()
+    share_of(model, grid).backward()
+    calls = {name: each["calls"] for (axis, name), each in grid.transport.traffic.table().items() if axis == "expert"}
+    assert calls == {"all_gather": len(model.model.layers), "all_to_all": 4 * len(model.model.layers)}
 
 
 def test_gradients_that_are_not_summed(world):

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from parallelize_checks import numbers
+from parallelize_checks import numbers, on_first
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -147,16 +147,11 @@ def equals_one_rank(grid, kind, schedule="1f1b", **how):
     trainer = ht.Trainer(model, grid, ours, order, loss=share, max_norm=0.5)
     for step in range(2):
         parts = [batch(10 * step + n) for n in range(MICROBATCHES * replicas)]
-        theirs.zero_grad()
-        expected = [loss(serial, part) / replicas for part in parts]
-        for each in expected:
-            each.backward()
-        expected_norm = nn.utils.clip_grad_norm_(serial.parameters(), 0.5)
-        theirs.step()
+        expected = on_first(grid, functools.partial(serial_step, serial, theirs, loss, parts, replicas))
         mine = parts[MICROBATCHES * grid.data.rank :][:MICROBATCHES]
         got, norm = trainer.step(mine)
-        assert got == pytest.approx(sum(map(float, expected)), rel=1e-11)
-        assert norm == pytest.approx(float(expected_norm), rel=1e-10)
+        assert got == pytest.approx(expected[0], rel=1e-11)
+        assert norm == pytest.approx(expected[1], rel=1e-10)
     gathered = ht.gather_state_dict(model)
     if grid.rank == 0:
         assert list(gathered) == list(serial.state_dict())
@@ -164,8 +159,19 @@ def equals_one_rank(grid, kind, schedule="1f1b", **how):
             torch.testing.assert_close(gathered[name], tensor, rtol=1e-9, atol=1e-10, msg=name)
     serial.eval()
     with torch.no_grad():
-        expected = sum(loss(serial, part) for part in parts) / replicas
-    assert trainer.evaluate([mine]) == pytest.approx(float(expected), rel=1e-10)
+        expected = on_first(grid, lambda: float(sum(loss(serial, part) for part in parts) / replicas))
+    assert trainer.evaluate([mine]) == pytest.approx(expected, rel=1e-10)
+
+
+def serial_step(model, optimizer, loss, parts, replicas):
+    """The loss and the norm of gradients."""
+    optimizer.zero_grad()
+    losses = [loss(model, part) / replicas for part in parts]
+    for each in losses:
+        each.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return sum(map(float, losses)), float(norm)
 
 
 @pytest.mark.ranks(4)

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from parallelize_checks import CLOSE, check_gradients, numbers
+from parallelize_checks import CLOSE, check_gradients, numbers, on_first
 
 import hpctrain as ht
 from hpctrain.shard import split
@@ -115,11 +115,7 @@ def test_three_steps(world, case, way):
         mine = split(2 * grid.replica.size, grid.replica.size, grid.replica.rank)
         for step in range(3):
             batches = [ids(29, 2 * grid.replica.size, seed=2 * step + n) for n in range(2)]
-            theirs.zero_grad()
-            expected = sum(loss_of(serial(batch).logits, batch) / 2 for batch in batches)
-            expected.backward()
-            expected_norm = torch.nn.utils.clip_grad_norm_(serial.parameters(), 0.1)
-            theirs.step()
+            expected = on_first(grid, functools.partial(serial_step, serial, theirs, batches))
             if trainer:
                 loss, norm = trainer.step([batch[mine] for batch in batches])
             else:
@@ -130,11 +126,21 @@ def test_three_steps(world, case, way):
                 norm = float(ht.clip_grad_norm_(model, 0.1))
                 ours.step()
                 loss = grid.replica.comm.allreduce(sum(shares).item())
-            assert loss == pytest.approx(expected.item(), rel=1e-12)
-            assert norm == pytest.approx(expected_norm.item(), rel=1e-11)
+            assert loss == pytest.approx(expected[0], rel=1e-12)
+            assert norm == pytest.approx(expected[1], rel=1e-11)
         gathered = ht.gather_state_dict(model)
         if grid.rank == 0:
             torch.testing.assert_close(gathered, dict(serial.state_dict()), rtol=1e-10, atol=1e-12)
+
+
+def serial_step(model, optimizer, batches):
+    """The loss and the norm of gradients."""
+    optimizer.zero_grad()
+    loss = sum(loss_of(model(batch).logits, batch) / 2 for batch in batches)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return loss.item(), norm.item()
 
 
 @pytest.mark.ranks(2, 4)

@@ -255,3 +255,46 @@ def test_replicas(world, method):
         whole.step()
         loss, _ = trainer.step([mine])
         assert loss == pytest.approx(expected.item(), rel=1e-10)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.mT, x.mT @ grad
+
+
+class Apart(torch.autograd.Function):
+    """In the newer way."""
+
+    @staticmethod
+    def forward(x, weight):
+        return x @ weight
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    backward = Product.backward
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("function", [Product, Apart])
+def test_functions_of_ones_own(world, function):
+    """Are refused a divided weight, and are right with the whole one."""
+    torch.manual_seed(0)
+    serial, x = nn.Linear(4, 6).double(), numbers(3, 6)
+    model, found = ht.parallelize(copy.deepcopy(serial), ht.Grid(tensor=2)), []
+    with pytest.raises(
+        ValueError, match=rf"line .* {function.__name__} is given the weight 'weight'.*; give it weight"
+    ):
+        function.apply(x, model.weight)
+    for each in (serial, model):
+        function.apply(x, each.weight * 1).square().sum().backward()
+        found.append(each.weight.grad.norm())
+    torch.testing.assert_close(found[1], found[0], **CLOSE)

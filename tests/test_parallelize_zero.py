@@ -266,6 +266,18 @@ def test_what_is_refused(world, zero):
     refused("was replaced or, with zero=3, changed by other code", optimizer.step)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_layer_added_afterwards(world, zero):
+    grid = ht.Grid(data=2)
+    model = ht.parallelize(nn.Sequential(nn.Linear(4, 4)), grid, zero=zero)
+    model.append(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"'1\.weight' is of a layer that was added after .*add it before"):
+        optimizer.step()
+
+
 @pytest.mark.ranks(1, 2)
 def test_other_values(world):
     for zero in (4, -1, True, "2"):

@@ -10,6 +10,7 @@ from hpctrain.convert.gradients import as_tensors
 from hpctrain.data_parallel.buckets import sum_gradients, summed_over
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate, shard_of
+from hpctrain.shard import check_shards
 
 
 def sum_over_replicas(model: torch.nn.Module, grid: Grid) -> list[torch.nn.Parameter] | None:
@@ -37,7 +38,12 @@ class MeanGradients:
             annotate(parameter, replicas=self)
 
     def complete(self, step: bool = False) -> None:
-        """Collective. A parameter without a gradient on any rank stays without."""
+        """Collective. A parameter without a gradient on any rank stays without.
+
+        Raises:
+            ValueError: on every rank, for one of a layer that was added since.
+        """
+        check_shards(self._model)
         used = sum_over_replicas(self._model, self._grid)
         if used:
             with as_tensors():

@@ -18,6 +18,7 @@ from hpctrain.convert import (
     norms,
     products,
     recurrent,
+    rms_norm,
     split_heads,
     tables,
 )
@@ -41,7 +42,8 @@ _OWNERS: dict[type | str, Callable[[Plan, Any], None]] = {
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), recurrent.split_recurrent),
     nn.Embedding: tables.split_embedding,
     nn.EmbeddingBag: tables.split_embedding_bag,
-    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, "LlamaRMSNorm"), norms.split_norm),
+    **dict.fromkeys((nn.LayerNorm, nn.GroupNorm, nn.PReLU), norms.split_norm),
+    **dict.fromkeys((nn.RMSNorm, "LlamaRMSNorm"), rms_norm.split_rms_norm),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), norms.split_batch_norm),
     nn.MultiheadAttention: attention.split_multihead_attention,
     "LlamaRotaryEmbedding": lambda plan, module: None,  # constant buffers
@@ -114,7 +116,7 @@ def decide(model: nn.Module, plan: Plan, trunk: nn.Module | None) -> None:
     plan.close_unit()
     for path, module in unknown:
         try:
-            if not (plan.shards and norms.keep_by_rows(plan, module)):
+            if not (rms_norm.keep_rms_norm(plan, module) or (plan.shards and norms.keep_by_rows(plan, module))):
                 plan.keep(module)
         except ValueError as error:
             refused.append(_named(path, module, error))

@@ -89,8 +89,7 @@ class SpreadPretrained(DividedPretrained):
 
 
 def _apply(module, x, weights, up, down, dispatch):
-    rows = with_adjoint(x, _to_experts, _to_tokens, dispatch)
-    weight = with_adjoint(weights, _weights_to_experts, _weights_to_tokens, dispatch)
+    rows, weight = _BothToExperts.apply(x, weights, dispatch)
     hidden = _linear(rows, up, dispatch.counts)
     out = _linear(module._apply_gate(hidden), down, dispatch.counts)
     return with_adjoint((out * weight[:, None]).to(x.dtype), _to_tokens, _to_experts, dispatch)
@@ -104,12 +103,18 @@ def _to_tokens(rows, dispatch):
     return dispatch.to_tokens(rows.contiguous()).wait()
 
 
-def _weights_to_experts(weights, dispatch):
-    return dispatch.weights_to_experts(weights.contiguous())
+class _BothToExperts(torch.autograd.Function):
+    """Tokens and their weights in one step, and their gradients back in one."""
 
+    @staticmethod
+    def forward(ctx, x, weights, dispatch):
+        ctx.dispatch = dispatch
+        return dispatch.both_to_experts(x.contiguous(), weights.contiguous()).wait()
 
-def _weights_to_tokens(of_rows, dispatch):
-    return dispatch.weights_to_tokens(of_rows.contiguous())
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_rows, grad_weight):
+        return *ctx.dispatch.both_to_tokens(grad_rows.contiguous(), grad_weight.contiguous()).wait(), None
 
 
 class _Alone(Axis):

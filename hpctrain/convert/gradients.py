@@ -19,7 +19,7 @@ import torch
 from hpctrain import comm
 from hpctrain.convert.refusals import caller
 from hpctrain.convert.sharding import POINTWISE, Sharding
-from hpctrain.convert.whole_operands import RANDOM, apply_to_whole, foreign, refuse_initial
+from hpctrain.convert.whole_operands import OF_SHAPE, RANDOM, apply_to_whole, foreign, refuse_initial, refuse_shape
 from hpctrain.grid import Axis, Grid
 
 as_tensors = torch._C.DisableTorchFunctionSubclass  # `with as_tensors():` parts are ordinary tensors
@@ -74,11 +74,14 @@ class PartialGradient(torch.Tensor):
         name, options = function.__name__, options or {}
         if name not in _UNREAD:
             _complete_replicas(_first(arguments, options))
-        library = "torch" if name == "__get__" else caller(sys._getframe(1))  # optimizers ask for many attributes
+        unread = name == "__get__" and function not in OF_SHAPE  # optimizers ask for many attributes
+        library = "torch" if unread else caller(sys._getframe(1))
         if library == "hpctrain":  # states of optimizers, that code of a user's made
             with as_tensors():
                 return function(*arguments, **options)
         by_others = library != "torch"
+        if by_others:
+            refuse_shape(function, _first(arguments, options))
         if (by_others or name in RANDOM) and foreign(function, arguments, options, cls):
             refuse_initial(sys._getframe(1))
             return apply_to_whole(function, arguments, options, cls, gathered)
@@ -95,6 +98,10 @@ class PartialGradient(torch.Tensor):
                 _agree_on_overflow(arguments)
             if name in _COMPARED:
                 return _all_agree(result, _first(arguments, options))
+            if by_others and name.startswith("_foreach_") and isinstance(result, tuple):
+                rows = zip(*(given for given in arguments if isinstance(given, (list, tuple))))
+                sources = [next((x for x in row if isinstance(x, PartialGradient)), None) for row in rows]
+                return [x if source is None else _inherit(name, x, source) for x, source in zip(result, sources)]
             if type(result) is not torch.Tensor or name in _UNTYPED or (name in _PLAIN and not by_others):
                 return result
             if any(result is given for given in (*arguments, *options.values())):  # changed in place
@@ -166,9 +173,9 @@ def _inherit(name, result, source):
     same = result.numel() == source.numel()
     if result.numel() < source.numel():
         _check_whole(name, source)
-    result = result.as_subclass(type(source))
-    result.part = None if source.part and source.part.divided and not same else source.part
-    result.summed = source.summed
+    result = source.like(result)
+    if source.part and source.part.divided and not same:
+        result.part = None
     pointwise = name.strip("_") in POINTWISE or name in _UNMOVED
     result.in_place = source.in_place and pointwise and result.shape == source.shape
     return result

@@ -26,18 +26,20 @@ from hpctrain.layers.softmax_attention import softmax_attention
 
 _FEATURES = 10  # of the twin's input and output
 _LENGTH = 4
+INDEX = "layer_idx"  # by which Hugging Face's layers know their number
 # Key heads of the twin; those of its parts, and how many query heads each has, of groups of g and of one group of 3.
 _ALL = slice(0, 3)
 _PARTS = (slice(0, 1), slice(1, 3))
 
 
-def find_heads(module: nn.Module) -> Heads | None:
-    """None where it is no such attention."""
+def find_heads(module: nn.Module) -> tuple[Heads | None, bool]:
+    """None where it is no such attention; and whether it asked for the number of its layer."""
+    index = _Index(module)
     for found in candidates(module):
         for one_key in (False, True)[: 1 + (found.key_heads == 1)]:
-            if (fitting := _probe(module, found, one_key)) is not None:
-                return fitting
-    return None
+            if (fitting := _probe(module, found, one_key, index)) is not None:
+                return fitting, index.is_read
+    return None, index.is_read
 
 
 def local_attributes(module: nn.Module, found: Heads, heads: int, key_heads: int) -> dict:
@@ -55,7 +57,21 @@ def local_attributes(module: nn.Module, found: Heads, heads: int, key_heads: int
     return own
 
 
-def _probe(module, found, one_key):
+class _Index:
+    """Attributes: `kind`, the module's type, but that it notes that the number of the layer `is_read`."""
+
+    def __init__(self, module: nn.Module):
+        self.is_read, self.kind = False, type(module)
+        if INDEX in vars(module):
+            own = {"__module__": self.kind.__module__, INDEX: property(self._read)}
+            self.kind = type(self.kind.__name__, (self.kind,), own)
+
+    def _read(self, twin: nn.Module) -> Any:
+        self.is_read = True
+        return vars(twin)[INDEX]
+
+
+def _probe(module, found, one_key, index):
     """`found`, and whether it works without heads, where the twin is what it should be; else None.
 
     Args:
@@ -70,7 +86,7 @@ def _probe(module, found, one_key):
     fits, may_be_none = False, True
     state = torch.get_rng_state()
     for way in ways:
-        twins = _Twins(module, found, one_key, way)
+        twins = _Twins(module, index.kind, found, one_key, way)
         with torch.no_grad():
             try:
                 whole, *others = [twins.run(_ALL, training) for training in (True, False)]
@@ -92,8 +108,8 @@ def _probe(module, found, one_key):
 class _Twins:
     """Twins of a module, of some of the heads, called in one way."""
 
-    def __init__(self, module: nn.Module, found: Heads, one_key: bool, way: tuple):
-        self.module, self.found, self.one_key, self.way = module, found, one_key, way
+    def __init__(self, module: nn.Module, kind: type, found: Heads, one_key: bool, way: tuple):
+        self.module, self.kind, self.found, self.one_key, self.way = module, kind, found, one_key, way
         self.children = dict(module.named_children())
         group = 1 if one_key else found.heads // found.key_heads
         self.group, self.key_heads = group, 1 if one_key else _ALL.stop
@@ -214,7 +230,8 @@ class _Twins:
                 children[name].__dict__ = {**vars(child), "_parameters": weights, "training": training}
             else:
                 children[name] = copy.deepcopy(child).train(training)
-        twin, own = copy.copy(self.module), local_attributes(self.module, self.found, heads, key_heads)
+        twin: nn.Module = object.__new__(self.kind)
+        own = local_attributes(self.module, self.found, heads, key_heads)
         self.calls: list[tuple] = []
         if hasattr(self.module, "config"):
             config = own.setdefault("config", copy.copy(self.module.config))

@@ -65,7 +65,7 @@ def _of_this_rank(model, optimizer, places, grid):
     for parameter, place in places.items():
         piece, shard = spread.get(parameter), shard_of(parameter)
         local = piece.local if piece else parameter
-        is_mine = counted(parameter, grid) if parameter not in spread else piece and shard.owned(grid.coords)
+        is_mine = piece.stop > piece.start and shard.owned(grid.coords) if piece else counted(parameter, grid)
         if not is_mine or local not in optimizer.state:
             continue
         values = state[place] = {}
@@ -110,11 +110,8 @@ def parts_of_state(
         for place, values in state["state"].items():
             if place not in parameters:
                 raise ValueError("the state is of an optimizer with more weights than this one")
-            parameter = parameters[place]
-            piece = spread.get(parameter)
-            taken = {key: _take(key, value, parameter, piece) for key, value in values.items()}
-            if piece or parameter not in spread:
-                parts[place] = taken
+            parameter, piece = parameters[place], spread.get(parameters[place])
+            parts[place] = {key: _take(key, value, parameter, piece) for key, value in values.items()}
     return {"state": parts, "param_groups": state["param_groups"]}
 
 

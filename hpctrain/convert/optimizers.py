@@ -10,6 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpctrain.choices import MIXING_OPTIMIZERS
 from hpctrain.convert.arriving_gradients import check_summed
+from hpctrain.convert.saved_state import mark_saved
+from hpctrain.convert.weight_piece import mark_states
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +30,11 @@ def watch_optimizers() -> None:
 def _before_step(optimizer, arguments, options):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     check_elementwise(optimizer, parameters)
+    mark_saved(optimizer)
     replicas = _replicas(parameters)
     if not replicas:
         check_summed(parameters, "optimizer.step()")
+        mark_states(optimizer)
         return None
 
     def begin():
@@ -39,6 +43,7 @@ def _before_step(optimizer, arguments, options):
         check_summed(parameters, "optimizer.step()")
         for each in replicas:
             each.before_step(optimizer)
+        mark_states(optimizer)
 
     def end(*_):
         handle.remove()

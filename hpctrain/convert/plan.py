@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from hpctrain.convert.alike_attention import Attentions
 from hpctrain.convert.initial import initial_numbers
 from hpctrain.convert.refusals import hook_refused
 from hpctrain.convert.sharded_module import ShardedModule, sharded_type
@@ -41,6 +42,7 @@ class Plan:
         shards: whether what leaves a unit stays divided, by rows.
         box: whether feed-forward blocks and attention are then divided over x, y and z.
         context_attention: those whose tokens meet those of all of `sequence`.
+        attentions: what was found of those that are divided by heads.
     """
 
     def __init__(self, model: torch.nn.Module, grid: Grid, replicated: set, shards: bool = False):
@@ -55,6 +57,7 @@ class Plan:
                 self._shared.add(id(parameter))
         self.paths = {module: path for path, module in model.named_modules()}
         self.context_attention: set[torch.nn.Module] = set()
+        self.attentions = Attentions()
         self.roots: dict[torch.nn.Module, type] = {}
         self.kept: list[torch.nn.Module] = []
         self.spreads = False

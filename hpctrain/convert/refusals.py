@@ -6,7 +6,9 @@ import sys
 import types
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
+_APPLY = torch.autograd.Function.apply.__code__
 _LIBRARIES = ("torch", "hpctrain", "transformers", "typing_extensions", "contextlib", "functools")  # not the user's
 
 
@@ -18,11 +20,9 @@ def refused(what: str, path: str) -> str:
     )
 
 
-def unpicklable(what: str) -> str:
-    return (
-        f"{what} is divided over ranks of a grid, which a file cannot hold: save ht.gather_state_dict(model), and load"
-        " it into the model as it was before parallelize"
-    )
+def unpicklable(what: str, instead: str | None = None) -> str:
+    instead = instead or "save ht.gather_state_dict(model), and load it into the model as it was before parallelize"
+    return f"{what} is divided over ranks of a grid, which a file cannot hold: {instead}"
 
 
 def hook_refused(path: str) -> str:
@@ -56,6 +56,37 @@ def wants_whole(frame: types.FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def check_function(weight: torch.Tensor, path: str) -> None:
+    """Raise ValueError where an autograd.Function of the user's reads a weight: backward would give the gradient of the
+    whole to this rank's part."""
+    if torch.is_grad_enabled() or not weight.requires_grad:
+        return
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY and any(given is weight for given in frame.f_locals["args"]):
+            raise ValueError(
+                f"{place()}: {frame.f_locals['cls'].__name__} is given the weight {path!r}, which is divided over"
+                " ranks, and would give its part the gradient of the whole; give it weight * 1, which is the whole one,"
+                " or list its module in replicate"
+            )
+        frame = frame.f_back
+
+
+def check_recomputed() -> None:
+    """Raise ValueError within torch's checkpoint of the kind that knows of no parts."""
+    if torch.is_grad_enabled():
+        return
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise ValueError(
+                f"{place()}: torch.utils.checkpoint(use_reentrant=True) cannot give back activations of which every"
+                " rank has some rows, for shard_activations=True of ht.parallelize; use use_reentrant=False, as in"
+                ' model.gradient_checkpointing_enable({"use_reentrant": False})'
+            )
+        frame = frame.f_back
 
 
 def by_user(frame: types.FrameType | None) -> bool:

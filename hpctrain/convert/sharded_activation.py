@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from hpctrain.convert import boundary
 from hpctrain.convert.dropout import kept
 from hpctrain.convert.gathering_again import once_more
-from hpctrain.convert.refusals import place
+from hpctrain.convert.refusals import check_recomputed, place
 from hpctrain.convert.sharding import ATTRIBUTES, local
 from hpctrain.convert.token_rows import TokenRows
 from hpctrain.grid import Axis
@@ -120,6 +120,7 @@ def leave(x: torch.Tensor, axis: Axis, shards: bool) -> torch.Tensor:
     """The sum of every rank's tensor: whole, or with `shards` this rank's rows of it, whose adjoint gathers."""
     if axis.size == 1 or not shards or x.dim() < 2 or gives_whole():
         return boundary.leave(x, axis)
+    check_recomputed()
     return sharded(rows_of(x.shape, axis).leave(_rows(x)), axis, x.shape)
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
 from hpctrain.convert.gradients import PartialGradient, gathered, part_of_gradient, part_of_weight
-from hpctrain.convert.refusals import by_user, place, refused, unpicklable, wants_whole
+from hpctrain.convert.refusals import by_user, check_function, place, refused, unpicklable, wants_whole
 from hpctrain.convert.sharded_activation import whole as whole_activation
 from hpctrain.convert.sharding import ATTRIBUTES, POINTWISE, Sharding, hooked, local
 from hpctrain.convert.whole_operands import of_initial, refuse_initial
@@ -116,11 +116,13 @@ class StateShard(PartialGradient):
         ValueError: where it is written to a file, be it by pickle, as torch.save, or by address, as safetensors.
     """
 
+    refused = unpicklable("a tensor of state_dict() of a parallelized model")
+
     def __reduce_ex__(self, protocol):
-        raise ValueError(unpicklable("a tensor of state_dict() of a parallelized model"))
+        raise ValueError(self.refused)
 
     def data_ptr(self):
-        raise ValueError(unpicklable("a tensor of state_dict() of a parallelized model"))
+        raise ValueError(self.refused)
 
     def __deepcopy__(self, memo):
         with local():
@@ -158,6 +160,7 @@ def _gather_part(parameter):
 
 def whole(parameter: Sharded) -> torch.Tensor:
     """Gathered, differentiable. What does not require a gradient is a copy that nothing may be written to."""
+    check_function(parameter, parameter.sharding.path)
     _gather_part(parameter)
     gathered = parameter.sharding.gather(parameter)
     return gathered if gathered.requires_grad else gathered.as_subclass(GatheredCopy)
@@ -199,6 +202,8 @@ def _as_whole(func, name, args, kwargs):
             result = func(*args, **kwargs)
             if isinstance(sharding, Sharding):
                 return _tagged(result, sharding)
+            if mine and name.startswith("_foreach_") and isinstance(result, tuple) and by_user(sys._getframe(2)):
+                return [part_of_weight(x, p.sharding) if isinstance(p, Sharded) else x for x, p in zip(result, args[0])]
             return part_of_weight(result, first.sharding) if mine and type(result) is torch.Tensor else result
     return read(func, *tree_map(_whole_of, (args, kwargs)))
 

@@ -18,7 +18,7 @@ from hpctrain.comm import functional
 from hpctrain.convert.boundary import enter, gather
 from hpctrain.convert.box import Entered, split_down, split_up
 from hpctrain.convert.head_dropout import HeadDropout
-from hpctrain.convert.head_twins import find_heads, local_attributes
+from hpctrain.convert.head_twins import local_attributes
 from hpctrain.convert.norms import entered_weights
 from hpctrain.convert.plain import is_hooked, is_plain
 from hpctrain.convert.products import SharedEntry, SplitLinear, Unit, share_entry, split_linear, split_matrix
@@ -173,14 +173,14 @@ class SharedHead(SharedEntry):
 
 def split_attention(plan: Plan, module: torch.nn.Module) -> None:
     """Attention with its projection back; leaves alone what is none."""
-    found = find_heads(module)
+    found = plan.attentions.heads(module)
     if found is not None and found.out:
         _split_projections(plan, module, found, getattr(module, found.out))
 
 
 def split_bert_attention(plan: Plan, module: Any) -> None:
     """Attention whose projection back is in `output`."""
-    found, out = find_heads(module.self), module.output.dense
+    found, out = plan.attentions.heads(module.self), module.output.dense
     if (
         found is not None
         and not found.out

@@ -13,12 +13,11 @@ class TwinLinear(nn.Linear):
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        super().__init__(1, 1, dtype=torch.float64)
+        nn.Module.__init__(self)  # a linear layer's own draws random numbers
+        self.in_features = self.out_features = 1
+        nan = torch.full((1, 1), torch.nan, dtype=torch.float64)
+        self.weight, self.bias = nn.Parameter(nan), nn.Parameter(nan[0].clone())
         self.numbers = weight, bias
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, torch.nan)
-        nn.init.constant_(self.bias, torch.nan)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, *self.numbers)

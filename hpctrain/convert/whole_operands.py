@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hpctrain.convert.gathered_copy import writes
 from hpctrain.convert.refusals import place
-from hpctrain.convert.sharding import local
+from hpctrain.convert.sharding import ATTRIBUTES, local
 
 _RANDOM_LIKE = {"rand_like", "randn_like", "randint_like"}
 RANDOM = {
@@ -22,6 +22,10 @@ RANDOM = {
 _INITIAL = {"xavier_uniform_", "xavier_normal_", "kaiming_normal_", "orthogonal_", "eye_", "dirac_", "sparse_"}
 # They ask for attributes, or make parts into the same parts.
 _OF_PARTS = {"__get__", "__set__", "as_subclass", "__repr__", "__format__", "detach", "backward"}
+_NUMBER = {"numel", "nelement"}
+_SIZES = {*_NUMBER, "size", "dim", "ndimension", "__len__"}
+_SHAPES = {ATTRIBUTES[name].__get__ for name in ("shape", "ndim")}
+OF_SHAPE = _SHAPES | {ATTRIBUTES[name].__get__ for name in ("T", "mT", "H", "mH")}
 
 
 def foreign(function: Callable, arguments: Any, options: Any, kind: type) -> bool:
@@ -37,9 +41,15 @@ def foreign(function: Callable, arguments: Any, options: Any, kind: type) -> boo
         return False
     if name in RANDOM or name in _RANDOM_LIKE or name == "__setitem__" or of_initial(function):
         return True
-    if parts[0].part.sharding is None:  # a range of replicas', flat
-        return False
     with local():
+        if parts[0].part.sharding is None:  # a range of replicas', flat
+            if any(x.numel() > 1 and x.shape != parts[0].shape for x in tensors):
+                raise ValueError(
+                    f"{place()}: {name} brings what this rank holds of {parts[0].part.name!r}, {len(parts[0])} elements"
+                    " side by side, together with a tensor of another shape; make such tensors by torch.zeros_like of"
+                    " the weight or of its gradient, or use zero=0"
+                )
+            return False
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return True
         shape = parts[0].shape
@@ -65,6 +75,28 @@ def apply_to_whole(function: Callable, arguments: Any, options: Any, kind: type,
     with local(), torch.no_grad():
         first.as_subclass(torch.Tensor).copy_(first.part.sharding.take(whole))
     return first
+
+
+def of_shape(function: Callable) -> bool:
+    """Whether it asks for the shape."""
+    return function.__name__ in _SIZES or function in _SHAPES
+
+
+def refuse_shape(function: Any, tensor: Any) -> None:
+    """Raise ValueError for the number of elements of a part of a gradient, which goes into means, and for any shape of
+    one that lies flat, as replicas share out gradients; for its transpose too."""
+    part, name = tensor.part, function.__name__
+    if part is None or not part.divided:
+        return
+    flat = part.sharding is None
+    if (name in _NUMBER and part.grid is not None) or (
+        flat and (name in _SIZES or name == "t" or function in OF_SHAPE)
+    ):
+        name = function.__self__.__name__ if name == "__get__" else name
+        raise ValueError(
+            f"{place()}: {name} of {part.name!r} would be that of the part that this rank holds; ask the weight itself,"
+            " or .as_subclass(torch.Tensor), which is the part"
+        )
 
 
 def of_initial(function: Callable) -> bool:

@@ -5,6 +5,8 @@ The replicas share out the gradients, the optimizer's state and, with zero=3, th
 `data_parallel` do. Backwards are added up, and the mean over the replicas is taken when it is first needed. `p.grad` is
 then this rank's range of it, flat and possibly empty, as a `PartialGradient`: norms are those of the whole gradient.
 While the optimizer steps, its groups hold this rank's pieces of the weights; afterwards they hold the weights again.
+torch's optimizers, which treat every element by itself, are given those that have elements, as ordinary tensors; any
+others all of them, as `WeightPiece`s.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import torch
 from hpctrain.convert.gradients import Part, PartialGradient, as_tensors
 from hpctrain.convert.sharded_parameter import ReplicatedParameter, ShardedParameter
 from hpctrain.convert.sharding import ATTRIBUTES
+from hpctrain.convert.weight_piece import WeightPiece, by_torch
 from hpctrain.data_parallel import Zero1, Zero2, Zero3
 from hpctrain.data_parallel.clipping import clipping_factor
 from hpctrain.data_parallel.master_weights import cut_state
 from hpctrain.data_parallel.optimizer_state import ParameterSlice
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate, shard_of
+from hpctrain.shard import check_shards
 
 _GRAD = ATTRIBUTES["grad"]
 
@@ -84,7 +88,10 @@ class ZeroGradients:
                 p.__class__ = _Sharded if isinstance(p, ShardedParameter) else _Replicated
                 divided = (p.sharding.axis,) if isinstance(p, ShardedParameter) else ()
                 self._parts[p] = Part(name, grid, (*divided, grid.alike(shard_of(p))))
-                self._views.setdefault(p, p.detach().new_empty(0))
+                if p not in self._pieces:
+                    self._views[p] = p.detach().new_empty(0)
+                    self._pieces[p] = ParameterSlice(p, 0, 0, torch.nn.Parameter(self._views[p].clone()))
+                vars(self._pieces[p].local).update(part=self._parts[p], whole_shape=vars(p)["whole_shape"])
                 self._memory[p] = _memory(p, level)
                 annotate(p, replicas=self)
         # As of the last mean: which parameters have a gradient. Since then: whether a backward came, and a step.
@@ -119,6 +126,7 @@ class ZeroGradients:
             return
         if not self._came:
             self._remember()
+        check_shards(self.model)
         if any(p.requires_grad and p not in self._parts for p in self.model.parameters()):
             raise ValueError(
                 "a weight that was frozen in ht.parallelize(zero=...) requires its gradient now, which nobody would "
@@ -141,13 +149,16 @@ class ZeroGradients:
             self.complete()
         if parameter not in self._present:
             return None
+        return self._marked(parameter)
+
+    def _marked(self, parameter) -> PartialGradient:
         gradient = self._views[parameter].as_subclass(PartialGradient)
         gradient.part = self._parts[parameter]
         return gradient
 
     def gradients(self) -> list[tuple[ParameterSlice, torch.Tensor]]:
         """This rank's pieces, and the mean gradients of them, flat."""
-        return [(self._pieces[p], self._views[p]) for p in self._present if p in self._pieces]
+        return [(self._pieces[p], self._views[p]) for p in self._present]
 
     def set_gradient(self, parameter: torch.nn.Parameter, value: torch.Tensor | None) -> None:
         """To None, as zero_grad() does."""
@@ -175,20 +186,25 @@ class ZeroGradients:
         """Give the optimizer this rank's pieces of the weights in the place of these, with their gradients."""
         self.check_memory()
         self.pieces_of(optimizer)
+        elementwise = by_torch(optimizer)
         for group in optimizer.param_groups:
             parameters, group["params"] = group["params"], []
             self._groups.append((group, parameters))
             for p in parameters:
                 if p not in self._parts:
                     group["params"].append(p)
-                elif p in self._pieces:
-                    piece = self._pieces[p]
+                    continue
+                piece = self._pieces[p]
+                with as_tensors():
+                    piece.local.__class__ = torch.nn.Parameter if elementwise else WeightPiece
+                    view = self._views[p] if elementwise else self._marked(p)
+                    piece.local.grad = view if p in self._present else None
+                if piece.stop > piece.start or not elementwise:
                     group["params"].append(piece.local)
-                    piece.local.grad = self._views[p] if p in self._present else None
 
-    def pieces_of(self, optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, ParameterSlice | None]:
-        """What this rank has of the weights that are spread: their pieces, of which the optimizer keeps its state from
-        now on."""
+    def pieces_of(self, optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, ParameterSlice]:
+        """What this rank has of the weights that are spread: their pieces, possibly empty, of which the optimizer keeps
+        its state from now on."""
         if optimizer not in self._seen:
             self._seen.add(optimizer)
             optimizer.register_state_dict_pre_hook(self._refuse_state)
@@ -196,7 +212,7 @@ class ZeroGradients:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 self._cut_state(optimizer, p)
-        return {p: self._pieces.get(p) for p in self._parts}
+        return self._pieces
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
         """`optimizer.load_state_dict` of states of this rank's pieces."""
@@ -220,7 +236,7 @@ class ZeroGradients:
         """What was loaded before the first step."""
         if parameter not in self._parts or parameter not in optimizer.state:
             return
-        state, piece = optimizer.state.pop(parameter), self._pieces.get(parameter)
+        state, piece = optimizer.state.pop(parameter), self._pieces[parameter]
         with as_tensors():
             size = parameter.detach().numel()
         if any(isinstance(value, torch.Tensor) and value.dim() and value.numel() != size for value in state.values()):
@@ -228,8 +244,7 @@ class ZeroGradients:
                 f"the optimizer's state of {self._parts[parameter].name!r} is not that of the part of the weight that "
                 "this rank holds"
             )
-        if piece is not None:
-            optimizer.state[piece.local] = cut_state(state, piece)
+        optimizer.state[piece.local] = cut_state(state, piece)
 
     def pause_step(self) -> None:
         """The optimizer calls its closure: its groups are the user's."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain import comm
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 from hpctrain.layers.parameter import drawn_key, parameter
 from hpctrain.layers.rules import BOX, WHOLE, shard
 from hpctrain.layers.tokens import Tokens
@@ -85,7 +85,7 @@ class HeadNorm(_RMSWeight):
 def _rms_norm(x, weight, y, width, eps):
     wide = x.to(comm.accumulation_dtype(x.dtype))
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    return _RMSNorm.apply(wide, weight.to(wide.dtype), y, width, eps).to(x.dtype)
+    return RMSNormFunction.apply(wide, weight.to(wide.dtype), y, width, eps).to(x.dtype)
 
 
 def _features(grid, width: int) -> Shard:
@@ -121,21 +121,21 @@ class _LayerNormOverY(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-class _RMSNorm(torch.autograd.Function):
+class RMSNormFunction(torch.autograd.Function):
     """Of rows whose `width` features are spread over the axis y, or None where each rank has all."""
 
     @staticmethod
-    def forward(ctx, x, weight, y, width, eps):
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, y: Axis | None, width: int, eps: float):
         squares = torch.linalg.vector_norm(x, dim=1).square_()
         squares = squares if y is None else comm.all_reduce(squares, y)
         scale = squares.div_(width).add_(eps).rsqrt_()
         ctx.save_for_backward(x, scale, weight)
-        ctx.y, ctx.width = y, width
+        ctx.y, ctx.width, ctx.eps = y, width, eps
         return (x * scale[:, None]).mul_(weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, grad: torch.Tensor):
         # y = x s w with s = (mean(x²) + eps)^-½, so that dx = s g w - x s³ mean(x g w)
         x, scale, weight = ctx.saved_tensors
         along = grad * x
