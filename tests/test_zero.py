@@ -146,11 +146,13 @@ def test_memory_is_what_theory_says(world, method):
 
 
 def storages():
-    """Of all tensors that have memory: torch.compile leaves some without."""
+    """Of all tensors that have memory: torch.compile leaves some without. None is asked by a way of its own: gradients
+    that another test left would be summed."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     tensors = [each for each in tensors if not isinstance(each, FakeTensor)]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    with torch._C.DisableTorchFunctionSubclass():
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 @pytest.mark.parametrize("method", METHODS)
