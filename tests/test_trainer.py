@@ -103,6 +103,9 @@ def test_what_a_trainer_cannot_take(world):
             trainer(loss=loss).step([X])
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match="Linear is not cut into pipeline stages: give the Trainer loss="):
+        ht.Trainer(model, grid, optimizer)
+    assert not hasattr(model.weight, "shard"), "divided before the error"
     model(X.float()).sum().backward()
     optimizer.step()
     with pytest.raises(ValueError, match="Linear is a plain module, and its optimizer has states of whole weights"):

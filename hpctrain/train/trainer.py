@@ -75,7 +75,9 @@ class Trainer:
                 f"optimizer must treat every element of a weight by itself, got {kind}, which needs "
                 f"{MIXING_OPTIMIZERS[kind.lower()]}; AdamW does"
             )
-        _check_number("max_norm", max_norm)
+        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
+            raise ValueError(f"max_norm must be a number from 0 on, got {max_norm!r}")
+        _check_kind(model, grid, schedule, loss)
         if _is_plain(model):
             model = _divided(model, grid, optimizer)
         check_shards(model)
@@ -84,7 +86,6 @@ class Trainer:
                 "ht.parallelize(zero=...) is for a loop of one's own: leave zero out, and give the Trainer a strategy, "
                 "as ht.data_parallel.Zero1(model.parameters(), grid, optimizer)"
             )
-        _check_kind(model, grid, schedule, loss)
         self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
         self.strategy = strategy or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)
         if isinstance(schedule, Schedule) and schedule.asynchronous:
@@ -203,11 +204,6 @@ class Trainer:
         """What this rank adds to the loss, float64."""
         counted = losses and self._counts_loss
         return torch.stack(losses).double().sum().cpu() if counted else torch.zeros((), dtype=torch.float64)
-
-
-def _check_number(name, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ValueError(f"{name} must be a number from 0 on, got {value!r}")
 
 
 def _is_plain(model) -> bool:
