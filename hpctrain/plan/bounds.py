@@ -23,9 +23,8 @@ import operator
 from hpctrain.choices import PLANE_PRODUCTS
 from hpctrain.plan.estimator import Estimator
 from hpctrain.plan.job import Choice
-from hpctrain.plan.memory import updated_bytes
 from hpctrain.plan.network import Group
-from hpctrain.plan.passes import BACKWARD, INNER, RESIDUAL
+from hpctrain.plan.passes import BACKWARD, INNER, RESIDUAL, update_seconds
 from hpctrain.plan.space import ZERO, choices, expert_ranks, recomputations, ways
 
 ROUNDING = 1 - 1e-9  # bounds are sums in another order than what they bound
@@ -235,7 +234,7 @@ class Bounds:
             pace += count * (1 - 1 / group.size) * estimator.network.seconds_per_byte(group)
             update += count / (1 if way.method == "ddp" else group.size)
         pace *= 0.0 if self.tables else max(0.0, 1 - machine.software.hidden_data) * machine.learned.data
-        update *= updated_bytes(job, machine.software) / machine.device.optimizer_rate * machine.learned.optimizer
+        update *= update_seconds(job, machine)
         return pace * each, pace * once + update
 
     def choice(self, choice: Choice) -> float:

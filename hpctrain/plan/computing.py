@@ -138,9 +138,9 @@ def weights(grid: Grid, device: torch.device, most: int = 32) -> dict[str, float
 
         taken[count] = seconds(grid, products, device) / most
     warm, cold = taken[1], max(taken[1], taken[most])
-    held = max(count for count in taken if taken[count] <= (warm + cold) / 2)
+    kept = max(count for count in taken if taken[count] <= (warm + cold) / 2)
     nbytes = each[0].nbytes
-    return {"cache": held * nbytes, "cold": nbytes / (cold - warm) if cold > warm else 0.0}
+    return {"cache": kept * nbytes, "cold": nbytes / (cold - warm) if cold > warm else 0.0}
 
 
 def launch(grid: Grid, device: torch.device, blocks: int = 4) -> float:

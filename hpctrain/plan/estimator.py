@@ -12,8 +12,8 @@ from hpctrain.plan import pipelines, stage_messages
 from hpctrain.plan.division import Division
 from hpctrain.plan.job import Choice, Job
 from hpctrain.plan.machine import Machine
-from hpctrain.plan.memory import Memory, updated_bytes
-from hpctrain.plan.passes import Pass
+from hpctrain.plan.memory import Memory
+from hpctrain.plan.passes import Pass, update_seconds
 
 PARTS = ("compute", "data", "tensor", "sequence", "expert", "bubble", "optimizer", "reading", "stragglers")
 
@@ -97,7 +97,7 @@ class Estimator(Division):
 
         bucket, pieces = self.machine.software.bucket, max(1, sum(layers)) if choice.method == "zero3" else 1
 
-        held = (job.itemsize + job.reduce) * (elements + experts)
+        kept = (job.itemsize + job.reduce) * (elements + experts)
 
         def over_data(operation, size, times=1):
             """`times` that weights or gradients are read where no cache holds them."""
@@ -105,7 +105,7 @@ class Estimator(Division):
             for nbytes, ranks in ((size * elements, group), (size * experts, copies)):
                 count = max(pieces, math.ceil(nbytes / bucket) if bucket else 1)
                 seconds += count * operation(nbytes / count, ranks)
-                seconds += device.cold(times * nbytes, held) if ranks.size > 1 else 0.0
+                seconds += device.cold(times * nbytes, kept) if ranks.size > 1 else 0.0
             return seconds * learned.data
 
         scatter, gather = over_data(net.reduce_scatter, job.comm), over_data(net.all_gather, job.itemsize)
@@ -134,7 +134,7 @@ class Estimator(Division):
         if job.costs.tied and first != last:  # the table's gradient, of both ends of the pipeline
             table = job.comm * job.costs.vocabulary * job.costs.width / math.prod(choice.box)
             sums += 2 * net.message(table, math.prod(choice.box) * (choice.pipeline - 1)) * learned.data
-        update = updated * updated_bytes(job, self.machine.software) / device.optimizer_rate * learned.optimizer
+        update = updated * update_seconds(job, self.machine)
         return Stage(forward, inputs, weights, forward_data, backward_data, sums, z_sums if once else 0.0, update)
 
     # Pipelines

@@ -7,7 +7,6 @@ import math
 
 from hpctrain.choices import PLANE_PRODUCTS
 from hpctrain.plan.division import Division
-from hpctrain.plan.figures import Software
 from hpctrain.plan.job import Choice, Job
 
 
@@ -23,12 +22,6 @@ def state_bytes(job: Job, method: str, data: int) -> float:
     if method == "zero3":
         weights /= data
     return weights + gradients + masters
-
-
-def updated_bytes(job: Job, software: Software) -> float:
-    """That the norm, clipping, as if needed in each step, and the optimizer read and write of one parameter."""
-    gradients = (2 + 2 * (job.clips and software.clips)) * job.reduce
-    return gradients + 2 * (1 + job.moments) * job.master + (job.itemsize if job.master != job.itemsize else 0)
 
 
 class Memory:

@@ -1,4 +1,5 @@
-"""Seconds of one microbatch's forward and backward in the parts of a model, on one rank of a tensor box."""
+"""Seconds of one microbatch's forward and backward in the parts of a model, on one rank of a tensor box; and of the
+update."""
 
 from __future__ import annotations
 
@@ -17,6 +18,14 @@ from hpctrain.plan.network import Group, Network
 RESIDUAL, INNER, BACKWARD = 2.75, 1.2, 1.25
 # Operations of a block or of an end besides products, forward; backward twice as many.
 OPERATIONS = 16
+
+
+def update_seconds(job: Job, machine: Machine) -> float:
+    """Of one parameter: the norm, clipping, as if needed in each step, and the optimizer read and write its gradient,
+    weights and moments."""
+    nbytes = (2 + 2 * (job.clips and machine.software.clips)) * job.reduce + 2 * (1 + job.moments) * job.master
+    nbytes += job.itemsize if job.master != job.itemsize else 0
+    return nbytes / machine.device.optimizer_rate * machine.learned.optimizer
 
 
 class Pass(NamedTuple):

@@ -21,10 +21,9 @@ import numpy as np
 
 from hpctrain.convert.units import DividedUnit
 from hpctrain.plan.call_trace import Product, Work
-from hpctrain.plan.memory import updated_bytes
 from hpctrain.plan.network import Group
 from hpctrain.plan.one_hot import OneHot
-from hpctrain.plan.passes import BACKWARD, INNER, RESIDUAL, Box
+from hpctrain.plan.passes import BACKWARD, INNER, RESIDUAL, Box, update_seconds
 
 WHOLE, ENTER, BOX, PART, ROWS = "whole", "enter", "box", "part", "rows"
 _ATTENTION_BACKWARD = 2.5  # of flash attention, in forwards; as in `Box.block`
@@ -144,13 +143,7 @@ class UnitGraph:
         return self.box.machine.learned.compute * (1 + BACKWARD) * seconds
 
     def _update(self, elements: float) -> float:
-        machine = self.box.machine
-        return (
-            machine.learned.optimizer
-            * updated_bytes(self.box.job, machine.software)
-            * elements
-            / machine.device.optimizer_rate
-        )
+        return elements * update_seconds(self.box.job, self.box.machine)
 
     def _memory(self, weights: float, activations: float) -> float:
         """Of weights with gradients and the optimizer's state, and of elements that are kept."""
