@@ -181,9 +181,11 @@ def _inherit(name, result, source):
     return result
 
 
-def part_of_weight(tensor: torch.Tensor, sharding: Sharding) -> PartialGradient:
+def part_of_weight(
+    tensor: torch.Tensor, sharding: Sharding, kind: type[PartialGradient] = PartialGradient
+) -> PartialGradient:
     """A tensor of this rank's part of a weight, to code that is not ours."""
-    part = tensor.as_subclass(PartialGradient)
+    part = tensor.as_subclass(kind)
     part.part = Part(sharding.path, None, (sharding.axis,), sharding=sharding)
     return part
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -34,11 +35,9 @@ def hook_refused(path: str) -> str:
 
 def place() -> str:
     """The line of the user's code that led here, as "line 12 of train.py"."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _calling(sys._getframe(1)):
         if _library(frame) not in _LIBRARIES:
             return f"line {frame.f_lineno} of {frame.f_code.co_filename}"
-        frame = frame.f_back
     return "torch"
 
 
@@ -49,12 +48,11 @@ def wants_whole(frame: types.FrameType | None) -> bool:
         return False
     if _library(frame) == "peft":
         return True
-    while frame is not None:
-        code = frame.f_code
+    for each in _calling(frame):
+        code = each.f_code
         of_module = code.co_name == "forward" and code.co_argcount > 0
-        if of_module and isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
+        if of_module and isinstance(each.f_locals.get(code.co_varnames[0]), torch.nn.Module):
             return True
-        frame = frame.f_back
     return False
 
 
@@ -63,30 +61,26 @@ def check_function(weight: torch.Tensor, path: str) -> None:
     whole to this rank's part."""
     if torch.is_grad_enabled() or not weight.requires_grad:
         return
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _calling(sys._getframe(1)):
         if frame.f_code is _APPLY and any(given is weight for given in frame.f_locals["args"]):
             raise ValueError(
                 f"{place()}: {frame.f_locals['cls'].__name__} is given the weight {path!r}, which is divided over"
                 " ranks, and would give its part the gradient of the whole; give it weight * 1, which is the whole one,"
                 " or list its module in replicate"
             )
-        frame = frame.f_back
 
 
 def check_recomputed() -> None:
     """Raise ValueError within torch's checkpoint of the kind that knows of no parts."""
     if torch.is_grad_enabled():
         return
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _calling(sys._getframe(1)):
         if frame.f_code is CheckpointFunction.forward.__code__:
             raise ValueError(
                 f"{place()}: torch.utils.checkpoint(use_reentrant=True) cannot give back activations of which every"
                 " rank has some rows, for shard_activations=True of ht.parallelize; use use_reentrant=False, as in"
                 ' model.gradient_checkpointing_enable({"use_reentrant": False})'
             )
-        frame = frame.f_back
 
 
 def by_user(frame: types.FrameType | None) -> bool:
@@ -101,6 +95,13 @@ def caller(frame: types.FrameType | None) -> str:
     if frame is not None and frame.f_globals.get("__name__") == "torch.overrides":  # of one that is written in Python
         frame = frame.f_back and frame.f_back.f_back
     return _library(frame)
+
+
+def _calling(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """The frame, its caller, and so on."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _library(frame) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.convert.gradients import Part, as_tensors
+from hpctrain.convert.gradients import as_tensors, part_of_weight
 from hpctrain.convert.refusals import unpicklable
 from hpctrain.convert.sharded_parameter import Sharded, StateShard
 
@@ -47,6 +47,4 @@ def _part(value, sharding):
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     with as_tensors():
-        part = value.as_subclass(OptimizerStateShard)
-    part.part = Part(sharding.path, None, (sharding.axis,), sharding=sharding)
-    return part
+        return part_of_weight(value, sharding, OptimizerStateShard)

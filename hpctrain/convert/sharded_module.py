@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hpctrain.convert.gradients import Part
+from hpctrain.convert.gradients import part_of_weight
 from hpctrain.convert.refusals import refused, unpicklable
 from hpctrain.convert.sharded_parameter import ReplicatedParameter, ShardedParameter, StateShard, attach, whole
 from hpctrain.convert.sharding import local
@@ -54,10 +54,8 @@ class ShardedModule(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, parameter in self._parameters.items():
             if isinstance(parameter, ShardedParameter) and not keep_vars:
-                entry = destination[prefix + name] = destination[prefix + name].as_subclass(StateShard)
-                entry.part = Part(
-                    parameter.sharding.path, None, (parameter.sharding.axis,), sharding=parameter.sharding
-                )
+                entry = destination[prefix + name]
+                destination[prefix + name] = part_of_weight(entry, parameter.sharding, StateShard)
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
         """Takes whole weights and, from a state dict of this rank, parts."""
