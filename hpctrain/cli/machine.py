@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain import cores
-from hpctrain.config import load_config
 from hpctrain.doctor.findings import launcher_path
 
 SUMMARY = (
@@ -78,6 +77,7 @@ def _memory(launcher: str, folder: Path) -> dict[str, float]:
         call = "hpctrain.scale.measure", str(steps), str(config), *job, *data
         return _measured(launcher, 1, folder, *call)["memory"]
 
+    from hpctrain.config import load_config
     from hpctrain.plan import Machine, predict
 
     reserved = resident(LEAST, 1)

@@ -49,6 +49,7 @@ def datatypes() -> dict[torch.dtype, MPI.Datatype]:
     }
 
 
+OPERATIONS = ("sum", "max", "min")
 REDUCED_BY_MPI = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
 REDUCED_HERE = frozenset({torch.float16, torch.bfloat16})  # summed in float32
 
@@ -104,7 +105,7 @@ def large_datatype(dtype: torch.dtype, elements: int, limit: int) -> MPI.Datatyp
 
 
 def check_reducible(dtype: torch.dtype, op: str) -> None:
-    if op not in ("sum", "max", "min"):
+    if op not in OPERATIONS:
         raise ValueError(
             f'op must be "sum", "max" or "min", got {op!r}; do others to what comm.all_gather gives of all ranks'
         )
@@ -120,7 +121,7 @@ def check_reducible(dtype: torch.dtype, op: str) -> None:
 def operation(op: str) -> MPI.Op:
     from mpi4py import MPI
 
-    return {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}[op]
+    return getattr(MPI, op.upper())
 
 
 @functools.cache

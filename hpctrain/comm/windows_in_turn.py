@@ -40,7 +40,7 @@ class WindowsInTurn:
     def grown(self, nbytes: int) -> Window:
         """That of the last call with as many bytes a rank.
 
-        Where it must grow the older one is freed: everybody has done with what it held. It grows by a quarter at least,
+        Where it must grow the older one is freed: everybody is done with it. It grows by a quarter at least,
         so that sizes that creep up make few windows.
         """
         window = self._windows[self._turn]
