@@ -1,13 +1,13 @@
 """What a plan says beside what is measured: every grid of 1, 2 and 4 ranks of three jobs on this machine.
 
-    python benchmarks/planner.py                                     all of it, within 11 minutes on 2 quiet cores
+    python benchmarks/planner.py                                     all of it, within 17 minutes on 2 quiet cores
     python benchmarks/planner.py --jobs compute --ranks 1,2 --minutes 1 --machine here.toml
 
 First `hpctrain machine` measures the machine, where --machine gives no file of it.
 One MPI job for each number of ranks measures all grids of all jobs, round after round, so that all see the same minutes
 of the machine, until its part of --minutes is over. A measurement is that of `hpctrain scale`, a median over --steps;
 the least of the rounds counts, as what others do to the machine only adds to a time. Memory is the largest resident set
-of a rank from the grid's third step on: what building it and other grids have left in the heap is given back before.
+of a rank of a job that has this grid alone, after the others: what other grids leave in the heap is up to 5 % of it.
 The plan's choice is the grid that is predicted to be the fastest.
 
 Prints one JSON object a line: of each grid `{"benchmark": "planner", "case", "ranks", "grid", "predicted", "measured",
@@ -19,8 +19,6 @@ grid's measured seconds over the best's, less one.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import subprocess
@@ -68,19 +66,27 @@ def measured_machine(ranks: list[int]) -> Machine:
 
 
 def measured(cases: list[list[str]], ranks: int, seconds: float, steps: int) -> list[list[dict]]:
-    """Of each case, the figures of `hpctrain.scale.measure` in each round, by one MPI job."""
+    """Of each case, the figures of `hpctrain.scale.measure` in each round of one MPI job; memory is that of its own."""
     launcher = os.environ.get("MPIRUN") or str(ROOT / "jobs/mpirun.sh")
     with tempfile.TemporaryDirectory() as scratch:
-        out, spec = Path(scratch, "out.json"), Path(scratch, "spec.json")
+        out, spec, empty = (Path(scratch, name) for name in ("out.json", "spec.json", "empty.toml"))
         text = json.dumps([str(ROOT / "README.md")])
         data = [f"data.path={scratch}/data.h5", f"data.text={text}", f"run.out={scratch}"]
         spec.write_text(json.dumps([[*case, *data] for case in cases]))
-        worker = [sys.executable, "-m", "mpi4py", __file__, "--worker", str(spec), str(out)]
-        subprocess.run(
-            [launcher, "-n", str(ranks), *worker, "--seconds", str(seconds), "--steps", str(steps)], check=True,
-            timeout=120 + 3 * seconds, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        return json.loads(out.read_text())
+        empty.write_text("")
+
+        def job(*worker: str):
+            subprocess.run(
+                [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", *worker], check=True,
+                timeout=120 + 3 * seconds, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+            return json.loads(out.read_text())
+
+        found = job(__file__, "--worker", str(spec), str(out), "--seconds", str(seconds), "--steps", str(steps))
+        for case, rounds in zip(cases, found):
+            alone = job("-m", "hpctrain.scale.measure", str(out), "1", str(empty), *case, *data)
+            rounds[:] = [figures | {"memory": alone["memory"]} for figures in rounds]
+        return found
 
 
 def work(spec: str, out: str, seconds: float, steps: int) -> None:
@@ -101,9 +107,6 @@ def work(spec: str, out: str, seconds: float, steps: int) -> None:
                 session = build(load_config(overrides=[*case, f"run.name={rounds}-{number}"]), world)
                 for _ in range(2):
                     train_step(session)
-                gc.collect()
-                ctypes.CDLL(None).malloc_trim(0)
-                Path("/proc/self/clear_refs").write_text("5")  # the largest resident set begins anew
                 found[number].append(measure(session, world, steps))
                 session.grid.free()
                 del session
@@ -148,7 +151,7 @@ def row(name: str, config: Config, machine: Machine, each: list[dict]) -> dict:
         "benchmark": "planner", "case": name, "ranks": config.ranks, "grid": list(config.grid_shape.values()),
         "predicted": round(prediction.seconds, 5),
         "measured": round(min(figures["step_seconds"] for figures in each), 5),
-        "memory_predicted": round(prediction.memory_bytes), "memory_measured": max(each_["memory"] for each_ in each),
+        "memory_predicted": round(prediction.memory_bytes), "memory_measured": each[0]["memory"],
         "bytes_exact": received == {axis: nbytes for axis, nbytes in prediction.bytes.items() if nbytes},
         "rounds": len(each),
         "parts_predicted": {part: round(taken, 5) for part, taken in prediction.parts.items() if taken},
