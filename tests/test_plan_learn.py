@@ -1,10 +1,12 @@
 """Machine files: what is measured here becomes one, and runs set it right."""
 
 import json
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hpctrain.cli import main
 from hpctrain.config import load_config, to_toml
@@ -50,6 +52,7 @@ def test_a_machine_file_of_figures(tmp_path):
     machine = Machine.load(written(tmp_path, figures(1), figures(2), figures(4)))
     assert machine.node == 2  # four share two cores
     assert machine.peak == {"fp32": 1e10, "fp64": 5e9}
+    assert machine.device.operands == machine.crowded(4).device.operands == 1e9
     assert (machine.device.memory, machine.device.launch, machine.device.attention) == (4e9, 3e-6, 0.5)
     assert machine.device.sample == pytest.approx(2.2e-5)  # and 80 ns a token of 8 bytes
     assert machine.device.reading == pytest.approx(1e8)
@@ -205,7 +208,7 @@ def test_what_is_measured_here_makes_a_machine(world, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "PRODUCTS", ((64, 64, 64), (128, 16, 128), (16, 256, 16)))
     monkeypatch.setattr(computing, "CALLS", 2)
     monkeypatch.setattr(computing, "TURNS", 1e-4)
-    monkeypatch.setattr(computing, "share_cores", lambda grid: grid.size > 1)  # so that calls are repeated
+    monkeypatch.setattr(computing, "of_a_core", lambda grid: float(grid.size))  # so that calls are repeated
     with Grid(world.size) as grid:
         found = measure.measure(grid, world.bcast(tmp_path)) | {"cores": 2, "reserved": 3e8, "slack": 0.1}
     assert (
@@ -218,3 +221,34 @@ def test_what_is_measured_here_makes_a_machine(world, tmp_path, monkeypatch):
     prediction = predict(load_config(overrides=[f"grid.data={world.size}"]), machine)
     assert prediction.fits
     assert prediction.seconds > 0
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_computing_is_of_the_core(world, monkeypatch):
+    """Others take seconds of the clock, not of the core; where ranks share one, each takes those of all."""
+    from hpctrain import Grid
+    from hpctrain.plan import computing
+
+    cpu = torch.device("cpu")
+    with Grid(world.size) as grid:
+        assert computing.of_a_core(grid) >= 1
+        monkeypatch.setattr(computing, "of_a_core", lambda grid: 1.0)
+        assert computing.seconds(grid, lambda: time.sleep(0.02), cpu) < 0.01
+        assert computing.in_turn(grid, [lambda: time.sleep(0.02)], cpu)[0] > 0.02
+        monkeypatch.setattr(computing, "in_turn", lambda grid, works, device, clock: [3.0])
+        monkeypatch.setattr(computing, "of_a_core", lambda grid: 2.0)
+        assert computing.seconds(grid, lambda: None, cpu) == 6.0
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 4)
+def test_ranks_of_a_core(world, monkeypatch):
+    """Of the cores that any of them may use: one rank alone is bound to some."""
+    from hpctrain import Grid
+    from hpctrain.plan import computing
+
+    monkeypatch.setattr(computing.os, "sched_getaffinity", lambda pid: {world.rank % 2})
+    monkeypatch.setattr(computing.cores, "find", lambda affinity: SimpleNamespace(count=len(affinity)))
+    with Grid(world.size) as grid:
+        assert computing.of_a_core(grid) == max(1, world.size / 2)

@@ -41,6 +41,12 @@ def test_weights_that_no_cache_holds():
         assert [a - b for a, b in zip(added, plain)] == pytest.approx([0, 0, times * weights / 2 / 2.5e8])
 
 
+def test_operands_of_products():
+    """Go at the rate of elements where theirs is not measured."""
+    by = box().product(64, 512, 2048), box(operands=1e8).product(64, 512, 2048)
+    assert by[1] - by[0] == pytest.approx(4 * (64 * 512 + 512 * 2048 + 64 * 2048) * (1e-8 - 1e-9))
+
+
 def test_gradients_of_tables():
     """Zeros in new memory; with the head's table that one's gradient is added, three times 4 bytes, and the first sum
     is copied; else those of further microbatches are. Of a sum over z each rank has its part."""

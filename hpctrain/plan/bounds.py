@@ -97,7 +97,7 @@ class Bounds:
         x, y, _ = grid.box
         (to_in, to_out), (from_in, from_out) = self._widths[True], self._widths[False]
         numbers = 3 * rows * (to_in / y + to_out / x + from_in / x + from_out / y)
-        return self.job.itemsize * numbers / self.estimator.machine.device.bandwidth
+        return self.job.itemsize * numbers / self.estimator.machine.device.operand_rate
 
     def _bytes(self, grid: Choice, rows: float) -> float:
         """Seconds in which the tensor axes move the operands of all linear layers, three products each."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,6 +21,7 @@ from hpctrain.pipeline.given_gradients import scalar_of
 from hpctrain.plan.passes import BACKWARD, INNER, OPERATIONS, RESIDUAL
 from hpctrain.randomness import RngKey
 
+Clock = Callable[[], float]
 CALLS = 9
 TURNS = 0.03  # s in which every rank of several on a core has had its turns; the scheduler's are of some milliseconds
 
@@ -30,27 +32,47 @@ def types(device: torch.device) -> dict[str, torch.dtype]:
     return {**wide, "bf16": torch.bfloat16, "fp16": torch.float16} if device.type == "cuda" else wide
 
 
-def seconds(grid: Grid, work: Callable[[], object], device: torch.device) -> float:
-    """Of a call of `work`, on the slowest rank."""
+def in_turn(
+    grid: Grid, works: Sequence[Callable[[], object]], device: torch.device, clock: Clock = time.perf_counter
+) -> list[float]:
+    """Seconds of a call of each, on the slowest rank. Calls alternate, so that all see the same of what others do."""
 
-    def taken(repeats: int) -> float:
+    def taken(work: Callable[[], object], repeats: int) -> float:
         _wait(device)
         grid.comm.Barrier()
-        start = time.perf_counter()
+        start = clock()
         for _ in range(repeats):
             work()
         _wait(device)
-        return grid.comm.allreduce(time.perf_counter() - start, op=_max()) / repeats
+        return grid.comm.allreduce(clock() - start, op=_max()) / repeats
 
-    work()
-    repeats = math.ceil(TURNS / taken(1)) if share_cores(grid) else 1
+    for work in works:
+        work()
+    crowded = of_a_core(grid) > 1
+    repeats = [math.ceil(TURNS / taken(work, 1)) if crowded else 1 for work in works]
+    calls = [[taken(work, count) for work, count in zip(works, repeats)] for _ in range(CALLS)]
     # of two calls the other method says less than the quicker one took, even less than nothing
-    return statistics.quantiles((taken(repeats) for _ in range(CALLS)), method="inclusive")[0]
+    return [statistics.quantiles(each, method="inclusive")[0] for each in zip(*calls)]
 
 
-def share_cores(grid: Grid) -> bool:
-    """Whether a node has more ranks than cores."""
-    return max(Counter(grid.world.nodes).values()) > cores.find().count
+def computing(grid: Grid, works: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """The same of calls that wait for nobody: what the core takes, whoever else uses it, for all its ranks."""
+    if device.type != "cpu":
+        return in_turn(grid, works, device)
+    return [of_a_core(grid) * taken for taken in in_turn(grid, works, device, time.thread_time)]
+
+
+def seconds(grid: Grid, work: Callable[[], object], device: torch.device) -> float:
+    """Of a call that waits for nobody."""
+    return computing(grid, [work], device)[0]
+
+
+def of_a_core(grid: Grid) -> float:
+    """Ranks of each core where a node has more of them than cores, else 1. A rank alone may be bound to a few."""
+    nodes, allowed = grid.world.nodes, grid.comm.allgather(os.sched_getaffinity(0))
+    here = [each for node, each in zip(nodes, allowed) if node == nodes[grid.rank]]
+    ranks = len(here) / cores.find(affinity=set().union(*here)).count
+    return grid.comm.allreduce(max(1.0, ranks), op=_max())
 
 
 def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -129,14 +151,14 @@ def weights(grid: Grid, device: torch.device, most: int = 32) -> dict[str, float
     virtual machines share."""
     x, out = torch.ones(64, 512, device=device), torch.empty(64, 2048, device=device)
     each = [torch.ones(512, 2048, device=device) for _ in range(most)]
-    taken = {}
-    for count in (2**k for k in range(most.bit_length())):
+    counts = [2**k for k in range(most.bit_length())]
 
-        def products(several: list[torch.Tensor] = each[:count] * (most // count)):
-            for weight in several:
-                torch.mm(x, weight, out=out)
+    def products(several: list[torch.Tensor]) -> None:
+        for weight in several:
+            torch.mm(x, weight, out=out)
 
-        taken[count] = seconds(grid, products, device) / most
+    works = [functools.partial(products, each[:count] * (most // count)) for count in counts]
+    taken = {count: found / most for count, found in zip(counts, computing(grid, works, device))}
     warm, cold = taken[1], max(taken[1], taken[most])
     kept = max(count for count in taken if taken[count] <= (warm + cold) / 2)
     nbytes = each[0].nbytes

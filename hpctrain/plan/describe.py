@@ -28,6 +28,7 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
     full = next(each for each in reversed(found) if each["ranks_of_a_node"] == node)
     by = f"measured on {host} on {date}, {full['ranks']} ranks at once, one thread each"
     peak = {kind: fitted(rows, BYTES[kind])[0] for kind, rows in full["products"].items()}
+    operands = fitted(full["products"]["fp32"], BYTES["fp32"])[1]
     attention = min(1.0, full["attention"] / peak["fp32"])
     lines = [
         f"# {by}.",
@@ -41,6 +42,7 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         f"reserved = {full['reserved']:.4g}  # B; resident in training next to nothing: measured on {host} on {date}",
         f"slack = {full['slack']:.3g}  # of what is allocated, in holes of malloc: measured on {host} on {date}",
         f"bandwidth = {full['elements']:.4g}  # B/s; additions of 4 MiB: {by}",
+        f"operands = {operands:.4g}  # B/s; of products, by least squares, or 0 for `bandwidth`: {by}",
         f"state_bandwidth = {full['state']:.4g}  # B/s; norm, clipping and AdamW of 64 MiB: {by}",
         f"table_bandwidth = {full['tables']:.4g}  # B/s; zeros, sum and copy of 8 MiB, in new memory: {by}",
         f"cold_bandwidth = {full['cold']:.4g}  # B/s, or 0; weights of 4 MiB, of 32 in turn: {by}",
@@ -88,12 +90,14 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
 
 def _occupied(each: dict, peak: float) -> list[str]:
     """What a rank computes with where another number of a node's ranks compute at once."""
+    rate, operands = fitted(each["products"]["fp32"], BYTES["fp32"])
     return [
         "",
         f"[[occupied]]  # {each['ranks']} ranks at once",
         f"ranks = {each['ranks']}",
         f"memory = {each['memory']:.4g}",
-        f"product = {fitted(each['products']['fp32'], BYTES['fp32'])[0] / peak:.4g}",
+        f"product = {rate / peak:.4g}",
+        f"operands = {operands:.4g}",
         f"bandwidth = {each['elements']:.4g}",
         f"state_bandwidth = {each['state']:.4g}",
         f"table_bandwidth = {each['tables']:.4g}",
@@ -103,7 +107,7 @@ def _occupied(each: dict, peak: float) -> list[str]:
 
 
 def fitted(rows: Sequence[Sequence[float]], itemsize: int) -> tuple[float, float]:
-    """flop/s and B/s of products (m, k, n, seconds).
+    """flop/s and B/s of products (m, k, n, seconds); of the latter 0 where bytes take no time.
 
     >>> fitted([(100, 100, 100, 3.2e-3), (10, 100, 1000, 6.44e-3)], 1)
     (1000000000.0, 25000000.0)
@@ -114,7 +118,7 @@ def fitted(rows: Sequence[Sequence[float]], itemsize: int) -> tuple[float, float
     flop, byte = np.linalg.lstsq(terms, np.ones(len(table)), rcond=None)[0]
     if flop <= 0 or byte <= 0:  # operands cost nothing to read, or the clock was disturbed
         flop, byte = float(np.median(seconds / (2 * m * k * n))), 0.0
-    return float(f"{1 / flop:.4g}"), float(f"{1 / byte:.4g}") if byte else float("inf")
+    return float(f"{1 / flop:.4g}"), float(f"{1 / byte:.4g}") if byte else 0.0
 
 
 def _reading(rows: Sequence[Sequence[float]], by: str) -> list[str]:

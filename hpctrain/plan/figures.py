@@ -35,6 +35,7 @@ class Device:
         reserved: B that are gone before the model is made: driver, libraries, the interpreter.
         slack: part of what is allocated that the allocator wastes.
         bandwidth: B/s that element-wise operations read and write.
+        operands: B/s that products read their operands and write their results at; 0 for `bandwidth`.
         state_bandwidth: B/s that clipping and the optimizer read and write, of more than caches hold; 0 for
             `bandwidth`.
         table_bandwidth: B/s that gradients of tables are written and added at, each in new memory; 0 for the same as
@@ -65,6 +66,7 @@ class Device:
     reserved: float = 0.0
     slack: float = 0.05
     power: float = 0.0
+    operands: float = 0.0
     state_bandwidth: float = 0.0
     table_bandwidth: float = 0.0
     cold_bandwidth: float = 0.0
@@ -72,6 +74,11 @@ class Device:
     activations: float = 0.0
     cache: float = 0.0
     waiting: float = 0.0
+
+    @property
+    def operand_rate(self) -> float:
+        """B/s."""
+        return self.operands or self.bandwidth
 
     @property
     def optimizer_rate(self) -> float:
@@ -167,6 +174,7 @@ class Occupied:
     activations: float
     cache: float
     waiting: float
+    operands: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@
 Samples are read from a corpus that is packed beside OUT.json, which all ranks must see; most often from the page cache.
 
 All ranks work at the same time, as they do in training; a figure is the lower quartile of its calls, as what others do
-to the machine only adds to a time, each of the slowest rank. Where ranks outnumber the cores, a call is repeated until
-all have had several turns: a short one would have a core of its own.
+to the machine only adds to a time, each of the slowest rank. What ranks of a CPU compute is of CPU seconds, times the
+ranks of a core; exchanges and reading take the clock's. Where ranks outnumber the cores, a call is repeated until all
+have had several turns: a short one would have a core of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from hpctrain.plan.computing import (
     activations,
     attention,
     elements,
+    in_turn,
     launch,
     norms,
     product,
@@ -41,7 +43,10 @@ from hpctrain.plan.computing import (
     weights,
 )
 
-PRODUCTS = ((1024, 1024, 1024), (512, 512, 2048), (2048, 256, 256), (256, 1024, 256), (1024, 64, 1024), (128, 256, 512))
+PRODUCTS = (  # (m, k, n); of few rows as well, whose time is that of their weights
+    (1024, 1024, 1024), (512, 512, 2048), (2048, 256, 256), (256, 1024, 256), (1024, 64, 1024), (128, 256, 512),
+    (64, 512, 2048), (64, 2048, 512), (512, 64, 2048), (32, 512, 512),
+)  # fmt: skip
 SIZES = tuple(4**k for k in range(4, 13))  # bytes of a collective: 256 to 16 MiB
 CORPUS, SAMPLES = 1 << 20, (128, 8192)  # bytes of text, and tokens that are read of it at once
 _CPU = torch.device("cpu")
@@ -108,8 +113,9 @@ def waiting(grid: Grid, device: torch.device, products: int = 8) -> float:
     def exchange() -> object:
         return comm.all_gather(part, axis)
 
-    apart = [seconds(grid, several(call), device) for call in (work, exchange)]
-    return max(0.0, seconds(grid, several(work, exchange), device) - sum(apart)) / apart[0]
+    works = several(work), several(exchange), several(work, exchange)
+    computed, exchanged, both = in_turn(grid, works, device)
+    return max(0.0, both - computed - exchanged) / computed
 
 
 def collectives(grid: Grid, device: torch.device) -> dict[str, list[tuple[int, float]]]:
@@ -125,7 +131,7 @@ def collectives(grid: Grid, device: torch.device) -> dict[str, list[tuple[int, f
             "all_reduce": buffer.all_reduce,
         }
         for name, call in calls.items():
-            found.setdefault(name, []).append((whole.nbytes, seconds(grid, call, device)))
+            found.setdefault(name, []).append((whole.nbytes, in_turn(grid, [call], device)[0]))
         if axis.size == 2:
             message = whole.flatten()
 
@@ -136,7 +142,7 @@ def collectives(grid: Grid, device: torch.device) -> dict[str, list[tuple[int, f
                     else:
                         comm.recv(message, axis, sender)
 
-            found.setdefault("message", []).append((whole.nbytes, seconds(grid, there_and_back, device) / 2))
+            found.setdefault("message", []).append((whole.nbytes, in_turn(grid, [there_and_back], device)[0] / 2))
     return found
 
 
@@ -155,7 +161,7 @@ def reading(grid: Grid, folder: Path) -> list[tuple[int, float]]:
         def sample(count: int = count) -> object:
             return tokens.read(int(places.integers(tokens.tokens - count)), count)
 
-        found.append((count, seconds(grid, sample, _CPU)))
+        found.append((count, in_turn(grid, [sample], _CPU)[0]))
     tokens.close()
     return found
 

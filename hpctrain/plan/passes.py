@@ -126,7 +126,7 @@ class Box:
         """Operands and result pass through the memory besides, so that flat products are slow."""
         bytes_moved = self.job.itemsize * (m * k + k * n + m * n)
         device = self.machine.device
-        return 2 * m * k * n / self.rate + bytes_moved / device.bandwidth + device.ramp
+        return 2 * m * k * n / self.rate + bytes_moved / device.operand_rate + device.ramp
 
     def elements(self, nbytes: float) -> float:
         return nbytes / self.machine.device.bandwidth
