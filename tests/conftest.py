@@ -38,6 +38,7 @@ hypothesis.settings.load_profile(PROFILE)
 
 
 def pytest_configure(config):
+    gc.disable()  # until all tests are collected
     config.addinivalue_line("markers", "ranks(*numbers): the numbers of ranks that an MPI test is for; else 1, 2 and 4")
     config.addinivalue_line("markers", "each_value(*numbers): on these, each value of each parameter, not all together")
     if RANK:
@@ -89,9 +90,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """The collector of cycles never looks again at what is there: a seventh of the time of the tests."""
+    """The collector of cycles never looks again at what is there, and seldom at what follows: a fifth of the time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 def pytest_sessionfinish(session):
