@@ -52,14 +52,14 @@ def compare(make, grid, inputs, run=None, replicate=(), **options):
         assert list(gathered) == names
         for name, tensor in serial.state_dict().items():
             assert torch.equal(gathered[name], tensor), name
-    results = [_run(m, inputs, run) for m in (serial, model)]
-    for expected, got in zip(*results):
+    results, serial_buffers = on_first(grid, lambda: (_run(serial, inputs, run), dict(serial.named_buffers())))
+    for expected, got in zip(results, _run(model, inputs, run), strict=True):
         torch.testing.assert_close(got, expected, **CLOSE)
     state = torch.get_rng_state()
     assert all(torch.equal(state, other) for other in grid.comm.allgather(state))
     check_gradients(model, serial, grid)
     buffers = dict(model.named_buffers())
-    for name, buffer in serial.named_buffers():
+    for name, buffer in serial_buffers.items():
         torch.testing.assert_close(buffers[name], buffer, **CLOSE)
     return model
 
