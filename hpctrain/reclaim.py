@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-LOOKED = 16  # grids after which the collector of cycles runs: a watched or parallelized grid is in some
+LOOKED = 16  # grids from which on the collector of cycles runs: a watched or parallelized grid is in some
 
 
 class Holdings:
@@ -117,12 +117,22 @@ def _keyval(create: Callable[[], int]) -> int:
     return create()
 
 
-def made_of(comm: MPI.Intracomm) -> list[Holdings]:
-    """Of all grids of a communicator that are not freed, in the order in which they were made; kept with it."""
+class Made(list[Holdings]):
+    """Of all grids of a communicator that are not freed, in the order in which they were made.
+
+    Attributes: `looked`, how many there must be for the collector of cycles to run: twice those that were left the last
+    time, as it looks at all of Python's objects.
+    """
+
+    looked = LOOKED
+
+
+def made_of(comm: MPI.Intracomm) -> Made:
+    """What was made of the communicator; kept with it."""
     key = _keyval(comm.Create_keyval)
     made = comm.Get_attr(key)
-    if not isinstance(made, list):  # none yet
-        made = []
+    if not isinstance(made, Made):  # none yet
+        made = Made()
         comm.Set_attr(key, made)
         atexit.register(_end().free_windows, made)
     return made
@@ -135,10 +145,12 @@ def reclaim(comm: MPI.Intracomm) -> None:
     made = made_of(comm)
     if not made:
         return
-    if len(made) % LOOKED == 0:
+    if looked := len(made) >= made.looked:
         gc.collect()
     gone = bytearray(not holdings.users for holdings in made)
     comm.Allreduce(MPI.IN_PLACE, [gone, MPI.UNSIGNED_CHAR], MPI.MIN)
     for holdings in [holdings for holdings, is_gone in zip(made, gone) if is_gone]:
         holdings.free()
         made.remove(holdings)
+    if looked:
+        made.looked = max(LOOKED, 2 * len(made))

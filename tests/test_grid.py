@@ -314,6 +314,20 @@ def test_dropped_grids_are_freed(world):
     assert not any(watched)
 
 
+def test_the_collector_of_cycles_runs_seldom(world, monkeypatch):
+    """However many grids stay: with the one that is dropped there are 16 each time."""
+    calls = []
+    monkeypatch.setattr(gc, "collect", lambda: calls.append(1))
+    own = world.Dup()
+    kept = [Grid(tensor=world.size, comm=own) for _ in range(15)]
+    for _ in range(20):
+        Grid(tensor=world.size, comm=own)
+    assert len(calls) == 1
+    for grid in kept:
+        grid.free()
+    own.Free()
+
+
 @pytest.mark.ranks(2)
 def test_memory_of_a_dropped_grid(world):
     """It is there as long as a tensor is in it."""
