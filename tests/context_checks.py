@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from test_context_spans import dense
 
 from hpctrain import Grid, RngKey
+from hpctrain.layers.context import attention
 from hpctrain.layers.context.attention import Context, attend
+from hpctrain.layers.context.block import CpuFlash
 from hpctrain.layers.context.mask import Mask
 from hpctrain.layers.context.spans import sequence_spans
 
@@ -30,6 +32,15 @@ def _grids(ranks, one_node):
         grid.ring.one_node &= one_node
         grid.ulysses.one_node &= one_node
     return made
+
+
+def use_tiles(monkeypatch):
+    """Whole causal sequences of any length are cut into tiles of two tokens. Returns a list, of the kinds computed."""
+    kinds, forward = [], CpuFlash.forward
+    monkeypatch.setattr(attention, "TILED", range(1, 1025))
+    monkeypatch.setattr(CpuFlash, "triangle", 2)
+    monkeypatch.setattr(CpuFlash, "forward", staticmethod(lambda b: kinds.append(b.tile.kind) or forward(b)))
+    return kinds
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from context_checks import use_tiles
 from layer_checks import DOUBLE, KEY, Layout, check, randomise, tensor_grids, whole
 
 from hpctrain import Grid
@@ -92,6 +93,21 @@ def test_attention_against_torch(world, width, heads, kv_heads, head_width, caus
         )  # fmt: skip
         serial = plain(heads, kv_heads or heads, head_width or width // heads, causal)
         check(layout, layer, serial, whole((SEQUENCES * LENGTH, width), "x"), layout.residual, layout.residual)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 3), (3, 1)])
+def test_causal_attention_by_tiles(world, heads, kv_heads, monkeypatch):
+    kinds = use_tiles(monkeypatch)
+    for grid in tensor_grids(world):
+        layout = Layout(grid, SEQUENCES, LENGTH)
+        layer = randomise(Attention(grid, 12, heads, kv_heads=kv_heads, head_width=4, key=KEY, **DOUBLE))
+        check(
+            layout, layer, plain(heads, kv_heads, 4, True), whole((SEQUENCES * LENGTH, 12), "x"), layout.residual,
+            layout.residual,
+        )  # fmt: skip
+        everywhere = {kind for of_rank in world.allgather(kinds) for kind in of_rank}  # a rank may have no heads
+        assert everywhere == {"causal", "full"}
+        kinds.clear()
 
 
 @pytest.mark.parametrize(

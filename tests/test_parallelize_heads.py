@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from context_checks import use_tiles
 from parallelize_checks import boxes, compare, numbers, tensor_grids
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpctrain.convert.box import BoxDown
+from hpctrain.convert.tiled_attention import TiledAttention
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
@@ -80,6 +82,33 @@ def test_attention(world, case):
     for grid in tensor_grids(world):
         model = compare(lambda: Model(forward), grid, [numbers(2, 5, 12)])
         assert type(model.attention).__name__.startswith("Split") == divided
+
+
+def test_causal_attention_by_tiles(world, monkeypatch):
+    kinds = use_tiles(monkeypatch)
+    for grid in tensor_grids(world):
+        compare(lambda: Model(LlamaAttention.forward), grid, [numbers(2, 5, 12)])
+        assert set(kinds) == {"causal", "full"}
+        kinds.clear()
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "options"),
+    [
+        ((2, 4, 9, 4), (2, 4, 9, 4), {"is_causal": True}),  # of another sequence
+        ((2, 4, 6, 4), (2, 4, 6, 3), {"is_causal": True}),
+        ((1, 4, 6, 4), (1, 4, 6, 4), {"is_causal": True}),
+        ((2, 4, 6, 4), (2, 4, 6, 4), {}),
+        ((2, 4, 6, 4), (2, 4, 6, 4), {"attn_mask": torch.eye(6, dtype=torch.bool)}),
+    ],
+)
+def test_attention_that_is_left_to_torch(world, monkeypatch, keys, values, options):
+    q, k, v = numbers(2, 4, 6, 4), numbers(*keys, seed=2), numbers(*values, seed=3)
+    kinds, expected = use_tiles(monkeypatch), scaled_dot_product_attention(q, k, v, **options)
+    for grid in tensor_grids(world):
+        with TiledAttention(grid):
+            assert torch.equal(scaled_dot_product_attention(q, k, v, **options), expected)
+        assert not kinds
 
 
 class Vision(nn.Module):

@@ -6,19 +6,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from hpctrain.convert.attention import drop_heads
+from hpctrain.convert.tiled_attention import TiledAttention
+from hpctrain.grid import Grid
 from hpctrain.layers.softmax_attention import softmax_attention
 
 
-class HeadDropout(TorchFunctionMode):
+class HeadDropout(TiledAttention):
     """Within it, torch's dropout of (batch, this rank's heads, queries, keys), be it a module, a function or inside
     torch's attention, is of heads `part` of `heads`. Other dropout is of whole activations, and stays what it is.
+    Attention without dropout is that of `TiledAttention`.
     """
 
-    def __init__(self, heads: int, part: slice):
-        super().__init__()
+    def __init__(self, heads: int, part: slice, grid: Grid):
+        super().__init__(grid)
         self.heads, self.part = heads, part
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -27,7 +29,7 @@ class HeadDropout(TorchFunctionMode):
             return self._dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or args[4:5] > (0.0,)):
             return self._attend(*args, **kwargs)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False):
         local = max(1, self.part.stop - self.part.start)  # Hugging Face's GPT-2 goes on with a head of zeros

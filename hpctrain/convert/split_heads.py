@@ -24,7 +24,7 @@ from hpctrain.convert.plain import is_hooked, is_plain
 from hpctrain.convert.products import SharedEntry, SplitLinear, Unit, share_entry, split_linear, split_matrix
 from hpctrain.convert.sequence import use_context_attention
 from hpctrain.convert.sharded_activation import ShardedActivation
-from hpctrain.grid import Axis
+from hpctrain.grid import Axis, Grid
 from hpctrain.layout import Layout
 from hpctrain.shard import split, split_sizes, subsplit
 
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 class SplitAttention(Unit):
     """Mixin for an attention module.
 
-    Attributes: `axis`; `heads`, of all ranks; `part`, the query heads of this rank; `counts`, query heads by rank;
-    `arguments`, the names of the forward's.
+    Attributes: `axis`, of `grid`; `heads`, of all ranks; `part`, the query heads of this rank; `counts`, query heads by
+    rank; `arguments`, the names of the forward's.
     """
 
     axis: Axis
+    grid: Grid
     heads: int
     part: slice
     counts: tuple[int, ...]
@@ -60,7 +61,7 @@ class SplitAttention(Unit):
                 value = self._of_heads(name, value)
                 learned += [value] * value.requires_grad
             kwargs[name] = value
-        with HeadDropout(self.heads, self.part) if self.training else contextlib.nullcontext():
+        with HeadDropout(self.heads, self.part, self.grid) if self.training else contextlib.nullcontext():
             given = super().forward(**kwargs)
         out, *others, weights = given if isinstance(given, tuple) else (given, None)
         learned += [vars(child).pop("output") for child in self.children() if isinstance(child, HeadBias)]
@@ -271,7 +272,7 @@ def divide_heads(plan: Plan, module: torch.nn.Module, parts: list[slice], mixin:
     """The module works on some of its heads, `parts` by rank."""
     counts = tuple(part.stop - part.start for part in parts)
     plan.swap_class(
-        module, mixin, axis=plan.axis, heads=sum(counts), part=parts[plan.axis.rank], counts=counts,
+        module, mixin, axis=plan.axis, grid=plan.grid, heads=sum(counts), part=parts[plan.axis.rank], counts=counts,
         arguments=list(inspect.signature(type(module).forward).parameters)[1:],
     )  # fmt: skip
     if plan.sequence.size > 1:

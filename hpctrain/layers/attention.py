@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import Algorithm, algorithm_of
-from hpctrain.layers.context.attention import Context, attend
+from hpctrain.layers.context.attention import Context, attend, tiles_pay
 from hpctrain.layers.context.dropout import AttentionDropout
 from hpctrain.layers.context.mask import Mask
 from hpctrain.layers.context.sharded_kv_cache import ShardedKVCache
@@ -126,7 +126,8 @@ class Attention(torch.nn.Module):
         dropout = self._dropout(tokens) if self.training and self.p > 0 else None
         if isinstance(tokens.kv_cache, ShardedKVCache):
             return tokens.kv_cache.attend(self, q, k, v, self._context(tokens, None))
-        if self.grid.sequence.size > 1 or ((self.window or tokens.documents) and tokens.kv_cache is None):
+        tiled = self.window or tokens.documents or (self.causal and dropout is None and tiles_pay(q, k, v))
+        if self.grid.sequence.size > 1 or (tiled and tokens.kv_cache is None):
             return attend(q, k, v, self._context(tokens, dropout))
         if dropout is not None:
             return self._attend_with_dropout(q, k, v, tokens, dropout)
