@@ -125,7 +125,7 @@ def test_groups_that_are_linked_in_pairs():
 
 
 def test_other_operations():
-    net = Network(machine(link=LEVELS))
+    net = Network(machine(link=LEVELS, **changed("software", asynchronous=True)))
     assert net.all_reduce(8e6, Group(8)) == pytest.approx(2 * (8 + 7e6 * 0.1))  # a ring
     assert net.all_reduce(1e-9, Group(16)) == pytest.approx(2 * 4 * 4)  # a tree of four levels
     assert [net.message(100, distance) for distance in (1, 4, 8)] == [1 + 10, 2 + 20, 4 + 40]
@@ -133,6 +133,17 @@ def test_other_operations():
     assert net.all_to_all(8e6, Group(8)) == pytest.approx(6 + 2 + 8e6 * 4 / 8 * 4 / 20)
     # or 8 / 2 of them to one rank of the other node in each of three rounds
     assert net.all_to_all(8, Group(8)) == pytest.approx(3 * (2 + 4 * 4 / 20))
+
+
+def test_launches_around_an_exchange():
+    """Of three operations, where they are not queued ahead; SUMMA's panels of four ranks are four exchanges."""
+    queued, eager = (Network(machine(link=LEVELS, **changed("software", asynchronous=each))) for each in (True, False))
+    launches = 3 * machine().device.launch
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcasts"):
+        assert getattr(eager, name)(100, Group(1)) == 0
+        added = getattr(eager, name)(100, Group(4)) - getattr(queued, name)(100, Group(4))
+        assert added == pytest.approx(launches * (4 if name == "broadcasts" else 1), rel=1e-6)
+    assert eager.message(100, 1) - queued.message(100, 1) == pytest.approx(launches, rel=1e-6)
 
 
 def test_panels_of_summa():
@@ -226,7 +237,8 @@ def test_sums_in_buckets():
     gathers of weights behind the first forward."""
 
     def data(bucket=0.0, hidden=0.0, method="zero1", bandwidth=1e9):
-        made = machine(link=(Link("a", 1, 1e-3, bandwidth),), **changed("software", bucket=bucket, hidden_data=hidden))
+        software = changed("software", bucket=bucket, hidden_data=hidden, asynchronous=True)
+        made = machine(link=(Link("a", 1, 1e-3, bandwidth),), **software)
         made = dataclasses.replace(made, errors=dataclasses.replace(made.errors, noise=0.0))
         return predict(config("grid.data=4", f"data_parallel.method={method}"), made).parts
 
@@ -304,7 +316,7 @@ def test_ranks_that_share_sequences():
 
 def test_measured_times_are_interpolated():
     table = plan.machine.Measured("all_gather", 2, (10.0, 1000.0), (1.0, 4.0))
-    net = Network(machine(measured=(table,)))
+    net = Network(machine(measured=(table,), **changed("software", asynchronous=True)))
     assert net.all_gather(100, Group(2)) == 2.0
     assert net.all_gather(100, Group(4)) != 2.0
 

@@ -47,6 +47,13 @@ def test_operands_of_products():
     assert by[1] - by[0] == pytest.approx(4 * (64 * 512 + 512 * 2048 + 64 * 2048) * (1e-8 - 1e-9))
 
 
+def test_a_norm_over_y_is_composed():
+    """Of ten operations more in forward, and twice as many in backward; a block has two."""
+    over_x, over_y = (box(f"grid.tensor={shape}", launch=1.0).block("none") for shape in ([2, 1, 1], [1, 2, 1]))
+    assert over_y.forward.compute - over_x.forward.compute == pytest.approx(2 * 10, abs=0.1)
+    assert over_y.input_gradient.compute - over_x.input_gradient.compute == pytest.approx(2 * 20, abs=0.1)
+
+
 def test_gradients_of_tables():
     """Zeros in new memory; with the head's table that one's gradient is added, three times 4 bytes, and the first sum
     is copied; else those of further microbatches are. Of a sum over z each rank has its part."""

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from hpctrain.plan.machine import Machine, Measured
 
+# Operations of a layer around an exchange besides those of computing: copies, views, and the call through autograd.
+EXCHANGE = 3
+
 
 class Group(NamedTuple):
     """Ranks that communicate: `size` of them, `stride` apart. Every rank of the machine is in such a group at once."""
@@ -23,7 +26,8 @@ class Network:
 
     A level's units share their bandwidth among the rings that pass through: a ring of which k of a unit's n ranks are
     members has k/n of it. The slowest level that a ring passes sets its pace. Latency is that of each hop. A ring or
-    message goes from a unit to one other and has `Link.direct` of that; an all-to-all goes everywhere.
+    message goes from a unit to one other and has `Link.direct` of that; an all-to-all goes everywhere. Where operations
+    are not queued ahead, those around an exchange take their launches besides.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005);
     shared cards as in Singh et al., "A 4D hybrid algorithm to scale parallel training" (SC 2024), §4.
@@ -33,6 +37,7 @@ class Network:
         self.machine = machine
         self._tables = {(table.operation, table.ranks): self._shared(table) for table in machine.measured}
         self._path = functools.cache(self._find_path)
+        self._launches = 0.0 if machine.software.asynchronous else EXCHANGE * machine.device.launch
 
     def _shared(self, table: Measured) -> Measured:
         """Of ranks that had a core of their own, where they share them now."""
@@ -52,37 +57,38 @@ class Network:
         if group.size == 1 or nbytes <= 0:
             return 0.0
         if table := self._tables.get(("all_reduce", group.size)):
-            return interpolate(table, nbytes)
+            return self._launches + interpolate(table, nbytes)
         _, per_byte, hop, _ = self._path(group)
         tree = 2 * math.ceil(math.log2(group.size)) * hop + 2 * nbytes * per_byte
-        return min(2 * self._collective("all_gather", nbytes, group), tree)
+        return self._launches + min(2 * self._gathered("all_gather", nbytes, group), tree)
 
     def all_to_all(self, nbytes: float, group: Group) -> float:
         """Of nbytes on every rank, each of which sends all but its own share."""
         if group.size == 1 or nbytes <= 0:
             return 0.0
         if table := self._tables.get(("all_to_all", group.size)):
-            return interpolate(table, nbytes)
+            return self._launches + interpolate(table, nbytes)
         latency, _, hop, outward = self._path(group)
         # p - 1 messages, or log p rounds in which everybody sends half the bytes to one other rank
         furthest = self._path(Group(2, group.stride * group.size // 2))[1]
-        return min(latency + nbytes * outward, math.ceil(math.log2(group.size)) * (hop + nbytes / 2 * furthest))
+        rounds = math.ceil(math.log2(group.size)) * (hop + nbytes / 2 * furthest)
+        return self._launches + min(latency + nbytes * outward, rounds)
 
     def broadcasts(self, nbytes: float, group: Group) -> float:
         """Each rank's part of nbytes to all others, one after the other, as SUMMA's panels: in log p rounds each."""
         if group.size == 1 or nbytes <= 0:
             return 0.0
         if table := self._tables.get(("all_gather", group.size)):
-            return group.size * interpolate(table, nbytes / group.size)
+            return group.size * (self._launches + interpolate(table, nbytes / group.size))
         _, per_byte, hop, _ = self._path(group)
-        return math.ceil(math.log2(group.size)) * (group.size * hop + nbytes * per_byte)
+        return group.size * self._launches + math.ceil(math.log2(group.size)) * (group.size * hop + nbytes * per_byte)
 
     def message(self, nbytes: float, distance: int) -> float:
         """From a rank to the one `distance` further, while all others send as well."""
         if table := self._tables.get(("message", 2)):
-            return interpolate(table, nbytes)
+            return self._launches + interpolate(table, nbytes)
         _, per_byte, hop, _ = self._path(Group(2, distance))
-        return hop + nbytes * per_byte
+        return self._launches + hop + nbytes * per_byte
 
     def seconds_per_byte(self, group: Group) -> float:
         """Of the slowest level that a ring passes; 0 for one rank."""
@@ -91,6 +97,9 @@ class Network:
     def _collective(self, operation, nbytes, group):
         if group.size == 1 or nbytes <= 0:
             return 0.0
+        return self._launches + self._gathered(operation, nbytes, group)
+
+    def _gathered(self, operation, nbytes, group):
         if table := self._tables.get((operation, group.size)):
             return interpolate(table, nbytes)
         latency, per_byte, _, _ = self._path(group)

@@ -16,8 +16,9 @@ from hpctrain.plan.network import Group, Network
 # How often element-wise operations read or write what a layer keeps: norms, sums and dropout in the residual layout
 # (5.5 for the 2 numbers kept of each), biases and activations in the inner one; backward a quarter more.
 RESIDUAL, INNER, BACKWARD = 2.75, 1.2, 1.25
-# Operations of a block or of an end besides products, forward; backward twice as many.
-OPERATIONS = 16
+# Operations of a block or of an end besides products, and of a norm whose features several ranks have, forward;
+# backward twice as many.
+OPERATIONS, NORM_OVER_Y = 16, 10
 
 
 def update_seconds(job: Job, machine: Machine) -> float:
@@ -264,7 +265,7 @@ class Box:
         # flash attention computes the scores once more in backward
         scores = self.attention * (2.0 if self.machine.software.score_bytes else 2.5)
         inputs = computes[1] + BACKWARD * elementwise + scores + mixed.seconds, tensors[1] + norms + mixed.rows
-        operations = OPERATIONS + len(linears) + mixed.operations
+        operations = OPERATIONS + len(linears) + mixed.operations + costs.norms * NORM_OVER_Y * (self.y > 1)
         there, back = self.exchange
         again = (0.0, 0.0, 0)
         kept, working = residual + inner + mixed.kept, 2.0 * size * self.rows * max(e.n_out for e in linears) / box
