@@ -32,9 +32,15 @@ def types(device: torch.device) -> dict[str, torch.dtype]:
     return {**wide, "bf16": torch.bfloat16, "fp16": torch.float16} if device.type == "cuda" else wide
 
 
+def _quartile(taken: Sequence[float]) -> float:
+    # of two calls the other method says less than the quicker one took, even less than nothing
+    return statistics.quantiles(taken, method="inclusive")[0]
+
+
 def in_turn(
-    grid: Grid, works: Sequence[Callable[[], object]], device: torch.device, clock: Clock = time.perf_counter
-) -> list[float]:
+    grid: Grid, works: Sequence[Callable[[], object]], device: torch.device, clock: Clock = time.perf_counter,
+    typical: Callable[[Sequence[float]], float] = _quartile,
+) -> list[float]:  # fmt: skip
     """Seconds of a call of each, on the slowest rank. Calls alternate, so that all see the same of what others do."""
 
     def taken(work: Callable[[], object], repeats: int) -> float:
@@ -51,8 +57,7 @@ def in_turn(
     crowded = of_a_core(grid) > 1
     repeats = [math.ceil(TURNS / taken(work, 1)) if crowded else 1 for work in works]
     calls = [[taken(work, count) for work, count in zip(works, repeats)] for _ in range(CALLS)]
-    # of two calls the other method says less than the quicker one took, even less than nothing
-    return [statistics.quantiles(each, method="inclusive")[0] for each in zip(*calls)]
+    return [typical(each) for each in zip(*calls)]
 
 
 def computing(grid: Grid, works: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
