@@ -77,10 +77,12 @@ class Trainer:
             )
         if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
             raise ValueError(f"max_norm must be a number from 0 on, got {max_norm!r}")
+        plain = _is_plain(model)
+        if not plain:
+            check_shards(model)
         _check_kind(model, grid, schedule, loss)
-        if _is_plain(model):
+        if plain:
             model = _divided(model, grid, optimizer)
-        check_shards(model)
         if any(hasattr(p, "replicas") for p in model.parameters()):
             raise ValueError(
                 "ht.parallelize(zero=...) is for a loop of one's own: leave zero out, and give the Trainer a strategy, "
