@@ -236,9 +236,9 @@ def test_computing_is_of_the_core(world, monkeypatch):
         monkeypatch.setattr(computing, "of_a_core", lambda grid: 1.0)
         assert computing.seconds(grid, lambda: time.sleep(0.02), cpu) < 0.01
         assert computing.in_turn(grid, [lambda: time.sleep(0.02)], cpu)[0] > 0.02
-        delays = iter([0.0, 0.02, 0.0] + [0.02] * computing.CALLS)  # a call before, and the least of nine
-        work = [lambda: time.sleep(next(delays))]
-        assert computing.in_turn(grid, work, cpu, typical=min)[0] < 0.015
+        takes, now = iter([9.0, 2.0, 1.0] + [2.0] * computing.CALLS), [0.0]  # the first call counts for nothing
+        work = [lambda: now.append(now[-1] + next(takes))]
+        assert computing.in_turn(grid, work, cpu, clock=lambda: now[-1], typical=min) == [1.0]
         monkeypatch.setattr(computing, "in_turn", lambda grid, works, device, clock: [3.0])
         monkeypatch.setattr(computing, "of_a_core", lambda grid: 2.0)
         assert computing.seconds(grid, lambda: None, cpu) == 6.0

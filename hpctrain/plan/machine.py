@@ -94,16 +94,11 @@ class Machine:
                 return replace(self, device=replace(device, **figures), share=share)
         if share == 1:
             return self
-        moved = (
-            "bandwidth",
-            "operands",
-            "state_bandwidth",
-            "table_bandwidth",
-            "cold_bandwidth",
-            "norms",
+        rates = (
+            "product", "bandwidth", "operands", "state_bandwidth", "table_bandwidth", "cold_bandwidth", "norms",
             "activations",
-        )
-        slower = {name: getattr(device, name) * share for name in ("product", *moved, "cache")}
+        )  # fmt: skip
+        slower = {name: getattr(device, name) * share for name in (*rates, "cache")}
         return replace(self, device=replace(device, launch=device.launch / share, **slower), share=share)
 
     def peak_of(self, compute: str, matmul: str) -> float:
