@@ -36,7 +36,7 @@ def slurm(tmp_path_factory):
     key.chmod(0o400)
     folder.chmod(0o755)
     for parent in list(folder.parents)[:2]:
-        parent.chmod(0o755)  # munged refuses a socket that others cannot reach
+        parent.chmod(parent.stat().st_mode | 0o055)  # munged refuses a socket that others cannot reach
     nodes = "\n".join(
         f"NodeName={node} NodeHostname={host} Port={free_port()} CPUs={os.cpu_count()} RealMemory=4000 State=UNKNOWN"
         for node in NODES
