@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hpctrain import cores
+from hpctrain.comm.buffers import operation
 from hpctrain.grid import Grid
 from hpctrain.layers import Tokens
 from hpctrain.layers.gelu import gelu_tanh
@@ -50,7 +51,7 @@ def in_turn(
         for _ in range(repeats):
             work()
         _wait(device)
-        return grid.comm.allreduce(clock() - start, op=_max()) / repeats
+        return grid.comm.allreduce(clock() - start, op=operation("max")) / repeats
 
     for work in works:
         work()
@@ -77,7 +78,7 @@ def of_a_core(grid: Grid) -> float:
     nodes, allowed = grid.world.nodes, grid.comm.allgather(os.sched_getaffinity(0))
     here = [each for node, each in zip(nodes, allowed) if node == nodes[grid.rank]]
     ranks = len(here) / cores.find(affinity=set().union(*here)).count
-    return grid.comm.allreduce(max(1.0, ranks), op=_max())
+    return grid.comm.allreduce(max(1.0, ranks), op=operation("max"))
 
 
 def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -200,9 +201,3 @@ def attention(grid: Grid, device: torch.device, heads: int = 8, length: int = 25
 def _wait(device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _max():
-    from mpi4py import MPI
-
-    return MPI.MAX
