@@ -27,6 +27,7 @@ LAYERS = [
     ("matmul",),
     ("data",),
     ("comm",),
+    ("rank_gradient",),
     ("grid", "launch", "parameter", "layout"),
     (
         "grid_shape", "grad_sync", "shard", "shard_entries", "trace", "traffic", "randomness", "files", "home", "page",

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from hpctrain.convert.gradients import NOT_SUMMED, Part, PartialGradient, as_tensors
+from hpctrain.convert.gradients import NOT_SUMMED, Part, PartialGradient
 from hpctrain.grid import Grid
 from hpctrain.parameter import on_arrival, shard_of
+from hpctrain.rank_gradient import RankGradient, as_tensors
 
 
 def mark_gradients(model: torch.nn.Module, grid: Grid, complete: Callable[[], None] | None = None) -> None:
@@ -55,7 +56,7 @@ def mark_summed(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Their gradients are the sums over the replicas, until a backward adds to them."""
     for parameter in parameters:
         gradient = parameter.grad
-        if type(gradient) is PartialGradient:
+        if isinstance(gradient, RankGradient):
             gradient.summed = True
         elif gradient is not None:
             vars(gradient)["summed_version"] = gradient._version
@@ -63,7 +64,7 @@ def mark_summed(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 def is_summed(gradient: torch.Tensor) -> bool:
     """Whether it was marked, and nothing was added since."""
-    if type(gradient) is PartialGradient:
+    if isinstance(gradient, RankGradient):
         return gradient.summed
     return getattr(gradient, "summed_version", None) == gradient._version
 
@@ -72,5 +73,5 @@ def check_summed(parameters: Iterable[torch.nn.Parameter], before: str) -> None:
     """Raises ValueError when the replicas' gradients are not summed `before` something."""
     for parameter in parameters:
         gradient = parameter.grad
-        if type(gradient) is PartialGradient and not gradient.summed:
+        if isinstance(gradient, RankGradient) and not gradient.summed:
             raise ValueError(NOT_SUMMED.format(before))

@@ -6,10 +6,10 @@ import torch
 
 from hpctrain import comm
 from hpctrain.convert.arriving_gradients import is_summed, mark_summed
-from hpctrain.convert.gradients import as_tensors
 from hpctrain.data_parallel.buckets import sum_gradients, summed_over
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate, shard_of
+from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard import check_shards
 
 

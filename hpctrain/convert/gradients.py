@@ -21,8 +21,7 @@ from hpctrain.convert.refusals import caller
 from hpctrain.convert.sharding import POINTWISE, Sharding
 from hpctrain.convert.whole_operands import OF_SHAPE, RANDOM, apply_to_whole, foreign, refuse_initial, refuse_shape
 from hpctrain.grid import Axis, Grid
-
-as_tensors = torch._C.DisableTorchFunctionSubclass  # `with as_tensors():` parts are ordinary tensors
+from hpctrain.rank_gradient import RankGradient, as_tensors
 
 NOT_SUMMED = (
     "the gradients of the replicas are not summed yet; call ht.sync_gradients(model) after the last backward, before {}"
@@ -50,7 +49,7 @@ class Part:
         return bool(self.axes)
 
 
-class PartialGradient(torch.Tensor):
+class PartialGradient(RankGradient):
     """A gradient of which this rank holds a part, and what is made of it element by element; or `.data` of a weight.
 
     Where code that is not torch's brings it together with tensors of the whole shape, or draws random numbers for it,
@@ -66,7 +65,6 @@ class PartialGradient(torch.Tensor):
     """
 
     part: Part | None = None
-    summed = True
     in_place = True
 
     @classmethod

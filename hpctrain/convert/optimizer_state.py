@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from hpctrain import comm
-from hpctrain.convert.gradients import as_tensors
 from hpctrain.convert.steps import divided_replicas, grid_of
 from hpctrain.grid import Grid
 from hpctrain.layers.whole_parameters import counted, whole_tensors
 from hpctrain.parameter import shard_of
+from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard_entries import Entry
 
 

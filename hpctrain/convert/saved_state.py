@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from hpctrain.convert.gradients import as_tensors, part_of_weight
+from hpctrain.convert.gradients import part_of_weight
 from hpctrain.convert.refusals import unpicklable
 from hpctrain.convert.sharded_parameter import Sharded, StateShard
+from hpctrain.rank_gradient import as_tensors
 
 
 class OptimizerStateShard(StateShard):

@@ -6,9 +6,9 @@ import torch
 
 from hpctrain.convert.arriving_gradients import check_summed
 from hpctrain.convert.averaging import sum_over_replicas
-from hpctrain.convert.gradients import as_tensors
 from hpctrain.data_parallel.clipping import clip, local_squares, replica_totals
 from hpctrain.grid import Grid
+from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard import check_shards
 
 

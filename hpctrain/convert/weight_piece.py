@@ -6,10 +6,11 @@ import sys
 
 import torch
 
-from hpctrain.convert.gradients import Part, PartialGradient, as_tensors, part_of_weight
+from hpctrain.convert.gradients import Part, PartialGradient, part_of_weight
 from hpctrain.convert.refusals import by_user
 from hpctrain.convert.sharded_parameter import Sharded
 from hpctrain.convert.whole_operands import of_shape
+from hpctrain.rank_gradient import as_tensors
 
 
 class WeightPiece(PartialGradient, torch.nn.Parameter):

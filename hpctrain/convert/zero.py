@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 import torch
 
-from hpctrain.convert.gradients import Part, PartialGradient, as_tensors
+from hpctrain.convert.gradients import Part, PartialGradient
 from hpctrain.convert.sharded_parameter import ReplicatedParameter, ShardedParameter
 from hpctrain.convert.sharding import ATTRIBUTES
 from hpctrain.convert.weight_piece import WeightPiece, by_torch
@@ -26,6 +26,7 @@ from hpctrain.data_parallel.master_weights import cut_state
 from hpctrain.data_parallel.optimizer_state import ParameterSlice
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate, shard_of
+from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard import check_shards
 
 _GRAD = ATTRIBUTES["grad"]

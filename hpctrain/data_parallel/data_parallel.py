@@ -11,6 +11,7 @@ from hpctrain.data_parallel.buckets import BUCKET_BYTES, AllReducedGradBucket, G
 from hpctrain.data_parallel.strategy import DataParallelStrategy
 from hpctrain.grid import Axis, Grid
 from hpctrain.parameter import grad_sync_of, on_arrival, shard_of
+from hpctrain.rank_gradient import mark_gradient
 
 
 class DataParallel(DataParallelStrategy):
@@ -45,6 +46,7 @@ class DataParallel(DataParallelStrategy):
         groups = grouped(reversed(self.parameters), grid, bucket_bytes)
         self.buckets = [self._bucket(group, summed_over(group[0], grid)) for group in groups]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self._divided_weights = [p for p in self.parameters if shard_of(p).shape != shard_of(p).global_shape]
         self._launched = 0
         self._unused: set[torch.nn.Parameter] = set()  # in the last step
         for parameter in self.parameters:
@@ -88,6 +90,8 @@ class DataParallel(DataParallelStrategy):
         self._begin()
         for bucket in self.buckets:
             bucket.sum_over_holders(self.grid.pipeline)
+        for parameter in self._divided_weights:
+            mark_gradient(parameter, divided=True, summed=True)
 
     def _arrived(self, parameter) -> None:
         """The hook: a backward has added to the parameter's gradient, or its layer put that off."""

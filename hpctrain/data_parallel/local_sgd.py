@@ -13,6 +13,7 @@ from hpctrain.data_parallel.buckets import BUCKET_BYTES, AllReducedGradBucket
 from hpctrain.data_parallel.clipping import local_squares, replica_totals
 from hpctrain.data_parallel.data_parallel import DataParallel
 from hpctrain.grid import Axis, Grid
+from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard import Shard
 from hpctrain.shard_entries import Described, Entry
 
@@ -69,7 +70,8 @@ class LocalSGD(DataParallel):
 
     def loss_and_grad_norm(self, loss: torch.Tensor) -> tuple[float, float]:
         grid = self.grid
-        totals = replica_totals(loss, local_squares(self.parameters, grid.coords), grid)
+        with as_tensors():
+            totals = replica_totals(loss, local_squares(self.parameters, grid.coords), grid)
         comm.all_reduce(totals[:1], grid.sequence)
         self._norm = totals[1].sqrt().item()
         comm.all_reduce(totals, grid.replica)

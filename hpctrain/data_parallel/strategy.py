@@ -12,6 +12,7 @@ from hpctrain.data_parallel import optimizer_state
 from hpctrain.data_parallel.clipping import clip, local_squares, replica_totals
 from hpctrain.grid import Grid
 from hpctrain.parameter import forget_grad_sync
+from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard_entries import Described, Entry
 
 
@@ -87,16 +88,18 @@ class DataParallelStrategy:
 
     def loss_and_grad_norm(self, loss: torch.Tensor) -> tuple[float, float]:
         """The loss over all ranks, of which this rank's share is given as float64, and the norm of the gradient."""
-        totals = replica_totals(loss, local_squares(self.parameters, self.grid.coords), self.grid)
+        with as_tensors():
+            totals = replica_totals(loss, local_squares(self.parameters, self.grid.coords), self.grid)
         comm.all_reduce(totals[:1], self.grid.data)
         total, square = totals.tolist()
         return total, square**0.5
 
     def step(self, norm: float, max_norm: float) -> None:
         """Change the weights by the gradient, scaled down to `max_norm` where that is not 0."""
-        if max_norm:
-            clip(self.parameters, norm, max_norm)
-        self.optimizer.step()
+        with as_tensors():
+            if max_norm:
+                clip(self.parameters, norm, max_norm)
+            self.optimizer.step()
 
     def full_weights(self) -> contextlib.AbstractContextManager:
         """Within it, every rank's weights are those of the trained model. Collective."""

@@ -51,8 +51,8 @@ class BatchNorm2d(torch.nn.Module):
         self.axes = [axis for axis in (grid.plane("y", "z"), grid.data) if axis.size > 1]
         self.shard = shard(IMAGES, grid, {"channels": features})
         key = drawn_key(grid, key)
-        self.weight = parameter(self.shard, key / "weight", None, 1.0, dtype=dtype, device=device)
-        self.bias = parameter(self.shard, key / "bias", None, 0.0, dtype=dtype, device=device)
+        self.weight = parameter(grid, self.shard, key / "weight", None, 1.0, dtype=dtype, device=device)
+        self.bias = parameter(grid, self.shard, key / "bias", None, 0.0, dtype=dtype, device=device)
         self.register_buffer("running_mean", torch.zeros_like(self.weight))
         self.register_buffer("running_var", torch.ones_like(self.weight))
         self.register_buffer("num_batches_tracked", torch.tensor(0, device=device))

@@ -82,9 +82,9 @@ class Conv2d(torch.nn.Module):
         key = drawn_key(grid, key)
         sizes = out_channels, in_channels // groups, *kernel
         of_weight = shard(IMAGES, grid, dict(zip((*over, "kernel height", "kernel width"), sizes)))
-        self.weight = parameter(of_weight, key / "weight", std, dtype=dtype, device=device)
+        self.weight = parameter(grid, of_weight, key / "weight", std, dtype=dtype, device=device)
         of_bias = shard(IMAGES, grid, {"channels": out_channels})
-        self.bias = parameter(of_bias, key / "bias", None, dtype=dtype, device=device) if bias else None
+        self.bias = parameter(grid, of_bias, key / "bias", None, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Convolution.apply(x, self.weight, self.bias, self, self.stencil.halo(x))

@@ -37,7 +37,7 @@ class Embedding(torch.nn.Module):
         self.range = split(vocabulary, x.size, x.rank)
         self.rows_over_z = split_sizes(self.range.stop - self.range.start, z.size)
         as_weight = shard(BOX, grid, {"inner out": vocabulary, "residual in": width})  # as in PLANE
-        self.weight = parameter(as_weight, drawn_key(grid, key) / "weight", std, dtype=dtype, device=device)
+        self.weight = parameter(grid, as_weight, drawn_key(grid, key) / "weight", std, dtype=dtype, device=device)
 
     def forward(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return scatter_rows(self.lookup(ids), tokens)

@@ -61,8 +61,8 @@ class Linear(torch.nn.Module):
             assert isinstance(algorithm, PlaneAlgorithm)
             self.product = PlaneProduct(algorithm, *sizes)
         factory = Factory(dtype=dtype, device=device)
-        self.weight = parameter(self.product.weight, key / "weight", std, **factory)
-        self.bias = parameter(self.product.bias, key / "bias", None, **factory) if bias else None
+        self.weight = parameter(grid, self.product.weight, key / "weight", std, **factory)
+        self.bias = parameter(grid, self.product.bias, key / "bias", None, **factory) if bias else None
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         if x.shape != (expected := self.product.shape_of_input(tokens)):

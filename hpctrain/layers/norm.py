@@ -22,8 +22,8 @@ class LayerNorm(torch.nn.Module):
         super().__init__()
         self.y, self.width, self.eps = grid.tensor.y, width, eps
         over_y, key = _features(grid, width), drawn_key(grid, key)
-        self.weight = parameter(over_y, key / "weight", None, 1.0, dtype=dtype, device=device)
-        self.bias = parameter(over_y, key / "bias", None, 0.0, dtype=dtype, device=device) if bias else None
+        self.weight = parameter(grid, over_y, key / "weight", None, 1.0, dtype=dtype, device=device)
+        self.bias = parameter(grid, over_y, key / "bias", None, 0.0, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         if self.y.size == 1:
@@ -42,7 +42,7 @@ class _RMSWeight(torch.nn.Module):
         super().__init__()
         self.y, self.width, self.eps = grid.tensor.y, width, eps
         key = drawn_key(grid, key)
-        self.weight = parameter(self._shard(grid, width), key / "weight", None, 1.0, dtype=dtype, device=device)
+        self.weight = parameter(grid, self._shard(grid, width), key / "weight", None, 1.0, dtype=dtype, device=device)
 
     def _shard(self, grid: Grid, width: int) -> Shard:
         raise NotImplementedError

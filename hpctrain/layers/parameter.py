@@ -8,8 +8,9 @@ from typing import Protocol, TypedDict
 import torch
 
 from hpctrain.grid import Grid
-from hpctrain.parameter import annotate
+from hpctrain.parameter import annotate, on_arrival
 from hpctrain.randomness import RngKey, fill_slice
+from hpctrain.rank_gradient import GradientMark
 from hpctrain.shard import Shard
 
 
@@ -27,6 +28,7 @@ class ProductQueue(Protocol):
 
 
 def parameter(
+    grid: Grid,
     shard: Shard,
     key: RngKey,
     std: float | None,
@@ -41,7 +43,11 @@ def parameter(
         data.fill_(value)
     else:
         fill_slice(data, shard, lambda start, count: key.normal(start, count) * std)
-    return annotate(torch.nn.Parameter(data.to(device)), shard=shard)
+    made = annotate(torch.nn.Parameter(data.to(device)), shard=shard)
+    summands = grid.alike(shard).size > 1 or (shard.partial and any(grid.shape[axis] > 1 for axis in shard.replicated))
+    if summands or shard.shape != shard.global_shape:
+        on_arrival(made, GradientMark(shard.shape != shard.global_shape, summands))
+    return made
 
 
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:

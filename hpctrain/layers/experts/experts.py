@@ -83,7 +83,7 @@ class Experts(torch.nn.Module):
 
         def made(name, shape, hidden, std):
             shard = expert_shard((experts, *shape), grid.expert.size, grid.expert.rank, self.parts, hidden)
-            return parameter(shard, key / name, (3 * shape[-1]) ** -0.5 if std is None else std, **factory)
+            return parameter(grid, shard, key / name, (3 * shape[-1]) ** -0.5 if std is None else std, **factory)
 
         unit = ACTIVATIONS[activation].unit
         self.up = made("up", (ffn, features) if unit == 1 else (unit, ffn, features), -2, std)

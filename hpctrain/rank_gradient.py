@@ -1,0 +1,140 @@
+"""The gradient of a layer's weight in a loop of one's own: of this rank's part, and at first of its own tokens alone.
+
+What treats elements by themselves, as most optimizers do, needs no more than the part. What needs all of a gradient,
+as torch.nn.utils.clip_grad_norm_ and LBFGS do, would take the part for it, and is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.parameter import shard_of
+
+as_tensors = torch._C.DisableTorchFunctionSubclass  # `with as_tensors():` such gradients are ordinary tensors
+
+_OF_ALL = {
+    "norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm", "cat", "dot", "mm", "bmm",
+    "addmm", "matmul", "__matmul__", "__rmatmul__", "_amp_foreach_non_finite_check_and_unscale_",
+}  # fmt: skip
+_SAME = {"view", "reshape", "flatten", "ravel", "detach", "contiguous", "to", "float", "double"}
+# What a loop that sums by its own means does, by MPI say: whether the sum is right is its own affair.
+_HANDED_OUT = {"data_ptr", "numpy", "__array__", "__dlpack__", "copy_", "untyped_storage"}
+
+
+class RankGradient(torch.Tensor):
+    """What backward leaves on a weight, where other ranks have other parts of it, or the same part from other tokens.
+
+    Attributes:
+        summed: over the ranks that hold the same part.
+        of_shape: the shape of the gradient of which this is a part; None where it is all of it.
+
+    Raises:
+        ValueError: when something is computed from it that is of the whole gradient, or when it changes something else,
+            such as a weight, before it is summed.
+    """
+
+    summed = True
+    of_shape: tuple[int, ...] | None = None
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        name, options = function.__name__, options or {}
+        if name in _HANDED_OUT:
+            for gradient in _gradients(arguments[:1], {}):
+                gradient.summed = True
+        elif name in _OF_ALL:
+            _check_whole(name, arguments, options)
+        elif name[-1] == "_" and name[-2:] != "__" and not _is_own(arguments):
+            _check_summed(name, arguments, options)
+        with as_tensors():
+            result = function(*arguments, **options)
+        if name != "__get__" and not all(gradient.summed for gradient in _gradients(arguments, options)):
+            return _unsummed(result)
+        return _another(result, arguments[0]) if name in _SAME and _is_own(arguments) else result
+
+    def __reduce_ex__(self, protocol):
+        with as_tensors():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+def mark_gradient(parameter: torch.nn.Parameter, divided: bool, summed: bool) -> None:
+    """Make the parameter's gradient, if it has one, a `RankGradient` of the same memory."""
+    with as_tensors():
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if type(gradient) is not RankGradient:
+            gradient = gradient.as_subclass(RankGradient)
+            if divided:
+                gradient.of_shape = shard_of(parameter).global_shape
+            parameter.grad = gradient
+    gradient.summed = summed
+
+
+class GradientMark:
+    """What `parameter.on_arrival` calls in a loop without a strategy, which would put its own in this one's place.
+
+    Args:
+        divided: other ranks have other parts of the weight.
+        shared: others have the same part, and other tokens.
+    """
+
+    __slots__ = ("_divided", "_shared")
+
+    def __init__(self, divided: bool, shared: bool):
+        self._divided, self._shared = divided, shared
+
+    def __call__(self, parameter: torch.nn.Parameter) -> None:
+        mark_gradient(parameter, self._divided, not self._shared)
+
+
+def _unsummed(result):
+    """What is computed from such a gradient is as little summed."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(_unsummed(each) for each in result) if type(result) in (list, tuple) else result
+    if not isinstance(result, torch.Tensor) or isinstance(result, (RankGradient, torch.nn.Parameter)):
+        return result
+    result = result.as_subclass(RankGradient)
+    result.summed = False
+    return result
+
+
+def _another(result, gradient):
+    """The same numbers, in another tensor."""
+    result = result.as_subclass(RankGradient)
+    result.of_shape = gradient.of_shape
+    return result
+
+
+def _is_own(arguments) -> bool:
+    """Whether what is changed in place is a gradient itself, or a list of them."""
+    target = arguments[0] if arguments else None
+    return isinstance(target[0] if isinstance(target, (list, tuple)) and target else target, RankGradient)
+
+
+def _check_summed(name, arguments, options) -> None:
+    for gradient in _gradients(arguments, options):
+        if not gradient.summed:
+            raise ValueError(
+                f"{name} would use a gradient of ht.layers that is of this rank's tokens alone; call "
+                "ht.sync_gradients(model, grid) after the last backward of a step, or make a strategy of "
+                "ht.data_parallel over the parameters"
+            )
+
+
+def _check_whole(name, arguments, options) -> None:
+    for gradient in _gradients(arguments, options):
+        if gradient.of_shape is not None:
+            raise ValueError(
+                f"{name} would be that of this rank's {tuple(gradient.shape)} of a gradient of shape "
+                f"{gradient.of_shape}; ht.clip_grad_norm_(model, max_norm, grid) clips by the norm of the whole, "
+                "ht.gather_gradients(model, grid) has it, and .as_subclass(torch.Tensor) is this rank's part"
+            )
+    _check_summed(name, arguments, options)
+
+
+def _gradients(arguments, options) -> list[RankGradient]:
+    """Those among its arguments, in lists too."""
+    values = [*arguments, *options.values()]
+    inner = [x for value in values if isinstance(value, (list, tuple)) for x in value]
+    return [value for value in (*values, *inner) if isinstance(value, RankGradient)]

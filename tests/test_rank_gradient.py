@@ -1,0 +1,155 @@
+"""Layers in a loop of one's own: what others' code makes of their gradients is right, or refused."""
+
+import functools
+import math
+
+import pytest
+import torch
+from layer_checks import DOUBLE, KEY, Layout, weights_of, whole
+
+import hpctrain as ht
+from hpctrain.data_parallel import DataParallel
+from hpctrain.layers.whole_parameters import whole_parameters
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
+ROWS = 12
+CLIP = 0.5
+
+
+@functools.cache
+def grids(ranks):
+    boxes = [(1, (ranks, 1, 1)), (1, (1, ranks, 1)), (1, (1, 1, ranks)), (ranks, (1, 1, 1))]
+    return [ht.Grid(data=data, tensor=box) for data, box in boxes + [(2, (2, 1, 1))] * (ranks == 4)]
+
+
+def model_of(grid):
+    return torch.nn.ModuleDict(
+        {
+            "norm": ht.layers.LayerNorm(grid, 10, key=KEY / "norm", **DOUBLE),
+            "up": ht.layers.Linear(grid, 10, 14, to="inner", key=KEY / "up", **DOUBLE),
+            "down": ht.layers.Linear(grid, 14, 10, to="residual", key=KEY / "down", **DOUBLE),
+        }
+    )
+
+
+def backward(model, grid):
+    """Of this rank's share of the loss."""
+    share = ROWS // grid.data.size
+    layout = Layout(grid, share, 1)
+    x = layout.residual(whole((ROWS, 10), "x", False)[share * grid.data.rank : share * (grid.data.rank + 1)])
+    h = torch.tanh(model["up"](model["norm"](x, layout.tokens), layout.tokens))
+    model["down"](h, layout.tokens).square().sum().backward()
+
+
+def serial(weights, optimizer, steps=3, clip=CLIP):
+    """Whole weights after so many steps on one rank."""
+    w, x, optimizer = weights, whole((ROWS, 10), "x", False), optimizer(weights.values())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        y = torch.nn.functional.layer_norm(x, (10,), w["norm.weight"], w["norm.bias"])
+        y = torch.nn.functional.linear(y, w["up.weight"], w["up.bias"]).tanh()
+        torch.nn.functional.linear(y, w["down.weight"], w["down.bias"]).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(w.values(), clip)
+        optimizer.step()
+    return w
+
+
+def needs_sum(grid):
+    """Whether some weight's gradient is a partial sum: those of norms are over z and x."""
+    return grid.data.size * grid.tensor.x.size * grid.tensor.z.size > 1
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_plain_loop_equals_one_rank(world, optimizer):
+    for grid in grids(world.size):
+        model = model_of(grid)
+        expected = serial(weights_of(grid, model), OPTIMIZERS[optimizer])
+        mine = OPTIMIZERS[optimizer](model.parameters())
+        for _ in range(3):
+            mine.zero_grad(set_to_none=optimizer == "sgd")
+            backward(model, grid)
+            ht.sync_gradients(model, grid)
+            ht.clip_grad_norm_(model, CLIP, grid)
+            mine.step()
+        for name, weight in whole_parameters(model, grid):
+            if grid.rank == 0:
+                torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_before_the_sum_is_refused(world, optimizer):
+    for grid in grids(world.size):
+        model = model_of(grid)
+        mine = OPTIMIZERS[optimizer](model.parameters())
+        backward(model, grid)
+        if not needs_sum(grid):
+            mine.step()
+            continue
+        with pytest.raises(ValueError, match=r"tokens alone; call ht\.sync_gradients\(model, grid\)"):
+            mine.step()
+        with pytest.raises(ValueError, match="not summed"):
+            ht.clip_grad_norm_(model, CLIP, grid)
+        world.Barrier()
+
+
+USES_ALL = {
+    "clip": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP),
+    "clip, one by one": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=False),
+    "norm": lambda model: math.hypot(*(p.grad.norm() for p in model.parameters())),
+    "lbfgs": lambda model: torch.optim.LBFGS(model.parameters()).step(lambda: torch.ones(())),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters()).step(),
+    "scaler": lambda model: unscale(model),
+}
+
+
+def unscale(model):
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("strategy", [True, False])
+@pytest.mark.parametrize("use", USES_ALL)
+def test_what_needs_the_whole_gradient_is_refused(world, use, strategy):
+    """After it was summed, with a strategy or without; replicas of whole weights have it."""
+    for grid in grids(world.size):
+        model = model_of(grid)
+        replicas = DataParallel(model.parameters(), grid) if strategy else None
+        if replicas:
+            replicas.zero_grad()
+            replicas.enable_grad_sync()
+        backward(model, grid)
+        if replicas:
+            replicas.finish_grad_sync()
+        else:
+            ht.sync_gradients(model, grid) if needs_sum(grid) else None
+        if grid.tensor.size == 1:
+            USES_ALL[use](model)
+            continue
+        with pytest.raises(ValueError, match=r"this rank's .* of a gradient of shape .*ht\.clip_grad_norm_"):
+            USES_ALL[use](model)
+
+
+def test_sums_of_ones_own_are_taken_for_what_they_are(world):
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    for grid in grids(world.size):
+        model = model_of(grid)
+        expected = serial(weights_of(grid, model), sgd, steps=1, clip=math.inf)
+        backward(model, grid)
+        for parameter in model.parameters():
+            replicated = [getattr(grid.tensor, name) for name in parameter.shard.replicated if parameter.shard.partial]
+            for axis in [*replicated, grid.data]:
+                ht.comm.all_reduce(parameter.grad, axis)
+        sgd(model.parameters()).step()
+        for name, weight in whole_parameters(model, grid):
+            if grid.rank == 0:
+                torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-12, atol=1e-12)
