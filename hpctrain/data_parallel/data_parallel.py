@@ -46,7 +46,9 @@ class DataParallel(DataParallelStrategy):
         groups = grouped(reversed(self.parameters), grid, bucket_bytes)
         self.buckets = [self._bucket(group, summed_over(group[0], grid)) for group in groups]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self._divided_weights = [p for p in self.parameters if shard_of(p).shape != shard_of(p).global_shape]
+        # of ht.layers; what ht.parallelize divided knows of itself
+        layers = [p for p in self.parameters if not hasattr(p, "sharding")]
+        self._divided_weights = [p for p in layers if shard_of(p).shape != shard_of(p).global_shape]
         self._launched = 0
         self._unused: set[torch.nn.Parameter] = set()  # in the last step
         for parameter in self.parameters:

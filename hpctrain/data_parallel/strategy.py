@@ -96,10 +96,10 @@ class DataParallelStrategy:
 
     def step(self, norm: float, max_norm: float) -> None:
         """Change the weights by the gradient, scaled down to `max_norm` where that is not 0."""
-        with as_tensors():
-            if max_norm:
+        if max_norm:
+            with as_tensors():
                 clip(self.parameters, norm, max_norm)
-            self.optimizer.step()
+        self.optimizer.step()
 
     def full_weights(self) -> contextlib.AbstractContextManager:
         """Within it, every rank's weights are those of the trained model. Collective."""
