@@ -114,12 +114,17 @@ def _is_own(arguments) -> bool:
 
 def _check_summed(name, arguments, options) -> None:
     for gradient in _gradients(arguments, options):
-        if not gradient.summed:
-            raise ValueError(
-                f"{name} would use a gradient of ht.layers that is of this rank's tokens alone; call "
-                "ht.sync_gradients(model, grid) after the last backward of a step, or make a strategy of "
-                "ht.data_parallel over the parameters"
-            )
+        check_summed(name, gradient)
+
+
+def check_summed(name: str, gradient: RankGradient) -> None:
+    """Raises ValueError unless it is the sum over all ranks that hold the same part; `name` is of what would use it."""
+    if not gradient.summed:
+        raise ValueError(
+            f"{name} would use a gradient of ht.layers that is of this rank's tokens alone; call "
+            "ht.sync_gradients(model, grid) after the last backward of a step, or make a strategy of "
+            "hpctrain.data_parallel over the parameters"
+        )
 
 
 def _check_whole(name, arguments, options) -> None:

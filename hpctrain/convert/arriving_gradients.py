@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from hpctrain import rank_gradient
 from hpctrain.convert.gradients import NOT_SUMMED, Part, PartialGradient
 from hpctrain.grid import Grid
 from hpctrain.parameter import on_arrival, shard_of
@@ -73,5 +74,7 @@ def check_summed(parameters: Iterable[torch.nn.Parameter], before: str) -> None:
     """Raises ValueError when the replicas' gradients are not summed `before` something."""
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, RankGradient) and not gradient.summed:
+        if type(gradient) is PartialGradient and not gradient.summed:
             raise ValueError(NOT_SUMMED.format(before))
+        if isinstance(gradient, RankGradient):
+            rank_gradient.check_summed(before, gradient)
