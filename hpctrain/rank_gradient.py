@@ -57,7 +57,7 @@ class RankGradient(torch.Tensor):
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-def mark_gradient(parameter: torch.nn.Parameter, divided: bool, summed: bool) -> None:
+def mark_gradient(parameter: torch.nn.Parameter, summed: bool) -> None:
     """Make the parameter's gradient, if it has one, a `RankGradient` of the same memory."""
     with as_tensors():
         gradient = parameter.grad
@@ -65,27 +65,10 @@ def mark_gradient(parameter: torch.nn.Parameter, divided: bool, summed: bool) ->
             return
         if type(gradient) is not RankGradient:
             gradient = gradient.as_subclass(RankGradient)
-            if divided:
-                gradient.of_shape = shard_of(parameter).global_shape
+            if (shard := shard_of(parameter)).divided:
+                gradient.of_shape = shard.global_shape
             parameter.grad = gradient
     gradient.summed = summed
-
-
-class GradientMark:
-    """What `parameter.on_arrival` calls in a loop without a strategy, which would put its own in this one's place.
-
-    Args:
-        divided: other ranks have other parts of the weight.
-        shared: others have the same part, and other tokens.
-    """
-
-    __slots__ = ("_divided", "_shared")
-
-    def __init__(self, divided: bool, shared: bool):
-        self._divided, self._shared = divided, shared
-
-    def __call__(self, parameter: torch.nn.Parameter) -> None:
-        mark_gradient(parameter, self._divided, not self._shared)
 
 
 def _unsummed(result):

@@ -36,6 +36,11 @@ class Shard:
     def shape(self) -> tuple[int, ...]:
         return tuple(part.stop - part.start for part in self.slices)
 
+    @property
+    def divided(self) -> bool:
+        """Whether other ranks hold other parts of the tensor."""
+        return self.shape != self.global_shape
+
     def owned(self, coords: dict[str, int]) -> bool:
         """Whether the rank at `coords` is the one that counts this slice, among those that hold it and are at the same
         place along the axis `alike`."""

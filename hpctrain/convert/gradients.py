@@ -112,9 +112,6 @@ class PartialGradient(RankGradient):
         result.part, result.summed, result.in_place = self.part, self.summed, self.in_place
         return result
 
-    def __reduce_ex__(self, protocol):
-        return _plain(self).__reduce_ex__(protocol)
-
     def __deepcopy__(self, memo):
         return copy.deepcopy(_plain(self), memo)
 

@@ -48,7 +48,7 @@ class DataParallel(DataParallelStrategy):
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         # of ht.layers; what ht.parallelize divided knows of itself
         layers = [p for p in self.parameters if not hasattr(p, "sharding")]
-        self._divided_weights = [p for p in layers if shard_of(p).shape != shard_of(p).global_shape]
+        self._divided_weights = [p for p in layers if shard_of(p).divided]
         self._launched = 0
         self._unused: set[torch.nn.Parameter] = set()  # in the last step
         for parameter in self.parameters:
@@ -93,7 +93,7 @@ class DataParallel(DataParallelStrategy):
         for bucket in self.buckets:
             bucket.sum_over_holders(self.grid.pipeline)
         for parameter in self._divided_weights:
-            mark_gradient(parameter, divided=True, summed=True)
+            mark_gradient(parameter, summed=True)
 
     def _arrived(self, parameter) -> None:
         """The hook: a backward has added to the parameter's gradient, or its layer put that off."""

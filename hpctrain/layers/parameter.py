@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Protocol, TypedDict
 
@@ -10,7 +11,7 @@ import torch
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate, on_arrival
 from hpctrain.randomness import RngKey, fill_slice
-from hpctrain.rank_gradient import GradientMark
+from hpctrain.rank_gradient import mark_gradient
 from hpctrain.shard import Shard
 
 
@@ -45,8 +46,8 @@ def parameter(
         fill_slice(data, shard, lambda start, count: key.normal(start, count) * std)
     made = annotate(torch.nn.Parameter(data.to(device)), shard=shard)
     summands = grid.alike(shard).size > 1 or (shard.partial and any(grid.shape[axis] > 1 for axis in shard.replicated))
-    if summands or shard.shape != shard.global_shape:
-        on_arrival(made, GradientMark(shard.shape != shard.global_shape, summands))
+    if summands or shard.divided:  # until a strategy puts its own hook there
+        on_arrival(made, functools.partial(mark_gradient, summed=not summands))
     return made
 
 
