@@ -63,10 +63,43 @@ def test_the_kernel_that_is_taken(monkeypatch, device, dtype, ffn, capability, f
 
 
 @pytest.mark.parametrize(
-    ("vendor", "vectors", "faster"),
-    [("GenuineIntel", "AVX512", False), ("AuthenticAMD", "AVX512", True), ("AuthenticAMD", "AVX2", False)],
+    ("vendor", "vectors", "rounds", "faster"),
+    [
+        ("GenuineIntel", "AVX512", False, False),
+        ("AuthenticAMD", "AVX512", False, True),
+        ("AuthenticAMD", "AVX512", True, False),
+        ("AuthenticAMD", "AVX2", False, False),
+    ],
 )
-def test_processors_of_which_mkl_leaves_vectors_unused(monkeypatch, vendor, vectors, faster):
+def test_processors_of_which_mkl_leaves_vectors_unused(monkeypatch, vendor, vectors, rounds, faster):
+    monkeypatch.setattr(grouped, "_onednn_rounds", lambda: rounds)
     monkeypatch.setattr(grouped.Path, "read_text", lambda path: f"vendor_id : {vendor}\n")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
     assert grouped.onednn_is_faster.__wrapped__() is faster
+
+
+def test_products_that_round_are_found(monkeypatch):
+    """Those of a processor that has no such vectors are MKL's, and exact."""
+    equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda found, exact: equal(found.bfloat16().float(), exact))
+    assert grouped._onednn_rounds()
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_precision_of_others_products_stays(monkeypatch, precision):
+    """Also after an error."""
+    monkeypatch.setattr(grouped, "choose", lambda rows, weight: "onednn")
+    monkeypatch.setattr(grouped, "_PAYS", 20 * 24 * 16)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        within = torch.backends.mkldnn.matmul.fp32_precision
+        grouped.products(torch.ones(83, 16), torch.ones(2, 24, 16), [80, 3], transposed=True)
+        grouped.weight_gradients(torch.ones(83, 24), torch.ones(83, 16), [80, 3], torch.empty(2, 24, 16))
+        for rows in (40, 2):
+            with pytest.raises(RuntimeError, match="cannot be multiplied"):
+                grouped.matmul(torch.ones(rows, 16), torch.ones(17, 24))
+        assert torch.backends.mkldnn.matmul.fp32_precision == within
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -8,6 +8,7 @@ mm           one call for each expert
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-_PAYS = 1 << 22  # multiplications below which a call of oneDNN takes as long as one of MKL
+_PAYS = 3 << 19  # multiplications below which a call of oneDNN takes as long as one of MKL
+_PROBE = 64  # rows and columns, more than those of which torch does not ask oneDNN
 _SIZES = 16  # numbers of rows in each octave: oneDNN compiles a kernel for each, once, which takes a millisecond
 
 
@@ -29,20 +31,25 @@ def products(
     if kernel == "grouped_mm":
         found = F.grouped_mm(rows, matrices, offs=_ends(counts, rows))
         return found if out is None else out.copy_(found)
-    result = rows.new_empty(len(rows), matrices.shape[2]) if out is None else out
-    starts = itertools.accumulate(counts, initial=0)
-    parts = rows.split_with_sizes(counts), matrices.unbind(), result.split_with_sizes(counts)
-    for start, a, b, to in zip(starts, *parts):
-        if kernel == "onednn" and len(a) * b.numel() >= _PAYS:
-            size = _up(len(a)) if _up(len(a)) <= len(rows) else _down(len(a))
-            first, fast = min(start, len(rows) - size), min(size, len(a))
-            found = _onednn(rows[first : first + size], b)  # with some rows of others
-            if out is None and fast == len(rows):
-                return found
-            to[:fast] = found.narrow(0, start - first, fast)
-            a, to = a[fast:], to[fast:]
-        if len(a):
-            torch.mm(a, b, out=to)
+    total, width = len(rows), matrices.shape[2]
+    result = rows.new_empty(total, width) if out is None else out
+    fast, rest = [], []
+    pays, start = -(-_PAYS // max(1, width * matrices.shape[1])), 0
+    for matrix, count in zip(matrices.unbind(), counts):
+        end, first = start + count, start
+        if kernel == "onednn" and count >= pays:
+            # With some rows of the experts after it, whose own products come later
+            size = _up(count) if start + _up(count) <= total else _down(count)
+            fast.append((start, start + size, matrix))
+            first += size
+        if first < end:
+            rest.append((first, end, matrix))
+        start = end
+    for each, by in ((fast, "onednn"), (rest, "mkl" if kernel == "onednn" else kernel)):
+        if each:
+            with _kernels(by):
+                for first, end, matrix in each:
+                    torch.mm(rows[first:end], matrix, out=result[first:end])
     return result
 
 
@@ -55,15 +62,37 @@ def weight_gradients(grad: torch.Tensor, rows: torch.Tensor, counts: Sequence[in
             if not count:
                 out[expert].zero_()
         return out
-    for a, b, to in zip(grad.t().split_with_sizes(counts, 1), rows.split_with_sizes(counts), out.unbind()):
-        fast = _down(len(b))
-        if kernel == "onednn" and fast * to.numel() >= _PAYS:
-            to.copy_(_onednn(a[:, :fast], b[:fast]))
-            if fast < len(b):
-                torch.addmm(to, a[:, fast:], b[fast:], out=to)
+    fast: list[tuple[int, int, torch.Tensor, bool]] = []
+    rest: list[tuple[int, int, torch.Tensor, bool]] = []
+    pays, start = -(-_PAYS // max(1, out.shape[1] * out.shape[2])), 0
+    for to, count in zip(out.unbind(), counts):
+        end, size = start + count, _down(count)
+        if kernel == "onednn" and size >= pays:
+            fast.append((start, start + size, to, False))
+            if size < count:
+                rest.append((start + size, end, to, True))
         else:
-            torch.mm(a, b, out=to)
+            rest.append((start, end, to, False))
+        start = end
+    grad = grad.t()
+    for each, by in ((fast, "onednn"), (rest, "mkl" if kernel == "onednn" else kernel)):
+        if each:
+            with _kernels(by):
+                for first, end, to, added in each:
+                    if added:
+                        to.addmm_(grad[:, first:end], rows[first:end])
+                    else:
+                        torch.mm(grad[:, first:end], rows[first:end], out=to)
     return out
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+    """a b of two matrices; added to `plus`, in its memory, where that is given."""
+    kernel = choose(a, b[None])
+    if kernel == "onednn" and a.numel() * b.shape[1] < _PAYS:
+        kernel = "mkl"
+    with _kernels(kernel):
+        return torch.mm(a, b) if plus is None else plus.addmm_(a, b)
 
 
 def choose(rows: torch.Tensor, weight: torch.Tensor) -> str:
@@ -78,8 +107,17 @@ def choose(rows: torch.Tensor, weight: torch.Tensor) -> str:
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether this processor has vector instructions that MKL leaves to Intel's."""
-    return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512" and not _intel()
+    """Whether this processor has vector instructions that MKL leaves to Intel's, and torch can be asked for oneDNN's
+    products, which are strict here."""
+    known = torch.backends.mkldnn.is_available() and hasattr(torch.backends.mkldnn, "matmul")
+    return known and torch.backends.cpu.get_cpu_capability() == "AVX512" and not _intel() and not _onednn_rounds()
+
+
+def _onednn_rounds() -> bool:
+    """Whether bfloat16 is inside its products here."""
+    exact = torch.full((_PROBE, _PROBE), 1 + torch.finfo(torch.float32).eps)
+    with _Float32("bf16"):
+        return not torch.equal(exact @ torch.eye(_PROBE), exact)
 
 
 def _intel() -> bool:
@@ -89,9 +127,32 @@ def _intel() -> bool:
         return True
 
 
-def _onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b."""
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+class _Float32:
+    """Inside, torch.mm takes oneDNN's float32 products, or MKL's, whatever torch.set_float32_matmul_precision says.
+
+    What asks for oneDNN's, as "medium" does, permits bfloat16 inside them, for which it has kernels where a processor
+    has matrix registers (AMX) alone: `onednn_is_faster` makes sure that here they round nothing, whoever takes them. It
+    is the one way to them that takes matrices as they lie and writes results where they belong.
+    """
+
+    def __init__(self, *precisions: str):
+        self._precisions = precisions  # any of these will do
+
+    def __enter__(self) -> None:
+        self._matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        self._before = self._matmul.fp32_precision
+        if self._before not in self._precisions:
+            self._matmul.fp32_precision = self._precisions[0]
+
+    def __exit__(self, *error: object) -> None:
+        if self._before not in self._precisions:
+            self._matmul.fp32_precision = self._before
+
+
+def _kernels(kernel: str) -> contextlib.AbstractContextManager:
+    if kernel == "onednn":
+        return _Float32("bf16")
+    return _Float32("ieee", "none") if kernel == "mkl" else contextlib.nullcontext()
 
 
 def _down(rows: int) -> int:
