@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -108,6 +109,7 @@ def subsplit(part: slice, parts: int, index: int, unit: int = 1) -> slice:
     return slice(part.start + inner.start, part.start + inner.stop)
 
 
+@functools.lru_cache(maxsize=1024)  # layers ask for the same ones in every call
 def split_sizes(length: int, parts: int, unit: int = 1) -> tuple[int, ...]:
     """Lengths of the ranges that `split` gives.
 

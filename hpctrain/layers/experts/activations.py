@@ -27,7 +27,7 @@ class SwiGLU:
         grad_gate, grad_up = _halves(grad_hidden)
         activated = F.silu(gate)
         y = activated * up
-        grad_weight = (grad.to(weight.dtype) * y).sum(1)
+        grad_weight = torch.linalg.vecdot(grad.to(weight.dtype), y.to(weight.dtype))
         weight = weight[:, None]
         torch.mul(grad.mul_(weight), activated, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
@@ -52,7 +52,7 @@ class GELU:
         hidden: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         y = F.gelu(hidden)
-        grad_weight = (grad.to(weight.dtype) * y).sum(1)
+        grad_weight = torch.linalg.vecdot(grad.to(weight.dtype), y.to(weight.dtype))
         grad_hidden = torch.ops.aten.gelu_backward(grad.mul_(weight[:, None]), hidden)
         return y.mul_(weight[:, None]), grad_hidden, grad_weight
 

@@ -36,15 +36,18 @@ class Dispatch:
         experts: (tokens, top_k) int64, the number of each token's experts; the number of all experts for a pair that
             is dropped. Its creation is collective.
         of_rank: how many experts each rank computes.
+        sent: pairs of each expert that are kept, where they are known.
 
     Attributes: `kept`, pairs of this rank's tokens that are not dropped; `counts`, rows of each of this rank's experts,
     one after another, and `rows`, of all of them.
     """
 
-    def __init__(self, axis: Axis, experts: torch.Tensor, of_rank: Sequence[int]):
+    def __init__(
+        self, axis: Axis, experts: torch.Tensor, of_rank: Sequence[int], sent: torch.Tensor | None = None
+    ):  # fmt: skip
         self.axis, self.tokens, self.top_k, self._experts = axis, len(experts), experts.shape[1], experts
         self.of_rank, self._count = tuple(of_rank), sum(of_rank)
-        self.sent = self._pairs_of_experts(experts)
+        self.sent = self._pairs_of_experts(experts) if sent is None else sent
         self._sent = self.sent.tolist()
         self.kept = sum(self._sent)
         self._alone = False

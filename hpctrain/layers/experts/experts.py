@@ -95,19 +95,22 @@ class Experts(torch.nn.Module):
         (dispatch, replicas), first = routing.rows.tokens.decide(lambda: self._dispatch(x, routing))
         if first and self.training and self.capacity:
             routing.record.add_dropped(routing.experts.numel() - dispatch.kept // self.parts)
-        flight = _Flight(dispatch, replicas)
+        flight = _Flight(dispatch, replicas, direct=meanwhile is None)
         weights = routing.weights
         if self.parts > 1:
             weights = weights[:, :, None].expand(-1, -1, self.parts).flatten(1)
         out = _Experts.apply(x, weights, self.up, self.down, flight, self)
-        if meanwhile is not None:
-            meanwhile()
+        if meanwhile is None:
+            return out
+        meanwhile()
         return _Returned.apply(out, flight)
 
     def _dispatch(self, x, routing) -> tuple[Dispatch, Replicas | None]:
         chosen, axis, replicas, top_k = routing.experts, self.axis, None, routing.experts.shape[1]
+        counts: torch.Tensor | None = routing.counts
         of_rank: Sequence[int] = split_sizes(self.experts, axis.size // self.parts)
         if self.capacity and self.training:
+            counts = None
             chosen = chosen.where(kept_pairs(routing, self.experts, self.capacity, self.capacity_policy), self.experts)
         if self.parts > 1:
             if self.replicate_hot:
@@ -116,15 +119,16 @@ class Experts(torch.nn.Module):
                     f"{self.parts} divides them; use 0"
                 )
             chosen = parts_of_experts(of_rank, self.parts).to(chosen.device)[chosen].flatten(1)
-            of_rank = [count for count in of_rank for _ in range(self.parts)]
+            of_rank, counts = [count for count in of_rank for _ in range(self.parts)], None
         if self.replicate_hot and axis.size > 1:
-            counts = torch.bincount(chosen.flatten(), minlength=self.experts + 1)[: self.experts]
+            if counts is None:
+                counts = torch.bincount(chosen.flatten(), minlength=self.experts + 1)[: self.experts]
             table = comm.all_gather(counts[None], axis)
             if listed := chosen_replicas(table.sum(0).tolist(), of_rank, self.replicate_hot):
                 replicas = Replicas(axis, of_rank, listed)
-                chosen, of_rank = replicas.numbered(chosen, table), replicas.of_rank
+                chosen, of_rank, counts = replicas.numbered(chosen, table), replicas.of_rank, None
         kind = choose(axis, x, self.dispatch, top_k, self.experts, self.parts)
-        return kind(axis, chosen, of_rank), replicas
+        return kind(axis, chosen, of_rank, counts), replicas
 
     def extra_repr(self):
         return f"{self.experts} × ({self.features}, {self.ffn}), {self.activation}, dispatch={self.dispatch}"
@@ -146,10 +150,11 @@ def parts_of_experts(of_group: Sequence[int], parts: int) -> torch.Tensor:
 
 
 class _Flight:
-    """The rows of a call that are under way between `_Experts` and `_Returned`: results, or their gradients."""
+    """The rows of a call that are under way between `_Experts` and `_Returned`: results, or their gradients. A `direct`
+    one has nothing in between."""
 
-    def __init__(self, dispatch: Dispatch, replicas: Replicas | None):
-        self.dispatch, self.replicas = dispatch, replicas
+    def __init__(self, dispatch: Dispatch, replicas: Replicas | None, direct: bool):
+        self.dispatch, self.replicas, self.direct = dispatch, replicas, direct
         self.work: Work[torch.Tensor]
 
 
@@ -175,15 +180,19 @@ class _Experts(torch.autograd.Function):
         flight.work = dispatch.to_tokens(
             products(act, _both(down, more[1]), counts, transposed=True, out=dispatch.buffer(rows))
         )
+        if flight.direct:
+            return flight.work.wait()
         return x.new_empty(()).expand(x.shape)  # nothing yet
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, _):
+    def backward(ctx, grad):
         rows, weight, hidden, _, _, *more = ctx.saved_tensors
         up, down = ctx.up, ctx.down
         dispatch, replicas = ctx.flight.dispatch, ctx.flight.replicas
         activation, counts = ACTIVATIONS[ctx.experts.activation], dispatch.counts
+        if ctx.flight.direct:
+            ctx.flight.work = dispatch.to_experts(grad.contiguous())
         grad = ctx.flight.work.wait()
         grad_act = products(grad, _both(down, more[1]), counts, transposed=False)
         act, grad_hidden, grad_weight = activation.backward(hidden, weight, grad_act)

@@ -64,8 +64,9 @@ class Mixture(torch.nn.Module):
         beside: list[torch.Tensor] = []
 
         def shared() -> None:
-            if self.shared is not None:
-                beside.append(self.shared(x, tokens))
+            assert self.shared is not None
+            beside.append(self.shared(x, tokens))
 
-        mixed = rows.leave(self.experts(whole, self.router(whole, tokens), meanwhile=shared), self.features)
+        routing, meanwhile = self.router(whole, tokens), None if self.shared is None else shared
+        mixed = rows.leave(self.experts(routing.x, routing, meanwhile), self.features)
         return mixed + beside[0] if beside else mixed

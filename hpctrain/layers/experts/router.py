@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from hpctrain import comm
 from hpctrain.choices import AUX_SCOPES, ROUTERS
 from hpctrain.grid import Grid
 from hpctrain.layers.experts.auxiliary import add_loss, add_step_loss, auxiliary_losses
+from hpctrain.layers.experts.grouped import matmul
 from hpctrain.layers.experts.record import Record
 from hpctrain.layers.experts.routing import Routing
-from hpctrain.layers.experts.scores import SCORES, weigh
+from hpctrain.layers.experts.scores import SCORES, Chosen, weigh
 from hpctrain.layers.experts.whole_rows import WholeRows
 from hpctrain.layers.parameter import drawn_key, parameter
 from hpctrain.layers.tokens import Tokens
@@ -83,17 +83,21 @@ class Router(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> Routing:
         rows = WholeRows(self.grid, tokens)
-        wide = x.to(comm.accumulation_dtype(x.dtype))
-        if self.jitter and self.training:
-            wide = wide * self._jitter(rows, tokens.step).to(wide)
-        logits = F.linear(wide, self.weight.to(wide.dtype))
-        balanced = self.training and tokens.share > 0
-        scores = SCORES[self.scores].forward(logits.detach())
-        (experts, parts), first = tokens.decide(lambda: self._choose(scores, rows, balanced))
+        balanced, factors = self.training and tokens.share > 0, None
+        with torch.no_grad():
+            wide = x.to(comm.accumulation_dtype(x.dtype))
+            if self.jitter and self.training:
+                factors = self._jitter(rows, tokens.step).to(wide)
+                wide = wide * factors
+            logits = matmul(wide, self.weight.to(wide.dtype).t())
+            scores = SCORES[self.scores].forward(logits)
+        (experts, counts, parts), first = tokens.decide(lambda: self._choose(scores, rows, balanced))
         if first and self.training:
-            self.record.add_counts(torch.bincount(experts.flatten(), minlength=self.experts))
-        weights, scores = weigh(logits, scores, experts, self.scores, self.normalized, self.scale)
-        if balanced and (self.aux_loss or self.z_loss):
+            self.record.add_counts(counts)
+        has_losses = balanced and bool(self.aux_loss or self.z_loss)
+        chosen = Chosen(logits, scores, experts, self.scores, self.normalized, self.scale, has_losses)
+        weights, x, scores, logits = weigh(x, wide, factors, self.weight, chosen)
+        if has_losses:
             probabilities = scores / scores.sum(1, keepdim=True) if self.scores == "sigmoid" else scores
             losses = auxiliary_losses(logits, probabilities, parts, rows, self.aux_loss, self.z_loss)
             weights = add_loss(weights, losses.sum())
@@ -102,25 +106,26 @@ class Router(torch.nn.Module):
             if self.aux_loss and self.aux_scope == "step":
                 scale = self.aux_loss * tokens.share * self.experts / tokens.whole
                 weights = add_step_loss(weights, probabilities, scale, self.record)
-        return Routing(experts, weights, scores.detach(), rows, self.record)
+        return Routing(experts, weights, counts, chosen.scores, x, rows, self.record)
 
     def _choose(self, scores, rows, balanced):
-        """(tokens, top_k) experts, and of what sequences each expert has which part, if a loss wants to know it."""
+        """(tokens, top_k) experts, how many pairs each has, and of what sequences it has which part, if a loss wants to
+        know it."""
         if self.bias is not None:
             scores = scores + self.bias
         if self.groups > 1:
             scores = self._within_groups(scores)
         experts = highest(scores, self.top_k)
-        parts = None
+        counts, parts = torch.bincount(experts.view(-1), minlength=self.experts), None
         if balanced and self.aux_loss and self.aux_scope == "sequence":
             tokens = rows.tokens
             rows.check_whole_sequences("aux_loss")
             # Counts of the whole sequence, which no grid changes: a product of means over parts of it would be another
             places = rows.sequences(experts.device)[:, None] * self.experts + experts
-            counts = torch.bincount(places.flatten(), minlength=tokens.sequences * self.experts)
-            counts = rows.sum_over_sequences(counts).view(tokens.sequences, self.experts)
-            parts = counts.to(scores.dtype) / max(1, tokens.whole * self.top_k)
-        return experts, parts
+            of_sequences = torch.bincount(places.flatten(), minlength=tokens.sequences * self.experts)
+            of_sequences = rows.sum_over_sequences(of_sequences).view(tokens.sequences, self.experts)
+            parts = of_sequences.to(scores.dtype) / max(1, tokens.whole * self.top_k)
+        return experts, counts, parts
 
     def _within_groups(self, scores):
         """The scores of the experts in the groups that are kept, -inf for the others."""
