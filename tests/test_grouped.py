@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hpctrain.layers.experts import grouped
+from hpctrain.matmul import onednn
 
 COUNTS = [41, 0, 7, 1, 0, 83]
 
@@ -58,7 +59,7 @@ class On:
 )
 def test_the_kernel_that_is_taken(monkeypatch, device, dtype, ffn, capability, faster, kernel):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(grouped, "onednn_is_faster", lambda: faster)
+    monkeypatch.setattr(onednn, "is_faster", lambda: faster)
     assert grouped.choose(On(device, dtype, 10, 32), On(device, dtype, 4, ffn, 32)) == kernel
 
 
@@ -72,17 +73,17 @@ def test_the_kernel_that_is_taken(monkeypatch, device, dtype, ffn, capability, f
     ],
 )
 def test_processors_of_which_mkl_leaves_vectors_unused(monkeypatch, vendor, vectors, rounds, faster):
-    monkeypatch.setattr(grouped, "_onednn_rounds", lambda: rounds)
-    monkeypatch.setattr(grouped.Path, "read_text", lambda path: f"vendor_id : {vendor}\n")
+    monkeypatch.setattr(onednn, "_rounds", lambda: rounds)
+    monkeypatch.setattr(onednn.Path, "read_text", lambda path: f"vendor_id : {vendor}\n")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
-    assert grouped.onednn_is_faster.__wrapped__() is faster
+    assert onednn.is_faster.__wrapped__() is faster
 
 
 def test_products_that_round_are_found(monkeypatch):
     """Those of a processor that has no such vectors are MKL's, and exact."""
     equal = torch.equal
     monkeypatch.setattr(torch, "equal", lambda found, exact: equal(found.bfloat16().float(), exact))
-    assert grouped._onednn_rounds()
+    assert onednn._rounds()
 
 
 @pytest.mark.parametrize("precision", ["highest", "medium"])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hpctrain.convert.boundary import gather, leave
 from hpctrain.convert.box import split_pair
 from hpctrain.convert.dropout import SplitDropout, kept
+from hpctrain.convert.linear import linear
 from hpctrain.convert.plain import altered, is_plain, is_pointwise
 from hpctrain.convert.products import SplitLinear, split_linear, split_matrix
 from hpctrain.convert.sharded_activation import enter
@@ -99,7 +100,7 @@ class SplitMultiheadAttention(torch.nn.MultiheadAttention):
             biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             heads = self.part.stop - self.part.start, self.head_dim
             return [
-                F.linear(x, weight, bias).unflatten(-1, heads).transpose(1, 2)
+                linear(x, weight, bias).unflatten(-1, heads).transpose(1, 2)
                 for x, weight, bias in zip(inputs, weights, biases)
             ]
 

@@ -18,11 +18,11 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hpctrain.comm.functional import reshard
 from hpctrain.convert.gathering_again import gathering_again, once_more
+from hpctrain.convert.linear import linear
 from hpctrain.convert.products import SplitLinear, Unit
 from hpctrain.convert.sharded_activation import ShardedActivation, of_rows, rows_in
 from hpctrain.convert.sharding import local
@@ -116,7 +116,7 @@ class BoxUp(BoxLinear):
             entered, unit = self.entered, self.unit
             inside, weight = entered.enter(x), self.full_weight(Cut("x", unit), Cut("y", 1))
             with gathering_again(inside, weight):
-                summand = F.linear(inside, weight).unflatten(1, (self.fused, -1))
+                summand = linear(inside, weight).unflatten(1, (self.fused, -1))
             shape, between = (math.prod(entered.shape[:-1]), self.fused, self.features[0]), entered.between(2, unit)
             source = Layout.of(shape, {0: "z", 2: Cut("x", unit)}, "y")
             y = reshard(summand, source, Layout.of(shape, between), entered.grid)
@@ -140,7 +140,7 @@ class BoxDown(BoxLinear):
             inside = once_more(gather, x.reshape(-1, x.shape[-1]))
             weight = self.full_weight(Cut("y", 1), over_in)
             with gathering_again(inside, weight):
-                summand = F.linear(inside, weight)
+                summand = linear(inside, weight)
             source = Layout.of((count, out), {0: "z", 1: "y"}, "x")
             rows = reshard(summand, source, Layout.of((count, out), {0: OVER}), grid)
             if (bias := self._parameters["bias"]) is not None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from hpctrain.convert.boundary import gather, take
 from hpctrain.convert.gathering_again import gathering_again
+from hpctrain.convert.linear import linear
 from hpctrain.convert.plain import is_hooked
 from hpctrain.convert.sharded_activation import enter, leave, whole
 from hpctrain.convert.sharding import local
@@ -74,7 +75,7 @@ class SplitLinear(nn.Module):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
         weight = self._parameters["weight"]
         assert weight is not None
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
 
 class SharedEntry(SplitLinear):
@@ -141,7 +142,7 @@ class SplitConv1D(SplitLinear):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
         weight = self._parameters["weight"]
         assert weight is not None
-        return F.linear(x, weight.t(), bias)
+        return linear(x, weight.t(), bias)
 
 
 class SplitConv(SplitLinear, nn.modules.conv._ConvNd):

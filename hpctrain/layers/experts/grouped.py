@@ -1,24 +1,22 @@
 """Products of rows that are sorted by expert with the weights of each, by the fastest kernel that torch has for them.
 
 grouped_mm   one kernel for all experts, of bfloat16 on a GPU of compute capability 9 or more
-onednn       in float32 on an AVX-512 processor that is not Intel's, where MKL, which torch.mm calls, takes its
-             AVX2 kernels: oneDNN's are strict float32 too, and up to 2.5 times as fast on an AMD EPYC (Zen 5)
+onednn       in float32 on some processors (matmul/onednn.py)
 mm           one call for each expert
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from hpctrain.matmul import onednn
+
 _PAYS = 3 << 19  # multiplications below which a call of oneDNN takes as long as one of MKL
-_PROBE = 64  # rows and columns, more than those of which torch does not ask oneDNN
 _SIZES = 16  # numbers of rows in each octave: oneDNN compiles a kernel for each, once, which takes a millisecond
 
 
@@ -98,61 +96,17 @@ def matmul(a: torch.Tensor, b: torch.Tensor, plus: torch.Tensor | None = None) -
 def choose(rows: torch.Tensor, weight: torch.Tensor) -> str:
     """The kernel, for weights of (experts, out, in)."""
     if rows.is_cpu:
-        return "onednn" if rows.dtype is torch.float32 and onednn_is_faster() else "mm"
+        return "onednn" if rows.dtype is torch.float32 and onednn.is_faster() else "mm"
     aligned = all(length and length * rows.itemsize % 16 == 0 for length in weight.shape[1:])
     if rows.is_cuda and rows.dtype is torch.bfloat16 and aligned:
         return "grouped_mm" if torch.cuda.get_device_capability(rows.device) >= (9, 0) else "mm"
     return "mm"
 
 
-@functools.cache
-def onednn_is_faster() -> bool:
-    """Whether this processor has vector instructions that MKL leaves to Intel's, and torch can be asked for oneDNN's
-    products, which are strict here."""
-    known = torch.backends.mkldnn.is_available() and hasattr(torch.backends.mkldnn, "matmul")
-    return known and torch.backends.cpu.get_cpu_capability() == "AVX512" and not _intel() and not _onednn_rounds()
-
-
-def _onednn_rounds() -> bool:
-    """Whether bfloat16 is inside its products here."""
-    exact = torch.full((_PROBE, _PROBE), 1 + torch.finfo(torch.float32).eps)
-    with _Float32("bf16"):
-        return not torch.equal(exact @ torch.eye(_PROBE), exact)
-
-
-def _intel() -> bool:
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    except OSError:  # another system than Linux
-        return True
-
-
-class _Float32:
-    """Inside, torch.mm takes oneDNN's float32 products, or MKL's, whatever torch.set_float32_matmul_precision says.
-
-    What asks for oneDNN's, as "medium" does, permits bfloat16 inside them, for which it has kernels where a processor
-    has matrix registers (AMX) alone: `onednn_is_faster` makes sure that here they round nothing, whoever takes them. It
-    is the one way to them that takes matrices as they lie and writes results where they belong.
-    """
-
-    def __init__(self, *precisions: str):
-        self._precisions = precisions  # any of these will do
-
-    def __enter__(self) -> None:
-        self._matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        self._before = self._matmul.fp32_precision
-        if self._before not in self._precisions:
-            self._matmul.fp32_precision = self._precisions[0]
-
-    def __exit__(self, *error: object) -> None:
-        if self._before not in self._precisions:
-            self._matmul.fp32_precision = self._before
-
-
 def _kernels(kernel: str) -> contextlib.AbstractContextManager:
     if kernel == "onednn":
-        return _Float32("bf16")
-    return _Float32("ieee", "none") if kernel == "mkl" else contextlib.nullcontext()
+        return onednn.Float32("bf16")
+    return onednn.Float32("ieee", "none") if kernel == "mkl" else contextlib.nullcontext()
 
 
 def _down(rows: int) -> int:

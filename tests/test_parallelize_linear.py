@@ -1,0 +1,182 @@
+"""Divided linear layers multiply by oneDNN where that is faster: as F.linear, to rounding of float32."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hpctrain as ht
+from hpctrain.convert import linear as module
+from hpctrain.convert.linear import linear
+from hpctrain.matmul import onednn
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def small_ones_too(monkeypatch):
+    """On every processor."""
+    monkeypatch.setattr(onednn, "is_faster", lambda: True)
+    monkeypatch.setattr(module, "_PAYS", 1)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Of oneDNN's product."""
+    found = []
+    product = onednn.product
+    monkeypatch.setattr(onednn, "product", lambda *given: found.append(given[0].shape) or product(*given))
+    return found
+
+
+def given(dtype=torch.float32, bias=True, seed=0):
+    torch.manual_seed(seed)
+    shapes = (2, 3, 5), (4, 5), (4,)
+    x, weight, offset = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    return x, weight, offset if bias else None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_result_and_gradients(calls, bias):
+    x, weight, offset = given(bias=bias)
+    seed = torch.randn(2, 3, 4)
+    found = []
+    for function in (F.linear, linear):
+        y = function(x, weight, offset)
+        found.append([y, *torch.autograd.grad(y, [each for each in (x, weight, offset) if each is not None], seed)])
+    for a, b in zip(*found):
+        torch.testing.assert_close(b, a, **CLOSE)
+    assert len(calls) == 3
+
+
+def test_gradients_of_gradients():
+    x, weight, offset = given()
+    found = []
+    for function in (F.linear, linear):
+        y = function(x, weight, offset).square()
+        (first,) = torch.autograd.grad(y.sum(), weight, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), [x, weight, offset]))
+    for a, b in zip(*found):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+
+
+def test_result_changed_in_place():
+    """As nn.ReLU(inplace=True) does, and hooks on it."""
+    x, weight, offset = given()
+    found = []
+    for function in (F.linear, linear):
+        y, seen = function(x, weight, offset), []
+        y.narrow(-1, 1, 2).add_(offset[:2])
+        y.relu_()
+        y.register_hook(seen.append)
+        found.append([y, *torch.autograd.grad(y.square().sum(), (x, weight, offset)), *seen])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, **CLOSE)
+
+
+def test_only_what_is_asked_for(calls):
+    x, weight, _ = given(bias=False)
+    linear(x.detach(), weight).sum().backward()
+    assert x.grad is None
+    assert weight.grad is not None
+    assert len(calls) == 2
+
+
+def test_a_weight_that_changed_since():
+    x, weight, offset = given()
+    y = linear(x, weight, offset)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def of_meta(x, weight):
+    return linear(x.to("meta"), weight.to("meta"))
+
+
+def in_autocast(x, weight):
+    with torch.autocast("cpu"):
+        return linear(x, weight)
+
+
+def in_vmap(x, weight):
+    return torch.func.vmap(lambda each: linear(each, weight))(x)
+
+
+def in_jvp(x, weight):
+    return torch.func.jvp(lambda x: linear(x, weight), (x,), (x,))[1]
+
+
+def forward_mode(x, weight):
+    with torch.autograd.forward_ad.dual_level():
+        return torch.autograd.forward_ad.unpack_dual(linear(torch.autograd.forward_ad.make_dual(x, x), weight)).tangent
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x, w: linear(x.double(), w.double()), lambda x, w: linear(x[0, 0], w), of_meta, in_autocast, in_vmap,
+     in_jvp, forward_mode],
+)  # fmt: skip
+def test_where_it_is_not_for(calls, function):
+    with torch.no_grad():
+        function(*given(bias=False)[:2])
+    assert not calls
+
+
+def test_small_products(calls, monkeypatch):
+    monkeypatch.setattr(module, "_PAYS", 2 * 3 * 5 * 4 + 1)
+    linear(*given())
+    assert not calls
+
+
+class Model(nn.Module):
+    """A pair, attention and a lone layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        self.attention = nn.MultiheadAttention(8, 4, batch_first=True)
+        self.alone = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = x + self.pair(x)
+        return self.alone(x + self.attention(x, x, x)[0])
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("options", [{}, {"shard_activations": True}, {"zero": 3}], ids=str)
+def test_models(world, calls, options):
+    torch.manual_seed(0)
+    serial, x = Model(), torch.randn(2, 6, 8)
+    data = world.size if "zero" in options else 1
+    grid = ht.Grid(data=data, tensor=world.size // data)
+    model = ht.parallelize(copy.deepcopy(serial), grid, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (serial, model)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        outputs = [m(x) for m in (serial, model)]
+        torch.testing.assert_close(outputs[1], outputs[0], **CLOSE)
+        for y in outputs:
+            y.square().mean().backward()
+        if data == 1:
+            check_close_gradients(model, serial, grid)
+        for optimizer in optimizers:
+            optimizer.step()
+    gathered = ht.gather_state_dict(model)
+    if grid.rank == 0:
+        torch.testing.assert_close(gathered, dict(serial.state_dict()), **CLOSE)
+    assert calls
+
+
+def check_close_gradients(model, serial, grid):
+    gathered = ht.gather_gradients(model)
+    if grid.rank == 0:
+        for name, parameter in serial.named_parameters():
+            torch.testing.assert_close(gathered[name], parameter.grad, **CLOSE)
