@@ -10,7 +10,8 @@ TEXT, SEQ2SEQ, IMAGE, AUDIO = "text", "seq2seq", "image", "audio"
 CAUSAL = (
     "gpt2 llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe phi phi3 gemma gemma2 gemma3_text gpt_neox gptj "
     "gpt_neo gpt_bigcode opt bloom falcon mpt codegen stablelm starcoder2 olmo olmo2 cohere granite glm glm4 smollm3 "
-    "nemotron helium deepseek_v2 deepseek_v3 biogpt mamba mamba2 ernie4_5 persimmon olmoe"
+    "nemotron helium deepseek_v2 deepseek_v3 biogpt mamba mamba2 ernie4_5 persimmon olmoe gpt_oss llama4_text "
+    "aria_text jetmoe hy_v4 nemotron_h"
 ).split()
 MASKED = (
     "bert roberta distilbert electra albert deberta deberta-v2 camembert xlm-roberta mpnet modernbert fnet layoutlm "
@@ -59,6 +60,10 @@ OPTIONS = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "greedy", "n_shared_experts": 1},
     "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 4, "n_group": 2, "topk_group": 1, "num_hidden_layers": 2},
+    "llama4_text": {"intermediate_size_mlp": 48, "attention_chunk_size": 8},
+    "aria_text": {"moe_num_experts": 4},
+    "jetmoe": {"kv_channels": 8},
+    "hy_v4": {"index_topk": 6, "index_head_dim": 8, "index_n_heads": 2},
     "esm": {"position_embedding_type": "rotary", "token_dropout": False, "mask_token_id": 3},
     "layoutlm": {"max_2d_position_embeddings": 64},
     "wav2vec2": {"conv_dim": [16, 16], "conv_kernel": [4, 4], "conv_stride": [4, 4], "mask_time_prob": 0.0},

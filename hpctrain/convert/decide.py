@@ -22,7 +22,7 @@ from hpctrain.convert import (
     split_heads,
     tables,
 )
-from hpctrain.convert.experts import is_experts, split_experts
+from hpctrain.convert.experts import split_experts
 from hpctrain.convert.initial import check_buffers
 from hpctrain.convert.plain import altered, is_of_huggingface, works_as
 from hpctrain.convert.plan import Plan, Refused
@@ -137,9 +137,7 @@ def _unit(plan, module):
             unit(plan, module)
     elif not divides:
         return
-    elif is_experts(module):
-        split_experts(plan, module)
-    elif module not in plan.claimed:
+    elif module not in plan.claimed and not split_experts(plan, module):
         split_heads.split_attention(plan, module)
         feed_forward.split_feed_forward_block(plan, module)
 

@@ -14,7 +14,7 @@ from hpctrain import comm
 from hpctrain.convert.arriving_gradients import mark_gradients
 from hpctrain.convert.averaging import MeanGradients
 from hpctrain.convert.decide import decide
-from hpctrain.convert.experts import SpreadPretrained, refuse_router_losses
+from hpctrain.convert.experts import refuse_router_losses
 from hpctrain.convert.first_steps import FirstSteps
 from hpctrain.convert.initial import check_model, give_buffers
 from hpctrain.convert.optimizers import watch_optimizers
@@ -24,6 +24,7 @@ from hpctrain.convert.replica_buffers import watch_buffers
 from hpctrain.convert.sequence import CutSequences, check_sequence
 from hpctrain.convert.sequence_dropout import CurrentSpans, use_whole_masks
 from hpctrain.convert.sharded_activation import whole
+from hpctrain.convert.spread_experts import SpreadPretrained
 from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp, refuse_other_weights
 from hpctrain.digest import digest
 from hpctrain.grid import Grid

@@ -1,120 +1,166 @@
-"""The fused experts of Hugging Face's mixtures, whatever their class: divided by expert, or by hidden features.
+"""The fused experts of mixtures, whatever their class: divided by expert, or by hidden features.
 
-By expert where the grid spreads them over ranks (`grid.expert`): tokens travel to their experts and back, as in
-`layers.experts`. Otherwise each rank of the tensor axis has some hidden features of every expert.
+By expert where the grid spreads them over ranks (`grid.expert`), those of Hugging Face's interface. Otherwise each rank
+of the tensor axis has some hidden features of every expert, and where a module is one stack of linear layers alone,
+some of their output features.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from hpctrain import comm
-from hpctrain.comm.functional import with_adjoint
-from hpctrain.convert.boundary import enter, gather, leave, take
-from hpctrain.convert.plain import altered, is_pointwise
-from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
+from hpctrain.convert.boundary import enter, gather, leave
+from hpctrain.convert.expert_form import (
+    FEATURES,
+    ExpertForm,
+    adds_up,
+    has_nothing_else,
+    numbers,
+    same,
+    sorted_form,
+    stack_dim,
+    tried,
+    twin,
+)
+from hpctrain.convert.norms import other_weights
+from hpctrain.convert.plain import altered
+from hpctrain.convert.pretrained import is_pretrained
 from hpctrain.convert.sharded_activation import whole
 from hpctrain.convert.sharding import local
+from hpctrain.convert.spread_experts import SpreadExperts, apply_experts
 from hpctrain.grid import Axis, Grid
 from hpctrain.layers.experts.dispatch import Dispatch
-from hpctrain.layers.experts.dispatch_choice import choose
-from hpctrain.layers.experts.grouped import products, weight_gradients
-from hpctrain.shard import split_sizes
+from hpctrain.parameter import shard_of
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
 
-_STACKS = ("gate_up_proj", "down_proj")
-# What transformers' interface of experts knows of a class, and what it must be here.
-_KIND = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
+_EXPERTS, _WIDTH = 3, 4  # of a twin
+# Which of three experts each of five tokens chose; number 3 is none of them.
+_CHOSEN = [[0, 2], [2, 1], [1, 0], [0, 1], [1, 2]]
+_CHOSEN_WITH_NONE = [[0, 2], [2, 1], [1, 0], [0, 3], [3, 2]]
 
 
-class SplitExperts(torch.nn.Module):
-    """Mixin for experts in two stacks of matrices: each rank has some hidden features of every one.
+class SplitExperts(nn.Module):
+    """Mixin for experts in two stacks of matrices: each rank has some hidden features of every one, and adds its part
+    of the last bias to its summand.
 
-    Attribute: `axis`.
+    Attributes: `axis`; `form`, of their matrices.
     """
 
     axis: Axis
+    form: ExpertForm
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
-        hidden_states, top_k_weights = whole((hidden_states, top_k_weights))
+    def forward(self, *args: Any, **kwargs: Any):
+        args, kwargs = whole((args, kwargs))
         with local():
-            x, weights = (enter(x, self.axis) for x in (hidden_states, top_k_weights))
-            return leave(super().forward(x, top_k_index, weights), self.axis)
+            entered = [self._enter(x) for x in args], {key: self._enter(x) for key, x in kwargs.items()}
+            with other_weights(self, self._last_bias()):
+                return leave(super().forward(*entered[0], **entered[1]), self.axis)
+
+    def _enter(self, x):
+        return enter(x, self.axis) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    def _last_bias(self) -> dict[str, torch.Tensor]:
+        """Zeros, where other ranks have it."""
+        if not self.form.biased or self.axis.size == 1:
+            return {}
+        name = self.form.names[-1]
+        bias: Any = self._parameters[name]
+        part, width = shard_of(bias).slices[1], shard_of(bias).global_shape[1]
+        return {name: F.pad(bias, (part.start, width - part.stop))}
 
 
-class SpreadExperts(torch.nn.Module):
-    """Mixin for the same, of which each rank has some experts.
+class SplitStack(nn.Module):
+    """Mixin for a stack of linear layers that takes rows, and how many of them are each layer's: each rank has some
+    output features of every one.
 
-    All ranks of the tensor axis have the same tokens, and each takes a part of them to the experts. The backward of
-    every rank passes here, whether its experts had tokens or not.
-
-    Attributes: `tensor`, `expert`, the axes; `experts`, of all ranks.
+    Attributes: `axis`; `counts`, of features by rank.
     """
 
-    tensor: Axis
-    expert: Axis
-    experts: int
+    axis: Axis
+    counts: tuple[int, ...]
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
-        hidden_states, top_k_weights = whole((hidden_states, top_k_weights))
+    def forward(self, rows: torch.Tensor, sizes: Any):
+        (rows,) = whole((rows,))
         with local():
-            counts = split_sizes(len(hidden_states), self.tensor.size)
-            x, chosen, weights = (
-                take(tokens, self.tensor, counts, 0).contiguous()
-                for tokens in (hidden_states, top_k_index, top_k_weights)
-            )
-            kind = choose(self.expert, x, "auto", chosen.shape[1], self.experts)
-            dispatch = kind(self.expert, chosen, split_sizes(self.experts, self.expert.size))
-            up, down = (self._parameters[name] for name in _STACKS)
-            return gather(_apply(self, x, weights, up, down, dispatch), self.tensor, counts, 0)
+            return gather(super().forward(enter(rows, self.axis), sizes), self.axis, self.counts, rows.dim() - 1)
 
 
-class SpreadPretrained(DividedPretrained):
-    """Mixin for a PreTrainedModel that generates, with such experts: of replicas whose sequences end at different
-    steps, those that have ended compute on, for nothing, until all have."""
+def split_experts(plan: Plan, module: Any) -> bool:
+    """Whether the module was some, divided now."""
+    weights = list(module._parameters.values())
+    if not any(weight is not None and weight.dim() == 3 for weight in weights):
+        return False
+    forms = _interface_forms(module)
+    if plan.grid.expert.size > 1 and (spread := [form for form in forms if is_experts(module, form)]):
+        _spread(plan, module, spread[0])
+        return True
+    form = next((form for form in forms if _divides(module, form)), None) or sorted_form(module)
+    if form is not None:
+        hidden = module._parameters[form.down].shape[form.hidden_dim(form.down)]
+        parts = plan.parts(hidden)
+        for name in form.names[:3]:
+            unit, fused = (1, 1) if name == form.down else (form.unit, form.fused)
+            scaled = [slice(unit * part.start, unit * part.stop) for part in parts]
+            plan.split(module, name, form.hidden_dim(name), scaled, fused)
+        if form.biased:
+            plan.split(module, form.names[3], 1)
+        plan.swap_class(module, SplitExperts, axis=plan.axis, form=form)
+    elif (dim := stack_dim(module)) is not None:
+        name, weight = next((name, weight) for name, weight in module._parameters.items() if weight is not None)
+        plan.split(module, name, dim)
+        counts = tuple(part.stop - part.start for part in plan.parts(weight.shape[dim]))
+        plan.swap_class(module, SplitStack, axis=plan.axis, counts=counts)
+    return module in plan.claimed
 
-    def generate(self, *arguments: Any, **options: Any):
-        return super().generate(*arguments, **{**options, "synced_gpus": True})
 
-    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        going_on = torch.tensor([int(not this_peer_finished)])
-        return bool(comm.all_reduce(going_on, self.hpctrain_grid.world))
-
-
-def _apply(module, x, weights, up, down, dispatch):
-    rows, weight = _BothToExperts.apply(x, weights, dispatch)
-    hidden = _linear(rows, up, dispatch.counts)
-    out = _linear(module._apply_gate(hidden), down, dispatch.counts)
-    return with_adjoint((out * weight[:, None]).to(x.dtype), _to_tokens, _to_experts, dispatch)
+def is_experts(module: Any, form: ExpertForm) -> bool:
+    """Whether it computes what `SpreadExperts` does."""
+    stacks, x, weights = _given(form)
+    made, found = _twin(module, stacks, module.training), []
+    for chosen in (torch.tensor(_CHOSEN), torch.tensor(_CHOSEN_WITH_NONE)):
+        given = tried(lambda chosen=chosen: made.forward(x, chosen, weights))
+        if given is not None:  # some take no number that is of none
+            dispatch = Dispatch(_Alone(), chosen, (_EXPERTS,))
+            found.append((given, tried(lambda d=dispatch: apply_experts(made, form, x, weights, d))))
+    return bool(found) and all(same(*pair) for pair in found)
 
 
-def _to_experts(x, dispatch):
-    return dispatch.to_experts(x.contiguous()).wait()
+def _interface_forms(module) -> list[ExpertForm]:
+    """What the matrices of a module may be that transformers' own interface of experts stands in for."""
+    if getattr(module, "has_post_expert_norm", True) or altered(module):
+        return []
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    layouts = ((2, 1), (1, 2)) if module.has_gate else ((1, 1),)
+    forms = [ExpertForm(up, "down_proj", module.is_transposed, *layout, module.has_bias) for layout in layouts]
+    return forms if has_nothing_else(module, forms[0].names) else []
 
 
-def _to_tokens(rows, dispatch):
-    return dispatch.to_tokens(rows.contiguous()).wait()
+def _given(form):
+    """Stacks, tokens and their weights."""
+    stacks = form.random(_EXPERTS, _WIDTH, FEATURES, _WIDTH)
+    return stacks, numbers(len(_CHOSEN), _WIDTH, seed=4), numbers(len(_CHOSEN), 2, seed=5)
 
 
-class _BothToExperts(torch.autograd.Function):
-    """Tokens and their weights in one step, and their gradients back in one."""
+def _twin(module, stacks, training):
+    config = copy.copy(module.config)
+    config._experts_implementation_internal = "eager"
+    return twin(module, stacks, training, num_experts=_EXPERTS, config=config)
 
-    @staticmethod
-    def forward(ctx, x, weights, dispatch):
-        ctx.dispatch = dispatch
-        return dispatch.both_to_experts(x.contiguous(), weights.contiguous()).wait()
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_rows, grad_weight):
-        return *ctx.dispatch.both_to_tokens(grad_rows.contiguous(), grad_weight.contiguous()).wait(), None
+def _divides(module, form) -> bool:
+    stacks, x, weights = _given(form)
+    chosen = torch.tensor(_CHOSEN)
+    return adds_up(
+        form, stacks, lambda given, training: _twin(module, given, training).forward(x.clone(), chosen, weights.clone())
+    )
 
 
 class _Alone(Axis):
@@ -124,84 +170,18 @@ class _Alone(Axis):
         self.rank, self.size = 0, 1
 
 
-def _linear(rows, weight, counts: Sequence[int]):
-    """As F.linear, of the next counts[e] rows with weight[e], in autocast too."""
-    device = rows.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        rows, weight = rows.to(dtype), weight.to(dtype)
-    return _Linear.apply(rows, weight, counts)
-
-
-class _Linear(torch.autograd.Function):
-    """Every expert gets a gradient, of zeros where no row came: all ranks sum the same ones."""
-
-    @staticmethod
-    def forward(ctx, rows, weight, counts):
-        ctx.save_for_backward(rows, weight)
-        ctx.weight, ctx.counts = weight, counts  # as in layers.box
-        return products(rows, weight, counts, transposed=True)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        with local():
-            rows, weight = ctx.saved_tensors[0], ctx.weight
-            grad_rows = products(grad, weight, ctx.counts, transposed=False)
-            return grad_rows, weight_gradients(grad, rows, ctx.counts, torch.empty_like(weight)), None
-
-
-def is_experts(module: torch.nn.Module) -> bool:
-    """Whether it is one of those that transformers' own interface of experts stands in for, of a kind known here, and
-    computes what these do: seen by a tiny twin of it."""
-    if any(getattr(module, name, None) is not known for name, known in _KIND.items()) or altered(module):
-        return False
-    stacks = {name: parameter.dim() for name, parameter in module._parameters.items() if parameter is not None}
-    if stacks != dict.fromkeys(_STACKS, 3) or any(True for _ in module.buffers()):
-        return False
-    chance = torch.Generator().manual_seed(0)
-    x, weights, up, down = (
-        torch.randn(shape, generator=chance, dtype=torch.float64)
-        for shape in ((5, 4), (5, 2), (3, 2 * 6, 4), (3, 4, 6))
-    )
-    chosen = torch.tensor([[0, 2], [2, 1], [1, 0], [0, 3], [3, 2]])  # of 3, the last is none
-    experts: Any = module  # of Hugging Face's
-    twin, config = copy.copy(experts), copy.copy(experts.config)
-    config._experts_implementation_internal = "eager"
-    twin.__dict__ = {
-        **vars(module), "num_experts": 3, "config": config,
-        "_parameters": {name: torch.nn.Parameter(stack) for name, stack in zip(_STACKS, (up, down))},
-    }  # fmt: skip
-    dispatch = Dispatch(_Alone(), chosen, (3,))
-    with torch.no_grad():
-        try:
-            given, expected = twin(x, chosen, weights), _apply(module, x, weights, up, down, dispatch)
-        except Exception:  # whatever it does with its weights, it is not this
-            return False
-    return given.shape == expected.shape and torch.allclose(given, expected, rtol=1e-9, atol=1e-9)
-
-
-def split_experts(plan: Plan, module: Any) -> None:
-    """Leaves alone those whose hidden features meet, where these would be divided."""
-    if plan.grid.expert.size > 1:
-        if plan.grid.pipeline.size > 1:
-            raise ValueError(f"its experts are spread over ranks of one stage; got pipeline={plan.grid.pipeline.size}")
-        if plan.grid.expert_tensor > 1:
-            raise ValueError(
-                f"its experts are spread whole, got expert_tensor={plan.grid.expert_tensor}; use 1, or expert=1, where "
-                "the tensor ranks divide each of them"
-            )
-        for name in _STACKS:
-            plan.spread(module, name)
-        plan.swap_class(
-            module, SpreadExperts, tensor=plan.grid.tensor, expert=plan.grid.expert, experts=len(module.down_proj)
+def _spread(plan, module, form):
+    if plan.grid.pipeline.size > 1:
+        raise ValueError(f"its experts are spread over ranks of one stage; got pipeline={plan.grid.pipeline.size}")
+    if plan.grid.expert_tensor > 1:
+        raise ValueError(
+            f"its experts are spread whole, got expert_tensor={plan.grid.expert_tensor}; use 1, or expert=1, where "
+            "the tensor ranks divide each of them"
         )
-    elif (
-        module.is_concatenated and module._apply_gate.__name__ == "_default_apply_gate" and is_pointwise(module.act_fn)
-    ):
-        plan.split(module, "gate_up_proj", 1, fused=2)
-        plan.split(module, "down_proj", 2)
-        plan.swap_class(module, SplitExperts, axis=plan.axis)
+    for name in form.names:
+        plan.spread(module, name)
+    experts = len(module._parameters[form.down])
+    plan.swap_class(module, SpreadExperts, tensor=plan.grid.tensor, expert=plan.grid.expert, experts=experts, form=form)
 
 
 def refuse_router_losses(model: torch.nn.Module, grid: Grid) -> None:
