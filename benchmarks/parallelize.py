@@ -31,6 +31,7 @@ import pairs
 import torch
 from gloo import gloo
 from mpi4py import MPI
+from one_process import all_cores
 from parallelize_blocks import MODELS, by_torch, shared_folder
 from zoo_models import tolerate_absent_operators
 
@@ -89,11 +90,10 @@ class OneProcess(Side):
         MPI.COMM_WORLD.Barrier()
         taken = 0.0
         if MPI.COMM_WORLD.rank == 0:
-            torch.set_num_threads(MPI.COMM_WORLD.size)
-            start = time.perf_counter()
-            self.step()
-            taken = time.perf_counter() - start
-            torch.set_num_threads(1)
+            with all_cores():
+                start = time.perf_counter()
+                self.step()
+                taken = time.perf_counter() - start
         done = MPI.COMM_WORLD.Ibarrier()
         while not done.Test():
             time.sleep(1e-3)

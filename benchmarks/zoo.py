@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 from mpi4py import MPI
+from one_process import all_cores
 from torch.overrides import TorchFunctionMode
 from zoo_models import models
 
@@ -125,11 +126,10 @@ def cost(model, serial, inputs, grid, times):
             ht.clip_grad_norm_(model, float("inf"))  # of the means
         ours.append(grid.comm.allreduce(time.perf_counter() - start, MPI.MAX))
         if grid.rank == 0:
-            torch.set_num_threads(grid.comm.size)
-            start = time.perf_counter()
-            run(serial, inputs)
-            plain.append(time.perf_counter() - start)
-            torch.set_num_threads(1)
+            with all_cores():
+                start = time.perf_counter()
+                run(serial, inputs)
+                plain.append(time.perf_counter() - start)
         done = grid.comm.Ibarrier()
         while not done.Test():
             time.sleep(1e-3)
