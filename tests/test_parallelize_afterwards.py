@@ -112,6 +112,20 @@ def test_state_dicts_to_files(world, how):
         FILES[how](model.state_dict())
 
 
+@pytest.mark.parametrize("how", FILES)
+@pytest.mark.parametrize("of", [lambda p: p.data, lambda p: 0.5 * p.detach()], ids=["data", "detach"])
+def test_parts_to_files(world, how, of):
+    """Which a script takes from the parameters themselves, as of a moving average."""
+    model = ht.parallelize(network(), ht.Grid(tensor=world.size))
+    parts = {name: of(parameter) for name, parameter in model.named_parameters()}
+    if world.size == 1:
+        FILES[how](parts)
+        return
+    with pytest.raises(ValueError, match=r"'0.weight' is divided over ranks .*: save ht\.gather_state_dict\(model\)"):
+        FILES[how](parts)
+    FILES[how]({name: part.as_subclass(torch.Tensor) for name, part in parts.items()})
+
+
 def test_pickled(world):
     model = ht.parallelize(nn.ModuleList([network()]), ht.Grid(tensor=world.size))
     with pytest.raises(ValueError, match=r"the module 0 is divided .*: save ht\.gather_state_dict\(model\)"):

@@ -133,7 +133,7 @@ def test_stack(world, transposed):
 
 @pytest.mark.ranks(2)
 def test_a_hook_within(world):
-    """Would be given hidden features of this rank: the experts stay whole."""
+    """Would be shown hidden features of this rank: the experts stay whole, and afterwards it is refused."""
 
     def make():
         experts = Sorted(nn.ReLU())
@@ -143,6 +143,10 @@ def test_a_hook_within(world):
     seen = []
     compare(make, ht.Grid(tensor=world.size), [numbers(6, WIDTH)])
     assert set(seen) == {HIDDEN}
+    model = ht.parallelize(Around(Sorted(nn.ReLU())), ht.Grid(tensor=world.size))
+    model.experts.act.register_forward_hook(lambda module, arguments, y: None)
+    with pytest.raises(ValueError, match="a hook on a layer of experts, which ht.parallelize divided together"):
+        model(torch.ones(6, WIDTH))
 
 
 @pytest.fixture

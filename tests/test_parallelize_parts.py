@@ -206,7 +206,12 @@ def test_torch_func_and_jit(world):
         torch.func.vmap(model)(numbers(2, 4, 6))
     with pytest.raises(ValueError, match="compiled by torch.jit"):
         ht.parallelize(torch.jit.script(mlp()), ht.Grid(tensor=world.size))
+    for export in (torch.export.export, torch.jit.trace):
+        with pytest.raises(ValueError, match=r"one rank has; export the model as it was .* ht.gather_state_dict"):
+            export(model, (numbers(4, 6),))
     replicas = ht.parallelize(mlp(), ht.Grid(data=world.size), zero=0)
+    with pytest.raises(ValueError, match="within torch.func"):
+        torch.func.vmap(replicas)(numbers(2, 4, 6))
     other = copy.deepcopy({name: 2 * p.detach() for name, p in mlp().named_parameters()})
     got = torch.func.functional_call(replicas, other, (numbers(4, 6),))
     torch.testing.assert_close(got, torch.func.functional_call(mlp(), other, (numbers(4, 6),)), **CLOSE)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from parallelize_checks import compare, numbers, tensor_grids
 from test_parallelize_refusals import on_every_rank
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import hpctrain as ht
 from hpctrain.shard import split_sizes
@@ -106,6 +107,50 @@ def test_hooks_on_layers(world, make, path):
         ValueError, match=rf"^a hook on 0\.{path}, which ht.parallelize divided together with others, wo"
     ):
         model(torch.ones(2, 3, 4))
+
+
+def encoder_of_modules():
+    return nn.TransformerEncoderLayer(4, 2, 7, dropout=0.1, activation=nn.GELU())
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("path", ["activation", "dropout"])
+def test_hooks_between_layers(world, path):
+    """On what is no linear layer: the same."""
+    seen = []
+
+    def note(module, arguments, y):
+        seen.append(y.shape[-1])
+
+    def hooked():
+        made = encoder_of_modules()
+        made.get_submodule(path).register_forward_hook(note)
+        return made
+
+    compare(hooked, ht.Grid(tensor=world.size), [numbers(2, 3, 4)])
+    assert set(seen) == {7}
+    model = ht.parallelize(nn.Sequential(encoder_of_modules()), ht.Grid(tensor=world.size))
+    model.get_submodule(f"0.{path}").register_forward_hook(note)
+    with pytest.raises(ValueError, match=r"^a hook on .*, which ht.parallelize divided together with others, would be"):
+        model(torch.ones(2, 3, 4))
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("register", ["forward", "forward_pre", "full_backward"])
+def test_hooks_on_all_modules(world, register):
+    """Of one's own they are refused; torch's, which count, are let alone."""
+    model = ht.parallelize(BLOCKS["gated"][0](), ht.Grid(tensor=world.size))
+    with FlopCounterMode(display=False):
+        model(torch.ones(2, 3, 4)).sum().backward()
+    hook = getattr(nn.modules.module, f"register_module_{register}_hook")(lambda *given: None)
+    try:
+        if world.size == 1:
+            model(torch.ones(2, 3, 4))
+            return
+        with pytest.raises(ValueError, match=r"on all modules would be shown parts of the activations"):
+            model(torch.ones(2, 3, 4))
+    finally:
+        hook.remove()
 
 
 @pytest.mark.ranks(1, 2)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from hpctrain import rank_gradient
-from hpctrain.convert.gradients import NOT_SUMMED, Part, PartialGradient
+from hpctrain.convert.gradients import NOT_SUMMED, PartialGradient
+from hpctrain.convert.part import Part
 from hpctrain.grid import Grid
 from hpctrain.parameter import on_arrival, shard_of
 from hpctrain.rank_gradient import RankGradient, as_tensors

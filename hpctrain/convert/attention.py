@@ -157,7 +157,8 @@ def split_feed_forward(plan: Plan, module: torch.nn.TransformerEncoderLayer | to
     linears = all(is_plain(child, torch.nn.Linear) for child in (module.linear1, module.linear2))
     if not (linears and is_plain(module.dropout, torch.nn.Dropout) and is_pointwise(module.activation)):
         return
-    features = module.linear1.out_features
+    features, activation = module.linear1.out_features, module.activation
+    plan.change(module.linear2, between=(activation,) if isinstance(activation, torch.nn.Module) else ())
     parts = plan.parts(features)
     if plan.box:
         split_pair(plan, module.linear1, module.linear2, over_tokens=False)

@@ -188,5 +188,6 @@ def _split(plan, layer, mixin, entered, fused, unit, over_out, over_in, over_bia
     bias = [fused] * (fused > 1) + [out // fused]
     plan.split_blocks(layer, "bias", Layout.of(bias, {len(bias) - 1: over_bias}), 1)
     plan.swap_class(
-        layer, mixin, entered=entered, features=(out // fused, into), fused=fused, unit=unit, transposed=transposed
-    )
+        layer, mixin, axis=plan.axis, entered=entered, features=(out // fused, into), fused=fused, unit=unit,
+        transposed=transposed,
+    )  # fmt: skip

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hpctrain.convert.hooks import check_hooks
+
 
 def kept(shape: Sequence[int], p: float, dim: int, part: slice | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part along `dim` of a dropout mask of `shape`, scaled by 1 / (1 - p): a slice, or int64 numbers.
@@ -34,6 +36,7 @@ class SplitDropout(torch.nn.Dropout):
     part: slice
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        check_hooks(self)
         return drop(input, self, self.features, self.part)
 
 

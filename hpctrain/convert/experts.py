@@ -28,6 +28,7 @@ from hpctrain.convert.expert_form import (
     tried,
     twin,
 )
+from hpctrain.convert.hooks import check_global_hooks, check_hooks
 from hpctrain.convert.norms import other_weights
 from hpctrain.convert.plain import altered
 from hpctrain.convert.pretrained import is_pretrained
@@ -56,9 +57,14 @@ class SplitExperts(nn.Module):
 
     axis: Axis
     form: ExpertForm
+    path: str
 
     def forward(self, *args: Any, **kwargs: Any):
         args, kwargs = whole((args, kwargs))
+        if self.axis.size > 1:
+            check_global_hooks()
+            for child in self.children():
+                check_hooks(child, self.path)
         with local():
             entered = [self._enter(x) for x in args], {key: self._enter(x) for key, x in kwargs.items()}
             with other_weights(self, self._last_bias()):

@@ -11,42 +11,20 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from hpctrain import comm
-from hpctrain.convert.refusals import caller
+from hpctrain.convert.part import Part, name_of
+from hpctrain.convert.refusals import caller, unpicklable
 from hpctrain.convert.sharding import POINTWISE, Sharding
 from hpctrain.convert.whole_operands import OF_SHAPE, RANDOM, apply_to_whole, foreign, refuse_initial, refuse_shape
-from hpctrain.grid import Axis, Grid
 from hpctrain.rank_gradient import RankGradient, as_tensors
 
 NOT_SUMMED = (
     "the gradients of the replicas are not summed yet; call ht.sync_gradients(model) after the last backward, before {}"
     ", or average them with zero=0 of ht.parallelize"
 )
-
-
-@dataclass(frozen=True)
-class Part:
-    """Of which gradient, or weight, a tensor is a part.
-
-    Attributes: `name` of the parameter; `grid`, of a gradient that backward left; `axes`, over whose ranks different
-    parts lie; `complete`, which averages the gradients of the replicas, where that is done when they are needed;
-    `sharding`, by which the whole is gathered, where a rank has the part that it says.
-    """
-
-    name: str
-    grid: Grid | None = None
-    axes: tuple[Axis, ...] = ()
-    complete: Callable[[], None] | None = None
-    sharding: Sharding | None = None
-
-    @property
-    def divided(self) -> bool:
-        return bool(self.axes)
 
 
 class PartialGradient(RankGradient):
@@ -114,6 +92,18 @@ class PartialGradient(RankGradient):
 
     def __deepcopy__(self, memo):
         return copy.deepcopy(_plain(self), memo)
+
+    def __reduce_ex__(self, protocol):
+        if self.part is not None and self.part.divided and self.part.of_weight:
+            instead = "save ht.gather_state_dict(model), or .as_subclass(torch.Tensor), which is the part"
+            raise ValueError(unpicklable(name_of(self.part), instead))
+        return super().__reduce_ex__(protocol)
+
+    def data_ptr(self):
+        if caller(sys._getframe(1)) == "safetensors":
+            self.__reduce_ex__(2)
+        with as_tensors():
+            return super().data_ptr()
 
 
 # What it does to tensors ---------------------------------------------------------------------------------------------
@@ -214,13 +204,11 @@ def _complete_replicas(gradient) -> None:
 def _check_whole(name, gradient) -> None:
     """Raises ValueError unless this rank has the whole gradient."""
     if gradient.part is None or gradient.part.divided:
-        of_weight = gradient.part and gradient.part.sharding and not gradient.part.grid
-        kind = "the weight" if of_weight else "the gradient of"
-        what = f"{kind} {gradient.part.name!r}" if gradient.part else "several gradients put together"
+        of_weight = gradient.part and gradient.part.of_weight
         instead = "the weight itself is the whole one" if of_weight else "ht.clip_grad_norm_ gives the norm of all"
         raise ValueError(
-            f"{name} of {what} would be that of the part that this rank holds; {instead}, replicate=[...] of "
-            "ht.parallelize leaves a module whole, and .as_subclass(torch.Tensor) is the part"
+            f"{name} of {name_of(gradient.part)} would be that of the part that this rank holds; {instead}, "
+            "replicate=[...] of ht.parallelize leaves a module whole, and .as_subclass(torch.Tensor) is the part"
         )
     _check_completed(name, gradient)
 

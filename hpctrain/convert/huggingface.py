@@ -82,6 +82,7 @@ def split_gpt2_attention(plan: Plan, module: Any) -> None:
 def split_gpt2_mlp(plan: Plan, module: Any) -> None:
     if not (is_plain(module.c_fc, "Conv1D") and is_plain(module.c_proj, "Conv1D") and is_pointwise(module.act)):
         return
+    plan.change(module.c_proj, between=(module.act,))
     if plan.box:
         split_block(plan, module, [module.c_fc], module.c_proj)
         return
@@ -103,6 +104,7 @@ def split_layer_feed_forward(plan: Plan, module: Any) -> None:
     pair = all(is_plain(linear, nn.Linear) and not plan.is_shared(linear.weight) for linear in (up, down))
     if not pair or not is_pointwise(activation) or getattr(module, "activation_dropout", False):
         return
+    plan.change(down, between=(activation,) if isinstance(activation, nn.Module) else ())
     if plan.box:
         split_pair(plan, up, down)
         return

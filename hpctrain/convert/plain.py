@@ -92,8 +92,11 @@ def is_one_of(module: nn.Module, kinds: Iterable[type | str]) -> bool:
 
 
 def is_pointwise(activation: Any) -> bool:
-    """Whether an activation treats every feature by itself. Dropout does, but draws for the features it is given."""
+    """Whether an activation treats every feature by itself, and shows them to nobody. Dropout draws for the features it
+    is given."""
     kind = type(activation)
+    if isinstance(activation, nn.Module) and is_hooked(activation):
+        return False
     if activation in (F.relu, F.gelu, F.silu, torch.relu, torch.tanh, torch.sigmoid):
         return True
     if kind.__module__ == "transformers.activations":

@@ -10,8 +10,8 @@ from torch import nn
 
 from hpctrain.convert.boundary import gather, take
 from hpctrain.convert.gathering_again import gathering_again
+from hpctrain.convert.hooks import check_global_hooks, check_hooks
 from hpctrain.convert.linear import linear
-from hpctrain.convert.plain import is_hooked
 from hpctrain.convert.sharded_activation import enter, leave, whole
 from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis
@@ -33,6 +33,7 @@ class SplitLinear(nn.Module):
         enters: the input is whole; otherwise the unit around has brought it inside.
         leaves: the output is made whole; otherwise it stays divided.
         shards: of what leaves a unit, each rank keeps some rows.
+        between: what made the input of its part, in a unit that is no module of its own.
     """
 
     axis: Axis
@@ -43,10 +44,14 @@ class SplitLinear(nn.Module):
     weight: torch.Tensor
     feature_dim = -1  # of activations
     shards = False
+    between: tuple[nn.Module, ...] = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not (self.enters and self.leaves):
-            check_hooks(self)
+            for module in (self, *self.between):
+                check_hooks(module)
+            if self.axis.size > 1:
+                check_global_hooks()
         return self.run(x, self.enters, self.leaves)
 
     def run(self, x: torch.Tensor, enters: bool, leaves: bool) -> torch.Tensor:
@@ -124,16 +129,6 @@ class Unit(nn.Module):
             return super().forward(*args, **kwargs)
         finally:
             self.entered.clear()
-
-
-def check_hooks(module: torch.nn.Module, path: str = "") -> None:
-    """Raise ValueError where a module between divided layers has hooks, unless they are ours."""
-    if is_hooked(module):
-        name = getattr(module, "path", f"a layer of {path}")
-        raise ValueError(
-            f"a hook on {name}, which ht.parallelize divided together with others, would be shown a part of "
-            "activations; register it before parallelize, or list the module in replicate"
-        )
 
 
 class SplitConv1D(SplitLinear):

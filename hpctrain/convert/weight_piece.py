@@ -6,7 +6,8 @@ import sys
 
 import torch
 
-from hpctrain.convert.gradients import Part, PartialGradient, part_of_weight
+from hpctrain.convert.gradients import PartialGradient, part_of_weight
+from hpctrain.convert.part import Part
 from hpctrain.convert.refusals import by_user
 from hpctrain.convert.sharded_parameter import Sharded
 from hpctrain.convert.whole_operands import of_shape

@@ -50,6 +50,11 @@ def refuse_other_weights(model: torch.nn.Module) -> None:
 
 
 def _check_weights(model, arguments) -> None:
+    if model.divided_weights and (torch.compiler.is_exporting() or torch.jit.is_tracing()):
+        raise ValueError(
+            "torch.export, torch.onnx and torch.jit.trace would make a program of the parts of weights that one rank "
+            "has; export the model as it was before parallelize, with the weights of ht.gather_state_dict(model)"
+        )
     if torch.compiler.is_compiling():
         return
     for module, name in model.divided_weights:
@@ -59,7 +64,7 @@ def _check_weights(model, arguments) -> None:
                 " as torch.func.functional_call does; that takes the model's own parameters, and those of its copies. "
                 "Whole weights are for load_state_dict"
             )
-    if model.divided_weights and torch._C._functorch.peek_interpreter_stack() is not None:
+    if model.hpctrain_grid.comm.size > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
         raise ValueError(
             f"{place()} calls a parallelized model within torch.func, as vmap, grad and jacrev do, which cannot follow "
             "tensors to other ranks; use torch.autograd, whose functions can, or replicate=[...] of ht.parallelize"

@@ -16,7 +16,8 @@ from weakref import WeakSet
 
 import torch
 
-from hpctrain.convert.gradients import Part, PartialGradient
+from hpctrain.convert.gradients import PartialGradient
+from hpctrain.convert.part import Part
 from hpctrain.convert.sharded_parameter import ReplicatedParameter, ShardedParameter
 from hpctrain.convert.sharding import ATTRIBUTES
 from hpctrain.convert.weight_piece import WeightPiece, by_torch
