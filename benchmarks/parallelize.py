@@ -1,7 +1,8 @@
 """Blocks of models that people have through `ht.parallelize`, beside our own layers, others, and one process.
 
     PYTHONPATH=ZOO $MPIRUN -n 2 python -m mpi4py benchmarks/parallelize.py        then -n 4, -n 1; 5 minutes
-    PYTHONPATH=ZOO $MPIRUN -n 2 python -m mpi4py benchmarks/parallelize.py --models llama --widths 512 --profile ours
+    PYTHONPATH=ZOO $MPIRUN -n 2 python -m mpi4py benchmarks/parallelize.py --models llama --widths 512 --profile whole
+    PYTHONPATH=ZOO $MPIRUN -n 2 python -m mpi4py benchmarks/parallelize.py --models llama --mkl
 
 Two blocks of transformers' GPT-2 and Llama, torchvision's and timm's ViT and ResNet-50, of 1,024 tokens or pixels,
 forward and backward in float32, one thread a rank; ZOO is that of benchmarks/zoo.py. Two of ours, without and with
@@ -12,7 +13,9 @@ shard_activations, are held against
                   MLP alone, as no style divides nn.MultiheadAttention; it divides neither Conv1D nor convolutions
     transformers  its own tp_plan="auto", which Llama alone of these has
     one process   the blocks as they are, on one rank with as many threads, while the other ranks sleep
-On one rank, native beside ours is what the model's own code takes, which `parallelize` leaves as it is.
+On one rank, native beside ours is what the model's own code takes, which `parallelize` leaves as it is. With --mkl
+matrix products of ours are those of torch on every processor (hpctrain/matmul/onednn.py), and there is one more of
+ours: "at most", without its messages, whose numbers are wrong; with these products none can be faster.
 
 All sides take a step in turn. Outputs and gradients of inputs are compared first. Prints one JSON object a line:
 tokens/s by medians, `ratio` the median over the steps of theirs / ours in seconds, `received` the bytes that came to
@@ -26,6 +29,7 @@ import pstats
 import statistics
 import time
 import warnings
+from unittest import mock
 
 import pairs
 import torch
@@ -36,6 +40,8 @@ from parallelize_blocks import MODELS, by_torch, shared_folder
 from zoo_models import tolerate_absent_operators
 
 import hpctrain as ht
+from hpctrain.convert import boundary
+from hpctrain.matmul import onednn
 
 WARM_UP = 4  # steps; in the first three, ranks compare what they do
 GOALS = {"native": 0.95, "torch": 1.3}
@@ -83,6 +89,14 @@ class Side:
         return MPI.COMM_WORLD.allreduce(self.grid.transport.traffic.moved()[1] - before, MPI.MAX)
 
 
+class Computing(Side):
+    """Of which every rank goes on with its own summands."""
+
+    def step(self):
+        with mock.patch.object(boundary, "sum_of_all", lambda x, axis: x):
+            return super().step()
+
+
 class OneProcess(Side):
     """The other ranks sleep meanwhile."""
 
@@ -100,7 +114,7 @@ class OneProcess(Side):
         return MPI.COMM_WORLD.bcast(taken)
 
 
-def sides_of(model, x):
+def sides_of(model, x, mkl):
     """{name: side} of ours and of the peers, checked against the blocks as they are."""
     ranks = MPI.COMM_WORLD.size
     plain = OneProcess(model.stack(), x)
@@ -110,6 +124,8 @@ def sides_of(model, x):
         if ranks > 1 or not shards:
             grid = ht.Grid(tensor=ranks)
             sides[name] = Side(ht.parallelize(model.stack(), grid, shard_activations=shards), x, grid)
+    if mkl:
+        sides["at most"] = Computing(ht.parallelize(model.stack(), ht.Grid(tensor=ranks), check_steps=0), x)
     if model.native:
         grid = ht.Grid(tensor=ranks)
         stack, rows = model.native(grid)
@@ -118,12 +134,13 @@ def sides_of(model, x):
         sides["torch"] = Side(by_torch(model.stack(), model.plan), x)
     if model.auto and ranks > 1:
         sides["transformers"] = Side(model.auto(), x)
-    for side in sides.values():
-        side.check(expected)
+    for name, side in sides.items():
+        if name != "at most":
+            side.check(expected)
     return {**sides, "one process": plain}
 
 
-def compared(case, sides, tokens, steps):
+def compared(case, sides, tokens, steps, products):
     """One line for each of ours and peer."""
     times = {name: [] for name in sides}
     for _ in range(WARM_UP + steps):
@@ -131,14 +148,16 @@ def compared(case, sides, tokens, steps):
             times[name].append(side.seconds())
     times = {name: taken[WARM_UP:] for name, taken in times.items()}
     received = {name: side.received() for name, side in sides.items() if side.grid}
-    for ours in filter(sides.get, OURS):
-        for peer in (name for name in sides if name not in OURS):
+    every = [name for name in (*OURS, "at most") if name in sides]
+    for ours in every:
+        for peer in (name for name in sides if name not in every):
             speeds = [round(tokens / statistics.median(times[name])) for name in (ours, peer)]
             yield {
-                "benchmark": "parallelize", "case": f"{case}, activations {ours}, {MPI.COMM_WORLD.size} ranks",
+                "benchmark": "parallelize",
+                "case": f"{case}, activations {ours}{products}, {MPI.COMM_WORLD.size} ranks",
                 "peer": peer, "ours": speeds[0], "theirs": speeds[1], "unit": "tokens/s",
                 **pairs.compared(times[ours], times[peer]), "goal": GOALS.get(peer),
-                "received": [received[ours], received.get(peer)],
+                "received": [received.get(ours), received.get(peer)],
             }  # fmt: skip
 
 
@@ -160,7 +179,10 @@ def main():
     parser.add_argument("--widths", default="512,1024")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", help="a side, as whole or divided: where its time goes, instead of figures")
+    parser.add_argument("--mkl", action="store_true", help="the same matrix products on all sides")
     options = parser.parse_args()
+    if options.mkl:
+        onednn.is_faster = lambda: False
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     tolerate_absent_operators()
@@ -169,11 +191,12 @@ def main():
             for width in map(int, options.widths.split(",")):
                 model = MODELS[name](width, folder / f"{name} {width}")
                 x = torch.randn(model.shape, generator=torch.Generator().manual_seed(0))
-                sides = sides_of(model, x)
+                sides = sides_of(model, x, options.mkl)
                 if options.profile:
                     profile(sides[options.profile], options.steps)
                     continue
-                for line in compared(f"{name}, width {width}", sides, x.numel() // width, options.steps):
+                products = " by MKL" * options.mkl
+                for line in compared(f"{name}, width {width}", sides, x.numel() // width, options.steps, products):
                     if MPI.COMM_WORLD.rank == 0:
                         print(json.dumps(line), flush=True)
 
