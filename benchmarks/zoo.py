@@ -1,6 +1,6 @@
 """`ht.parallelize` on the models that people have: tiny ones of transformers, torchvision, timm and diffusers.
 
-    python -m pip install --no-deps --target ZOO torchvision timm diffusers requests importlib_metadata zipp
+    python -m pip install --no-deps -t ZOO torchvision timm diffusers requests urllib3 certifi importlib_metadata zipp
     PYTHONPATH=ZOO $MPIRUN -n 2 python -m mpi4py benchmarks/zoo.py [--only WORD] [--out benchmarks/results/zoo.jsonl]
     PYTHONPATH=ZOO $MPIRUN -n 2 python -m mpi4py benchmarks/zoo.py --data 2 --zero 0 --out ...
 
