@@ -1,13 +1,14 @@
 """What a plan says beside what is measured: every grid of 1, 2 and 4 ranks of three jobs on this machine.
 
-    python benchmarks/planner.py                                     all of it, within 17 minutes on 2 quiet cores
-    python benchmarks/planner.py --jobs compute --ranks 1,2 --minutes 1 --machine here.toml
+    python benchmarks/planner.py                                     all of it, 20 minutes on 2 quiet cores
+    python benchmarks/planner.py --jobs compute --ranks 1,2 --rounds 1 --machine here.toml
 
 First `hpctrain machine` measures the machine, where --machine gives no file of it.
-One MPI job for each number of ranks measures all grids of all jobs, round after round, so that all see the same minutes
-of the machine, until its part of --minutes is over. A measurement is that of `hpctrain scale`, a median over --steps;
-the least of the rounds counts, as what others do to the machine only adds to a time. Memory is the largest resident set
-of a rank of a job that has this grid alone, after the others: what other grids leave in the heap is up to 5 % of it.
+In each round one MPI job for each number of ranks measures all grids of all jobs once. A measurement is that of
+`hpctrain scale`, a median over --steps; the least of the rounds counts, as what others do to the machine only adds to a
+time, and the rounds of a grid lie minutes apart, as what others do lasts for a minute at times. Memory is the largest
+resident set of a rank of a job that has this grid alone, after the others: what other grids leave in the heap is up to
+5 % of it.
 The plan's choice is the grid that is predicted to be the fastest.
 
 Prints one JSON object a line: of each grid `{"benchmark": "planner", "case", "ranks", "grid", "predicted", "measured",
@@ -24,7 +25,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from hpctrain.config import Config, load_config
@@ -40,6 +40,7 @@ JOBS = {  # of sizes that divide evenly: bytes are exact where they do
     "long": ["model.layers=2", "model.width=128", "model.heads=8", "model.context=1024", "train.batch=4",
              "model.vocabulary=320"],
 }  # fmt: skip
+LIMIT = 600  # seconds of a job
 COMMON = ["train.microbatches=2", "run.checkpoint_minutes=0", "sanity.check_every=0", "comm.watchdog=0"]
 
 
@@ -65,31 +66,38 @@ def measured_machine(ranks: list[int]) -> Machine:
         return Machine.load(out)
 
 
-def measured(cases: list[list[str]], ranks: int, seconds: float, steps: int) -> list[list[dict]]:
-    """Of each case, the figures of `hpctrain.scale.measure` in each round of one MPI job; memory is that of its own."""
+def measured(cases: dict[int, list[list[str]]], rounds: int, steps: int) -> dict[int, list[list[dict]]]:
+    """Of each number of ranks' cases, the figures of `hpctrain.scale.measure` in each round; memory is that of a job
+    of its own."""
     launcher = os.environ.get("MPIRUN") or str(ROOT / "jobs/mpirun.sh")
+    found: dict[int, list[list[dict]]] = {ranks: [[] for _ in each] for ranks, each in cases.items()}
     with tempfile.TemporaryDirectory() as scratch:
         out, spec, empty = (Path(scratch, name) for name in ("out.json", "spec.json", "empty.toml"))
         text = json.dumps([str(ROOT / "README.md")])
         data = [f"data.path={scratch}/data.h5", f"data.text={text}", f"run.out={scratch}"]
-        spec.write_text(json.dumps([[*case, *data] for case in cases]))
         empty.write_text("")
 
-        def job(*worker: str):
+        def job(ranks: int, *worker: str):
             subprocess.run(
-                [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", *worker], check=True,
-                timeout=120 + 3 * seconds, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
+                [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", *worker], check=True, timeout=LIMIT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
             )  # fmt: skip
             return json.loads(out.read_text())
 
-        found = job(__file__, "--worker", str(spec), str(out), "--seconds", str(seconds), "--steps", str(steps))
-        for case, rounds in zip(cases, found):
-            alone = job("-m", "hpctrain.scale.measure", str(out), "1", str(empty), *case, *data)
-            rounds[:] = [figures | {"memory": alone["memory"]} for figures in rounds]
-        return found
+        for number in range(rounds):
+            for ranks, each in cases.items():
+                spec.write_text(json.dumps([[*case, *data, f"run.name={number}-{n}"] for n, case in enumerate(each)]))
+                once = job(ranks, __file__, "--worker", str(spec), str(out), "--steps", str(steps))
+                for of_case, figures in zip(found[ranks], once):
+                    of_case.append(figures)
+        for ranks, each in cases.items():
+            for case, of_case in zip(each, found[ranks]):
+                alone = job(ranks, "-m", "hpctrain.scale.measure", str(out), "1", str(empty), *case, *data)
+                of_case[:] = [figures | {"memory": alone["memory"]} for figures in of_case]
+    return found
 
 
-def work(spec: str, out: str, seconds: float, steps: int) -> None:
+def work(spec: str, out: str, steps: int) -> None:
     """What a rank of the MPI job does."""
     from mpi4py import MPI
 
@@ -98,19 +106,15 @@ def work(spec: str, out: str, seconds: float, steps: int) -> None:
     from hpctrain.train.loop import train_step
     from hpctrain.train.session import build
 
-    world, start, rounds = MPI.COMM_WORLD, time.perf_counter(), 0
-    cases = json.loads(Path(spec).read_text())
-    found: list[list[dict]] = [[] for _ in cases]
+    world, found = MPI.COMM_WORLD, []
     try:
-        while rounds == 0 or world.bcast((time.perf_counter() - start) * (rounds + 1) / rounds < seconds):
-            for number, case in enumerate(cases):
-                session = build(load_config(overrides=[*case, f"run.name={rounds}-{number}"]), world)
-                for _ in range(2):
-                    train_step(session)
-                found[number].append(measure(session, world, steps))
-                session.grid.free()
-                del session
-            rounds += 1
+        for case in json.loads(Path(spec).read_text()):
+            session = build(load_config(overrides=case), world)
+            for _ in range(2):
+                train_step(session)
+            found.append(measure(session, world, steps))
+            session.grid.free()
+            del session
         if world.rank == 0:
             Path(out).write_text(json.dumps(found))
     except BaseException:
@@ -145,17 +149,17 @@ def correlation(a: list[float], b: list[float]) -> float:
 
 def row(name: str, config: Config, machine: Machine, each: list[dict]) -> dict:
     """Of a grid."""
-    prediction = predict(config, machine)
+    prediction, best = predict(config, machine), min(each, key=lambda figures: figures["step_seconds"])
     received = {axis: nbytes for axis, nbytes in each[0]["bytes_received"].items() if nbytes}
     return {
         "benchmark": "planner", "case": name, "ranks": config.ranks, "grid": list(config.grid_shape.values()),
         "predicted": round(prediction.seconds, 5),
-        "measured": round(min(figures["step_seconds"] for figures in each), 5),
+        "measured": round(best["step_seconds"], 5),
         "memory_predicted": round(prediction.memory_bytes), "memory_measured": each[0]["memory"],
         "bytes_exact": received == {axis: nbytes for axis, nbytes in prediction.bytes.items() if nbytes},
         "rounds": len(each),
         "parts_predicted": {part: round(taken, 5) for part, taken in prediction.parts.items() if taken},
-        "parts_measured": {part: round(taken, 5) for part, taken in each[0]["seconds"].items() if taken},
+        "parts_measured": {part: round(taken, 5) for part, taken in best["seconds"].items() if taken},
     }  # fmt: skip
 
 
@@ -164,25 +168,24 @@ def main() -> None:
     parser.add_argument("--machine", metavar="M.toml", help="of `hpctrain machine` (measured first)")
     parser.add_argument("--jobs", type=lambda text: text.split(","), default=list(JOBS), help=f"of {', '.join(JOBS)}")
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
-    parser.add_argument("--minutes", type=float, default=8.5, help="for all; each grid is measured once at least")
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=int, help="only so many grids of each job and number of ranks")
     parser.add_argument("--worker", nargs=2, metavar=("SPEC", "OUT"), help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(*options.worker, options.seconds, options.steps)
+        work(*options.worker, options.steps)
         return
     machine = Machine.load(options.machine) if options.machine else measured_machine(options.ranks)
     cases = {
         ranks: {name: grids(JOBS[name], ranks)[: options.limit] for name in options.jobs} for ranks in options.ranks
     }
-    count = sum(len(each) for of_ranks in cases.values() for each in of_ranks.values())
+    every = {ranks: [case for each in of_ranks.values() for case in each] for ranks, of_ranks in cases.items()}
+    found = measured(every, options.rounds, options.steps)
     for ranks, of_ranks in cases.items():
-        every = [case for each in of_ranks.values() for case in each]
-        found = iter(measured(every, ranks, 60 * options.minutes * len(every) / count, options.steps))
+        rest = iter(found[ranks])
         for name, each in of_ranks.items():
-            rows = [row(name, load_config(overrides=case), machine, next(found)) for case in each]
+            rows = [row(name, load_config(overrides=case), machine, next(rest)) for case in each]
             for line in rows:
                 print(json.dumps(line), flush=True)
             print(json.dumps({"benchmark": "planner", "case": name, "ranks": ranks, **summary(rows)}), flush=True)
