@@ -10,8 +10,10 @@ import torch
 
 from hpctrain.cli import main
 from hpctrain.config import load_config, to_toml
-from hpctrain.plan import Machine, predict
+from hpctrain.plan import Machine, in_training, predict
 from hpctrain.plan.describe import machine_toml
+from hpctrain.plan.estimator import Estimator
+from hpctrain.plan.job import read
 from hpctrain.plan.learn import compare, learn, read_run, with_learned
 from hpctrain.plan.machine import Learned
 from hpctrain.plan.outcome import outcome
@@ -31,15 +33,22 @@ def figures(ranks, cores=2):
         "all_gather": [(256, 2e-5), (4096, 3e-5)],
         "reduce_scatter": [(256, 2e-5), (4096, 3e-5)],
         "all_reduce": [(256, 2e-5), (4096, 3e-5)],
-        **({"message": [(256, 1e-6), (4096, 4e-6)]} if ranks == 2 else {}),
+        "message": [(256, 1e-6), (4096, 4e-6)],
     }
     return {
         "ranks": ranks, "ranks_of_a_node": ranks, "cores": cores, "memory": 8e9 / ranks, "reserved": 2e8, "slack": 0.2,
-        "products": rows, "elements": 2e9, "state": 1e9, "tables": 1e9, "cold": 2e9, "launch": 3e-6, "attention": 5e9,
-        "norms": 2e9, "activations": 5e8, "cache": 1e6, "waiting": 0.1 * ranks,
+        "products": rows, "elements": 2e9, "state": 1e9, "tables": 1e9, "cold": 2e9, "launch": 3e-6,
+        "attention": [5e9, 8e9], "norms": 2e9, "activations": 5e8, "cache": 1e6,
+        "waiting": [(1e-3, ranks * 1.2e-4), (3e-3, ranks * 3.2e-4)] if ranks > 1 else [],
         "reading": [(100, 3e-5), (1100, 1.1e-4)],
-        "collectives": tables if ranks > 1 else {}, "bucket": 1 << 20,
+        "collectives": [(size, slowed(tables, ranks / size)) for size in (2, 4) if ranks % size == 0],
+        "bucket": 1 << 20,
     }  # fmt: skip
+
+
+def slowed(tables, times):
+    """Of groups that others disturb."""
+    return {name: [(nbytes, times * taken) for nbytes, taken in rows] for name, rows in tables.items()}
 
 
 def written(tmp_path, *found):
@@ -54,6 +63,9 @@ def test_a_machine_file_of_figures(tmp_path):
     assert machine.peak == {"fp32": 1e10, "fp64": 5e9}
     assert machine.device.operands == machine.crowded(4).device.operands == 1e9
     assert (machine.device.memory, machine.device.launch, machine.device.attention) == (4e9, 3e-6, 0.5)
+    assert (machine.device.waiting, machine.device.exchange) == (pytest.approx(0.2), pytest.approx(4e-5))
+    lengths = 64, 256, 512, 1024, 9999
+    assert [machine.device.attention_of(n) for n in lengths] == pytest.approx([0.5, 0.5, 0.65, 0.8, 0.8])
     assert machine.device.sample == pytest.approx(2.2e-5)  # and 80 ns a token of 8 bytes
     assert machine.device.reading == pytest.approx(1e8)
     assert machine.software.bucket == 1 << 20
@@ -65,11 +77,59 @@ def test_a_machine_file_of_figures(tmp_path):
         for rate in (machine.device.state_bandwidth, 0)
     )
     assert by_state == pytest.approx(2 * by_elements)  # at 1e9 B/s, not at 2e9
-    assert [(each.operation, each.ranks) for each in machine.measured] == [
-        ("all_gather", 2), ("reduce_scatter", 2), ("all_reduce", 2), ("message", 2),
-        ("all_gather", 4), ("reduce_scatter", 4), ("all_reduce", 4),
-    ]  # fmt: skip
+    names = "all_gather", "reduce_scatter", "all_reduce", "message"
+    assert [(each.operation, each.ranks, each.at_once) for each in machine.measured] == [
+        (name, size, ranks) for size, ranks in ((2, 2), (2, 4), (4, 4)) for name in names
+    ]
     assert machine.link[0].bandwidth == 4096 / 4e-6
+
+
+def test_groups_that_others_disturb(tmp_path):
+    """Two ranks of four exchange as measured while the other two do; of six, as two alone, in a third of a core."""
+    measured = Machine.load(written(tmp_path, figures(1), figures(2), figures(4)))
+    taken = [
+        {(each.operation, each.ranks): each.seconds[0] for each in measured.crowded(n).measured} for n in (2, 4, 6)
+    ]
+    assert [each["all_gather", 2] for each in taken] == pytest.approx([2e-5, 4e-5, 6e-5])
+    assert [each["message", 2] for each in taken] == pytest.approx([1e-6, 2e-6, 3e-6])
+    assert taken[1]["all_gather", 4] == pytest.approx(2e-5)
+
+
+def test_operations_among_others_in_training(tmp_path):
+    """Steps of which all operations take 1.2 times as long, and weights that no cache holds are read at 1 GB/s."""
+    plain = Machine.load(written(tmp_path, figures(1), figures(2), figures(4)))
+
+    def steps(ranks):
+        found = []
+        for overrides in in_training.JOBS:
+            job, choice = read(load_config(overrides=[*overrides, *in_training.OPTIONS]))
+            parts = [
+                Estimator(job, replace(crowded, device=replace(crowded.device, cache=0.0, cold_bandwidth=rate)))
+                .estimate(choice)
+                .parts
+                for crowded in [plain.crowded(ranks)]
+                for rate in (0.0, 1e9)
+            ]
+            warm, cold = (each["compute"] for each in parts)
+            found.append(1.2 * warm + (cold - warm) + parts[0]["optimizer"] + parts[0]["reading"])
+        return found
+
+    each = in_training.in_training([figures(n) | {"steps": steps(n)} for n in (1, 2, 4)])
+    machine = Machine.load(written(tmp_path, *each))
+    for ranks in (1, 2, 4):
+        before, after = plain.crowded(ranks), machine.crowded(ranks)
+        assert after.peak_of("fp32", "highest") * after.device.product == pytest.approx(1e10 / 1.2, rel=1e-3)
+        assert after.device.cold_bandwidth == pytest.approx(1e9, rel=1e-3)
+        for name in ("operands", "bandwidth", "norms", "activations"):
+            assert getattr(after.device, name) == pytest.approx(getattr(before.device, name) / 1.2, rel=1e-3)
+        assert after.device.launch == pytest.approx(1.2 * before.device.launch, rel=1e-2)
+        assert after.device.attention == pytest.approx(before.device.attention, rel=1e-2)  # of a product's rate
+        assert after.device.state_bandwidth == before.device.state_bandwidth  # of the update itself
+
+
+def test_steps_that_tell_nothing_of_cold_weights(tmp_path):
+    each = in_training.in_training([figures(2) | {"steps": [9.0, 1e-3]}])
+    assert each[0]["cold"] == 0 < each[0]["slower"]
 
 
 def test_ranks_that_share_cores_compute_in_turn(tmp_path):
@@ -78,7 +138,7 @@ def test_ranks_that_share_cores_compute_in_turn(tmp_path):
     assert crowded.device.product == machine.device.product / 3
     assert crowded.device.launch == 3 * machine.device.launch
     assert crowded.device.optimizer_rate == machine.device.optimizer_rate / 3
-    assert machine.crowded(2) is machine
+    assert machine.crowded(2) == machine
     frontier = Machine.load("frontier")
     assert frontier.crowded(64) is frontier  # it has more nodes
     two, four = (predict(load_config(overrides=[f"grid.data={n}", "train.batch=8"]), machine) for n in (2, 4))

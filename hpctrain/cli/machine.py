@@ -39,15 +39,17 @@ def run(options: argparse.Namespace) -> None:
     if launcher is None:
         raise ValueError("nothing starts ranks here: neither $MPIRUN nor mpirun; source jobs/env.sh of a checkout")
     from hpctrain.plan.describe import machine_toml
+    from hpctrain.plan.in_training import in_training
 
     found = []
     beside = Path(options.output).resolve().parent  # where all nodes see it
     with tempfile.TemporaryDirectory(prefix=".machine-", dir=beside) as folder:
         least = {"cores": cores.find().count, **_memory(launcher, Path(folder))}
         for count in counts:
-            found.append(_measured(launcher, count, Path(folder), "hpctrain.plan.measure") | least)
+            figures = _measured(launcher, count, Path(folder), "hpctrain.plan.measure")
+            found.append(figures | _steps(launcher, count, Path(folder)) | least)
             print(f"{count} ranks: measured", flush=True)
-    text = machine_toml(found, time.strftime("%Y-%m-%d"), socket.gethostname())
+    text = machine_toml(in_training(found), time.strftime("%Y-%m-%d"), socket.gethostname())
     Path(options.output).write_text(text, encoding="utf-8")
     print(f"{options.output}: `hpctrain plan CONFIG.toml --machine {options.output}`")
 
@@ -63,6 +65,17 @@ def _measured(launcher: str, ranks: int, folder: Path, module: str, *arguments: 
     if done.returncode or not out.exists():
         raise ValueError(f"measuring {ranks} ranks failed with status {done.returncode}:\n{done.stderr[-1000:]}")
     return json.loads(out.read_text())
+
+
+def _steps(launcher: str, ranks: int, folder: Path) -> dict[str, list[float]]:
+    """Seconds of a step of each of some small models, which all ranks train at once."""
+    from hpctrain.plan.in_training import JOBS, OPTIONS
+
+    text, jobs = folder / "steps.txt", folder / "jobs.json"
+    text.write_text("Every rank trains a model of its own.\n" * 999)
+    options = [*OPTIONS, f"data.text={json.dumps([str(text)])}"]
+    jobs.write_text(json.dumps([[*job, *options] for job in JOBS]))
+    return _measured(launcher, ranks, folder, "hpctrain.scale.at_once", "6", str(jobs))
 
 
 def _memory(launcher: str, folder: Path) -> dict[str, float]:

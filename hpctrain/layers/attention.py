@@ -118,11 +118,12 @@ class Attention(torch.nn.Module):
                 raise ValueError("token slices need causal attention: without it, the first needs the last")
             if not isinstance(tokens.kv_cache, ShardedKVCache):
                 k, v = tokens.kv_cache.extend(self, k, v)
-        attended = recomputed(self._attend, q, k, v, tokens) if self.recompute else self._attend(q, k, v, tokens)
+        attended = recomputed(self.attend, q, k, v, tokens) if self.recompute else self.attend(q, k, v, tokens)
         local_width = groups * self.queries * self.head_width
         return self.proj(attended.transpose(1, 2).reshape(len(tokens.inner) * tokens.length, local_width), tokens)
 
-    def _attend(self, q, k, v, tokens):
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """The mixture of values of each query; all, and the result, are (sequences, heads, length, head_width)."""
         dropout = self._dropout(tokens) if self.training and self.p > 0 else None
         if isinstance(tokens.kv_cache, ShardedKVCache):
             return tokens.kv_cache.attend(self, q, k, v, self._context(tokens, None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import mmap
 import os
 import statistics
 import time
@@ -14,7 +15,7 @@ import torch
 from hpctrain import cores
 from hpctrain.comm.buffers import operation
 from hpctrain.grid import Grid
-from hpctrain.layers import Tokens
+from hpctrain.layers import Attention, Tokens
 from hpctrain.layers.gelu import gelu_tanh
 from hpctrain.models.gpt2.model import Block
 from hpctrain.models.gpt2.shape import GPT2Shape
@@ -116,9 +117,16 @@ def update(grid: Grid, device: torch.device, tensors: int = 16, elements: int = 
 
 
 def tables(grid: Grid, device: torch.device, nbytes: int = 8 * 2**20) -> float:
-    """Bytes a second of a table's gradient: zeros, their sum with another, and a copy, each in memory of its own."""
-    head = torch.ones(nbytes // 4, device=device)
-    return (1 + 3 + 2) * nbytes / seconds(grid, lambda: (torch.zeros_like(head) + head).clone(), device)
+    """Bytes a second of a table's gradient: zeros, and their sum with another, each in new memory, and a copy. So large
+    ones are given back to the system at the end of a step, and a processor's pages are new in the next."""
+    head, out = (torch.ones(nbytes // 4, device=device) for _ in range(2))
+
+    def new() -> torch.Tensor:
+        if device.type != "cpu":
+            return torch.empty_like(head)
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=head.dtype)
+
+    return (1 + 3 + 2) * nbytes / seconds(grid, lambda: out.copy_(torch.add(new().zero_(), head, out=new())), device)
 
 
 def norms(grid: Grid, device: torch.device, layers: int = 4, width: int = 512) -> float:
@@ -190,12 +198,19 @@ def launch(grid: Grid, device: torch.device, blocks: int = 4) -> float:
         return seconds(grid, chain, device) / (blocks * (3 * OPERATIONS + 4 * 4))  # and those of four products
 
 
-def attention(grid: Grid, device: torch.device, heads: int = 8, length: int = 256, width: int = 32) -> float:
-    """flop/s in causal attention, of the half of the scores that count, forward and backward."""
-    q = torch.ones(2, heads, length, width, device=device, requires_grad=True)
-    call = torch.nn.functional.scaled_dot_product_attention
-    flops = 2 * 2 * heads * length**2 * width * (1 + 2.5)  # backward computes the scores once more
-    return flops / seconds(grid, lambda: scalar_of([call(q, q, q, is_causal=True)], [q]).backward(), device)
+def attention(grid: Grid, device: torch.device, length: int, heads: int = 8, width: int = 32) -> float:
+    """flop/s in causal attention of sequences of this length, of the half of the scores that count, forward and
+    backward. Long ones go by tiles."""
+    from mpi4py import MPI
+
+    with Grid(1, comm=MPI.COMM_SELF) as alone:
+        layer, tokens = (
+            Attention(alone, heads * width, heads, key=RngKey(0), device=device),
+            Tokens.of(alone, 2, length),
+        )
+        q, k, v = (torch.ones(2, heads, length, width, device=device, requires_grad=True) for _ in range(3))
+        flops = 2 * 2 * heads * length**2 * width * (1 + 2.5)  # backward computes the scores once more
+        return flops / seconds(grid, lambda: scalar_of([layer.attend(q, k, v, tokens)], [q, k, v]).backward(), device)
 
 
 def _wait(device):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hpctrain.plan.figures import LENGTHS
 from hpctrain.plan.job import BYTES
 
 
@@ -29,9 +30,11 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
     by = f"measured on {host} on {date}, {full['ranks']} ranks at once, one thread each"
     peak = {kind: fitted(rows, BYTES[kind])[0] for kind, rows in full["products"].items()}
     operands = fitted(full["products"]["fp32"], BYTES["fp32"])[1]
-    attention = min(1.0, full["attention"] / peak["fp32"])
+    attention, long_attention = (min(1.0, rate / peak["fp32"]) for rate in full["attention"])
+    waiting, exchange = waits(full["waiting"])
     lines = [
         f"# {by}.",
+        f"# What is computed takes {full.get('slower', 1):.3f} times as long as it does alone: plan/in_training.py.",
         "# Units: bytes (B), seconds (s), flop/s.",
         "",
         f'description = "{host}, measured on {date}"',
@@ -45,13 +48,15 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         f"operands = {operands:.4g}  # B/s; of products, by least squares, or 0 for `bandwidth`: {by}",
         f"state_bandwidth = {full['state']:.4g}  # B/s; norm, clipping and AdamW of 64 MiB: {by}",
         f"table_bandwidth = {full['tables']:.4g}  # B/s; zeros, sum and copy of 8 MiB, in new memory: {by}",
-        f"cold_bandwidth = {full['cold']:.4g}  # B/s, or 0; weights of 4 MiB, of 32 in turn: {by}",
+        f"cold_bandwidth = {full['cold']:.4g}  # B/s, or 0; weights that are read in turn: {by}",
         f"norms = {full['norms']:.4g}  # B/s; norms and sums of 4 MiB, forward and backward: {by}",
         f"activations = {full['activations']:.4g}  # B/s; GELU of 4 MiB, biases, copies of heads: {by}",
         f"cache = {full['cache']:.4g}  # B; of weights that products read in turn as fast as one: {by}",
-        f"waiting = {full['waiting']:.3g}  # of products of 384³ with an exchange after each: {by}",
+        f"waiting = {waiting:.3g}  # of products with an exchange after each: {by}",
+        f"exchange = {exchange:.3g}  # s besides, whatever the product: {by}",
         f"product = 1.0  # of `peak`, which is what products reach; {by}",
-        f"attention = {attention:.3f}  # of a product's rate; 8 heads of 256 × 32: {by}",
+        f"attention = {attention:.3f}  # of a product's rate; 8 heads of {LENGTHS[0]} × 32: {by}",
+        f"long_attention = {long_attention:.3f}  # the same of {LENGTHS[1]} × 32: {by}",
         f"launch = {full['launch']:.3g}  # s; of a block of width 8, forward and backward: {by}",
         *_reading(full["reading"], by),
         "",
@@ -76,21 +81,25 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         if each is not full and one_node:
             lines += _occupied(each, peak["fp32"])
     for each in found:
-        for operation, rows in each["collectives"].items():
-            lines += [
-                "",
-                f"[[measured]]  # {each['ranks']} ranks",
-                f'operation = "{operation}"',
-                f"ranks = {each['ranks']}",
-                f"bytes = {[nbytes for nbytes, _ in rows]}",
-                f"seconds = [{', '.join(f'{max(taken, 1e-9):.3g}' for _, taken in rows)}]",
-            ]
+        for size, tables in each["collectives"]:
+            for operation, rows in tables.items():
+                lines += [
+                    "",
+                    f"[[measured]]  # groups of {size} of {each['ranks']} ranks",
+                    f'operation = "{operation}"',
+                    f"ranks = {size}",
+                    f"at_once = {each['ranks']}",
+                    f"bytes = {[nbytes for nbytes, _ in rows]}",
+                    f"seconds = [{', '.join(f'{max(taken, 1e-9):.3g}' for _, taken in rows)}]",
+                ]
     return "\n".join(lines) + "\n"
 
 
 def _occupied(each: dict, peak: float) -> list[str]:
     """What a rank computes with where another number of a node's ranks compute at once."""
     rate, operands = fitted(each["products"]["fp32"], BYTES["fp32"])
+    attention, long_attention = (min(1.0, rate_of / rate) for rate_of in each["attention"])
+    waiting, exchange = waits(each["waiting"])
     return [
         "",
         f"[[occupied]]  # {each['ranks']} ranks at once",
@@ -98,11 +107,15 @@ def _occupied(each: dict, peak: float) -> list[str]:
         f"memory = {each['memory']:.4g}",
         f"product = {rate / peak:.4g}",
         f"operands = {operands:.4g}",
+        f"attention = {attention:.3f}",
+        f"long_attention = {long_attention:.3f}",
+        f"waiting = {waiting:.3g}",
+        f"exchange = {exchange:.3g}",
         f"bandwidth = {each['elements']:.4g}",
         f"state_bandwidth = {each['state']:.4g}",
         f"table_bandwidth = {each['tables']:.4g}",
         f"cold_bandwidth = {each['cold']:.4g}",
-        *(f"{name} = {each[name]:.4g}" for name in ("launch", "norms", "activations", "cache", "waiting")),
+        *(f"{name} = {each[name]:.4g}" for name in ("launch", "norms", "activations", "cache")),
     ]
 
 
@@ -121,6 +134,19 @@ def fitted(rows: Sequence[Sequence[float]], itemsize: int) -> tuple[float, float
     return float(f"{1 / flop:.4g}"), float(f"{1 / byte:.4g}") if byte else 0.0
 
 
+def waits(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Part of the computing between two exchanges, and seconds besides, that one waits in them, by two of them.
+
+    >>> [round(each, 6) for each in waits([(0.001, 0.00012), (0.011, 0.00062)])]
+    [0.05, 7e-05]
+    """
+    if not rows:
+        return 0.0, 0.0
+    (short, few), (long, many) = ((computed, max(0.0, waited)) for computed, waited in rows)
+    part = max(0.0, (many - few) / (long - short))
+    return part, max(0.0, few - part * short)
+
+
 def _reading(rows: Sequence[Sequence[float]], by: str) -> list[str]:
     """Of a short and a long sample."""
     (few, short), (many, long) = rows
@@ -134,7 +160,7 @@ def _reading(rows: Sequence[Sequence[float]], by: str) -> list[str]:
 def _links(found: Sequence[dict], by: str) -> list[str]:
     """One level; what is not in the tables is taken from the messages, or from a copy where there are none."""
     for each in found:
-        if rows := each["collectives"].get("message"):
+        if rows := dict(each["collectives"]).get(2, {}).get("message"):
             latency, bandwidth = rows[0][1], max(nbytes / taken for nbytes, taken in rows)
             source = f"messages: {by}"
             break

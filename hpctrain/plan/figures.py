@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+LENGTHS = 256, 1024  # tokens of sequences that attention is measured with, short and long
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,10 @@ class Device:
             write; 0 for `bandwidth`.
         cache: B of weights and gradients that a rank's cache holds from one microbatch to the next.
         waiting: part of the computing between two exchanges of all ranks of a node that they wait for one another.
+        exchange: s that an exchange after computing takes longer than one after another.
         product: part of the peak that a product reaches whose operands cost nothing to read.
         attention: part of a product's rate that the products inside attention reach.
+        long_attention: the same of sequences of `LENGTHS[1]` tokens and more; 0 for as much as those of `LENGTHS[0]`.
         launch: s that an operation takes besides.
         sample, reading: s that a sample takes to be read besides, and B/s of its tokens, 8 B each; 0 where reading them
             costs no more than copying them.
@@ -74,6 +79,8 @@ class Device:
     activations: float = 0.0
     cache: float = 0.0
     waiting: float = 0.0
+    exchange: float = 0.0
+    long_attention: float = 0.0
 
     @property
     def operand_rate(self) -> float:
@@ -89,6 +96,12 @@ class Device:
     def table_rate(self) -> float:
         """B/s."""
         return self.table_bandwidth or self.optimizer_rate
+
+    def attention_of(self, length: int) -> float:
+        """Part of a product's rate in sequences of so many tokens, linear between logarithms."""
+        short, long = LENGTHS
+        part = min(1.0, max(0.0, math.log(length / short) / math.log(long / short)))
+        return self.attention + part * ((self.long_attention or self.attention) - self.attention)
 
     def waits(self, box: int, ranks: int) -> float:
         """Of so many ranks' computing, the part that those of a tensor box wait for one another; others go on."""
@@ -150,12 +163,14 @@ class Measured:
         operation: "all_gather", "reduce_scatter", "all_reduce" or "message".
         ranks: that took part.
         bytes, seconds: of the whole tensor; rising.
+        at_once: ranks of the node that did so in groups of `ranks`; 0 for one group alone.
     """
 
     operation: str
     ranks: int
     bytes: tuple[float, ...]
     seconds: tuple[float, ...]
+    at_once: int = 0
 
 
 @dataclass(frozen=True)
@@ -174,6 +189,9 @@ class Occupied:
     activations: float
     cache: float
     waiting: float
+    exchange: float
+    attention: float
+    long_attention: float
     operands: float = 0.0
 
 

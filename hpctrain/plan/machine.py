@@ -76,10 +76,19 @@ class Machine:
                 raise
             raise ValueError(f"{path} is not valid TOML: {error}") from error
         try:
-            machine = _read(cls, {"name": path.stem, **tables}, "")
-            _check(machine)
+            return cls.of_tables({"name": path.stem, **tables})
         except ValueError as error:
             raise ValueError(f"machine file {path}: {error}") from error
+
+    @classmethod
+    def of_tables(cls, tables: dict) -> Machine:
+        """That of a file's tables, and its name.
+
+        Raises:
+            ValueError: as `load`.
+        """
+        machine = _read(cls, tables, "")
+        _check(machine)
         return machine
 
     def crowded(self, ranks: int) -> Machine:
@@ -88,18 +97,33 @@ class Machine:
         if len(self.link) > 1:
             return self
         share, device = min(1.0, self.node / ranks), self.device
+        measured = self._tables(ranks, share)
         for each in self.occupied:
             if each.ranks == ranks:
                 figures = {name: value for name, value in vars(each).items() if name != "ranks"}
-                return replace(self, device=replace(device, **figures), share=share)
+                return replace(self, device=replace(device, **figures), share=share, measured=measured)
         if share == 1:
-            return self
+            return replace(self, measured=measured)
         rates = (
             "product", "bandwidth", "operands", "state_bandwidth", "table_bandwidth", "cold_bandwidth", "norms",
             "activations",
         )  # fmt: skip
         slower = {name: getattr(device, name) * share for name in (*rates, "cache")}
-        return replace(self, device=replace(device, launch=device.launch / share, **slower), share=share)
+        device = replace(device, launch=device.launch / share, **slower)
+        return replace(self, device=device, share=share, measured=measured)
+
+    def _tables(self, ranks: int, share: float) -> tuple[Measured, ...]:
+        """Of each operation and size of group one: that of groups of so many ranks in all, else the first, slower where
+        its ranks had a core of their own and share them now."""
+        found: dict[tuple[str, int], Measured] = {}
+        for table in self.measured:
+            key, at_once = (table.operation, table.ranks), table.at_once or table.ranks
+            if at_once == ranks:
+                found[key] = table
+            elif key not in found:
+                slower = share if at_once <= self.node else 1.0
+                found[key] = replace(table, seconds=tuple(taken / slower for taken in table.seconds))
+        return tuple(found.values())
 
     def peak_of(self, compute: str, matmul: str) -> float:
         """flop/s of products in this precision, of the configuration's [precision].

@@ -42,11 +42,13 @@ from hpctrain.plan.computing import (
     update,
     weights,
 )
+from hpctrain.plan.figures import LENGTHS
 
 PRODUCTS = (  # (m, k, n); of few rows as well, whose time is that of their weights
     (1024, 1024, 1024), (512, 512, 2048), (2048, 256, 256), (256, 1024, 256), (1024, 64, 1024), (128, 256, 512),
     (64, 512, 2048), (64, 2048, 512), (512, 64, 2048), (32, 512, 512),
 )  # fmt: skip
+BETWEEN = 192, 512  # products of these sizes between two exchanges
 SIZES = tuple(4**k for k in range(4, 13))  # bytes of a collective: 256 to 16 MiB
 CORPUS, SAMPLES = 1 << 20, (128, 8192)  # bytes of text, and tokens that are read of it at once
 _CPU = torch.device("cpu")
@@ -87,63 +89,76 @@ def measure(grid: Grid, folder: Path) -> dict:
         "norms": norms(grid, device),
         "activations": activations(grid, device),
         **weights(grid, device),
-        "waiting": waiting(grid, device) if grid.size > 1 else 0.0,
+        "waiting": waiting(grid, device) if grid.size > 1 else [],
         "launch": launch(grid, device),
-        "attention": attention(grid, device),
+        "attention": [attention(grid, device, length) for length in LENGTHS],
         "reading": reading(grid, folder),
-        "collectives": collectives(grid, device) if grid.size > 1 else {},
+        "collectives": [(size, collectives(grid, device, size)) for size in groups(grid.size)],
         "bucket": BUCKET_BYTES,
     }
     return grid.comm.bcast(found)
 
 
-def waiting(grid: Grid, device: torch.device, products: int = 8) -> float:
-    """Part of a product's time that the ranks wait for one another where they exchange something after each. Of the
-    quickest calls: who exchanges waits for what others run on any of the cores."""
-    axis, part = grid.data, torch.zeros(1, 1024, device=device)
-    work = product((384, 384, 384), torch.float32, device)
+def waiting(grid: Grid, device: torch.device, products: int = 8) -> list[tuple[float, float]]:
+    """(seconds of a product, how much longer an exchange takes after it than after another exchange): what ranks wait
+    for one another, and for their core. Of the quickest calls: who exchanges waits for what others run on any core."""
+    found, part = [], torch.zeros(1024, device=device)
+    workspace, counts = comm.workspace(grid.data, part), (len(part),) * grid.size
+    for size in BETWEEN:
+        work = product((size, size, size), torch.float32, device)
 
-    def several(*calls: Callable[[], object]) -> Callable[[], None]:
-        def run():
-            for _ in range(products):
-                for call in calls:
-                    call()
+        def several(*calls: Callable[[], object]) -> Callable[[], None]:
+            def run():
+                for _ in range(products):
+                    for call in calls:
+                        call()
 
-        return run
+            return run
 
-    def exchange() -> object:
-        return comm.all_gather(part, axis)
+        exchange = functools.partial(workspace.gather, part, counts)
+        works = several(work), several(exchange), several(work, exchange)
+        computed, exchanged, both = in_turn(grid, works, device, typical=min)
+        found.append((computed / products, (both - computed - exchanged) / products))
+    return found
 
-    works = several(work), several(exchange), several(work, exchange)
-    computed, exchanged, both = in_turn(grid, works, device, typical=min)
-    return max(0.0, both - computed - exchanged) / computed
+
+def groups(ranks: int) -> list[int]:
+    """Numbers of ranks that groups of all of them may have."""
+    return [size for size in range(2, ranks + 1) if ranks % size == 0]
 
 
-def collectives(grid: Grid, device: torch.device) -> dict[str, list[tuple[int, float]]]:
-    """{operation: [(bytes of the whole tensor, seconds)]} over all ranks, and of messages between two."""
-    axis = grid.data
+def collectives(grid: Grid, device: torch.device, size: int) -> dict[str, list[tuple[int, float]]]:
+    """{operation: [(bytes of the whole tensor, seconds)]} over groups of so many ranks, all of them at once, and of
+    messages between two. As layers gather and add up activations, and replicas gradients."""
     found: dict[str, list[tuple[int, float]]] = {}
-    for nbytes in SIZES:
-        whole = torch.zeros(axis.size, max(1, nbytes // 4 // axis.size), device=device)
-        buffer = comm.AllReduceBuffer(axis, whole.numel(), whole)
-        calls: dict[str, Callable[[], object]] = {
-            "all_gather": functools.partial(comm.all_gather, whole[:1], axis),
-            "reduce_scatter": functools.partial(comm.reduce_scatter, whole, axis),
-            "all_reduce": buffer.all_reduce,
-        }
-        for name, call in calls.items():
-            found.setdefault(name, []).append((whole.nbytes, in_turn(grid, [call], device)[0]))
-        if axis.size == 2:
-            message = whole.flatten()
+    with Grid(data=grid.size // size, tensor=(size, 1, 1), comm=grid.comm) as groups:
+        axis = groups.tensor
+        for nbytes in SIZES:
+            part = torch.zeros(max(1, nbytes // 4 // size), device=device)
+            workspace, buffer = comm.workspace(axis, part), comm.AllReduceBuffer(axis, size * len(part), part)
+            counts, whole = (len(part),) * size, size * len(part)
 
-            def there_and_back(message=message):
-                for sender in (0, 1):
-                    if axis.rank == sender:
-                        comm.send(message, axis, 1 - sender)
-                    else:
-                        comm.recv(message, axis, sender)
+            def added_up(part=part, workspace=workspace, counts=counts, whole=whole):
+                return workspace.reduce(workspace.buffer(whole, part), counts)
 
-            found.setdefault("message", []).append((whole.nbytes, in_turn(grid, [there_and_back], device)[0] / 2))
+            calls: dict[str, Callable[[], object]] = {
+                "all_gather": functools.partial(workspace.gather, part, counts),
+                "reduce_scatter": added_up,
+                "all_reduce": buffer.all_reduce,
+            }
+            if size == 2:
+                message = part.new_zeros(whole)
+
+                def there_and_back(message=message, axis=axis):
+                    for sender in (0, 1):
+                        if axis.rank == sender:
+                            comm.send(message, axis, 1 - sender)
+                        else:
+                            comm.recv(message, axis, sender)
+
+                calls["message"] = there_and_back
+            for name, taken in zip(calls, in_turn(grid, list(calls.values()), device)):
+                found.setdefault(name, []).append((size * part.nbytes, taken / (2 if name == "message" else 1)))
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 from hpctrain.plan.machine import Machine, Measured
@@ -27,7 +26,7 @@ class Network:
     A level's units share their bandwidth among the rings that pass through: a ring of which k of a unit's n ranks are
     members has k/n of it. The slowest level that a ring passes sets its pace. Latency is that of each hop. A ring or
     message goes from a unit to one other and has `Link.direct` of that; an all-to-all goes everywhere. Where operations
-    are not queued ahead, those around an exchange take their launches besides.
+    are not queued ahead, those around an exchange take their launches besides; and `Device.exchange` after computing.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005);
     shared cards as in Singh et al., "A 4D hybrid algorithm to scale parallel training" (SC 2024), §4.
@@ -35,14 +34,10 @@ class Network:
 
     def __init__(self, machine: Machine):
         self.machine = machine
-        self._tables = {(table.operation, table.ranks): self._shared(table) for table in machine.measured}
+        self._tables = {(table.operation, table.ranks): table for table in machine.measured}
         self._path = functools.cache(self._find_path)
-        self._launches = 0.0 if machine.software.asynchronous else EXCHANGE * machine.device.launch
-
-    def _shared(self, table: Measured) -> Measured:
-        """Of ranks that had a core of their own, where they share them now."""
-        share = self.machine.share if table.ranks <= self.machine.node else 1.0
-        return replace(table, seconds=tuple(taken / share for taken in table.seconds))
+        launches = 0.0 if machine.software.asynchronous else EXCHANGE * machine.device.launch
+        self._launches = launches + machine.device.exchange
 
     def all_gather(self, nbytes: float, group: Group) -> float:
         """Of which every rank has nbytes in the end."""

@@ -198,7 +198,8 @@ class Box:
         costs, software = self.job.costs, self.machine.software
         head_width = costs.attention_width / self.job.heads
         flops = 4 * scores * head_width * software.attended
-        return flops / (self.rate * self.machine.device.attention) + self.elements(scores * software.score_bytes)
+        rate = self.rate * self.machine.device.attention_of(costs.context)
+        return flops / rate + self.elements(scores * software.score_bytes)
 
     @property
     def scores(self) -> float:
