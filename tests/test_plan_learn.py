@@ -19,6 +19,7 @@ from hpctrain.plan.machine import Learned
 from hpctrain.plan.outcome import outcome
 from hpctrain.train import finishing
 
+ATTENTION = (5e9, 2e-9), (8e9, 1e-9)  # flop/s and s of a score, of short and long sequences
 PARTS = ("compute", "data", "tensor", "sequence", "pipeline", "bubble", "reading", "agreeing")
 
 
@@ -38,8 +39,9 @@ def figures(ranks, cores=2):
     return {
         "ranks": ranks, "ranks_of_a_node": ranks, "cores": cores, "memory": 8e9 / ranks, "reserved": 2e8, "slack": 0.2,
         "products": rows, "elements": 2e9, "state": 1e9, "tables": 1e9, "cold": 2e9, "launch": 3e-6,
-        "attention": [5e9, 8e9], "norms": 2e9, "activations": 5e8, "cache": 1e6,
-        "waiting": [(1e-3, ranks * 1.2e-4), (3e-3, ranks * 3.2e-4)] if ranks > 1 else [],
+        "attention": [[(n, 4 * n / (4 * n / rate + score)) for n in (32, 64)] for rate, score in ATTENTION],
+        "norms": 2e9, "activations": 5e8, "cache": 1e6,
+        "waiting": 0.1 * ranks, "exchange": 1e-5 * ranks,
         "reading": [(100, 3e-5), (1100, 1.1e-4)],
         "collectives": [(size, slowed(tables, ranks / size)) for size in (2, 4) if ranks % size == 0],
         "bucket": 1 << 20,
@@ -63,9 +65,10 @@ def test_a_machine_file_of_figures(tmp_path):
     assert machine.peak == {"fp32": 1e10, "fp64": 5e9}
     assert machine.device.operands == machine.crowded(4).device.operands == 1e9
     assert (machine.device.memory, machine.device.launch, machine.device.attention) == (4e9, 3e-6, 0.5)
-    assert (machine.device.waiting, machine.device.exchange) == (pytest.approx(0.2), pytest.approx(4e-5))
     lengths = 64, 256, 512, 1024, 9999
-    assert [machine.device.attention_of(n) for n in lengths] == pytest.approx([0.5, 0.5, 0.65, 0.8, 0.8])
+    parts, scores = zip(*map(machine.device.attention_of, lengths))
+    assert parts == pytest.approx([0.5, 0.5, 0.65, 0.8, 0.8])
+    assert scores == pytest.approx([2e-9, 2e-9, 1.5e-9, 1e-9, 1e-9])
     assert machine.device.sample == pytest.approx(2.2e-5)  # and 80 ns a token of 8 bytes
     assert machine.device.reading == pytest.approx(1e8)
     assert machine.software.bucket == 1 << 20
@@ -96,40 +99,59 @@ def test_groups_that_others_disturb(tmp_path):
 
 
 def test_operations_among_others_in_training(tmp_path):
-    """Steps of which all operations take 1.2 times as long, and weights that no cache holds are read at 1 GB/s."""
-    plain = Machine.load(written(tmp_path, figures(1), figures(2), figures(4)))
+    """Steps of which all operations take 1.2 times as long, weights that no cache holds are read at 1 GB/s, and four
+    ranks wait a tenth of what they compute, and a millisecond for each exchange."""
+    once = figures(1), figures(2), figures(4)
+    plain = Machine.load(written(tmp_path, *(each | {"waiting": 0.0, "exchange": 0.0} for each in once)))
 
-    def steps(ranks):
-        found = []
-        for overrides in in_training.JOBS:
-            job, choice = read(load_config(overrides=[*overrides, *in_training.OPTIONS]))
-            parts = [
-                Estimator(job, replace(crowded, device=replace(crowded.device, cache=0.0, cold_bandwidth=rate)))
-                .estimate(choice)
-                .parts
-                for crowded in [plain.crowded(ranks)]
-                for rate in (0.0, 1e9)
-            ]
-            warm, cold = (each["compute"] for each in parts)
-            found.append(1.2 * warm + (cold - warm) + parts[0]["optimizer"] + parts[0]["reading"])
-        return found
+    def taken(overrides, machine, **figures):
+        job, choice = read(load_config(overrides=overrides))
+        return Estimator(job, replace(machine, device=replace(machine.device, **figures))).estimate(choice)
 
-    each = in_training.in_training([figures(n) | {"steps": steps(n)} for n in (1, 2, 4)])
-    machine = Machine.load(written(tmp_path, *each))
+    def alone(ranks):
+        for job in in_training.jobs(1):
+            warm, cold = (taken(job, plain.crowded(ranks), cache=0.0, cold_bandwidth=rate) for rate in (0.0, 1e9))
+            parts = warm.parts
+            yield 0.2 * parts["compute"] + cold.parts["compute"] + parts["optimizer"] + parts["reading"]
+
+    alone = {ranks: [*alone(ranks)] for ranks in (1, 2, 4)}
+    nobody = [each | {"alone": alone[each["ranks"]], "together": [0.0, 0.0]} for each in once]
+    found = in_training.in_training(nobody)
+    assert [(each["waiting"], each["exchange"]) for each in found] == [(0, 0)] * 3
+    machine = Machine.load(written(tmp_path, *found))
     for ranks in (1, 2, 4):
         before, after = plain.crowded(ranks), machine.crowded(ranks)
         assert after.peak_of("fp32", "highest") * after.device.product == pytest.approx(1e10 / 1.2, rel=1e-3)
         assert after.device.cold_bandwidth == pytest.approx(1e9, rel=1e-3)
         for name in ("operands", "bandwidth", "norms", "activations"):
             assert getattr(after.device, name) == pytest.approx(getattr(before.device, name) / 1.2, rel=1e-3)
-        assert after.device.launch == pytest.approx(1.2 * before.device.launch, rel=1e-2)
+        for name in ("launch", "score", "long_score"):
+            assert getattr(after.device, name) == pytest.approx(1.2 * getattr(before.device, name), rel=1e-2)
         assert after.device.attention == pytest.approx(before.device.attention, rel=1e-2)  # of a product's rate
         assert after.device.state_bandwidth == before.device.state_bandwidth  # of the update itself
+    together = {
+        ranks: [
+            taken(job, machine.crowded(ranks), waiting=0.1, exchange=1e-3).seconds for job in in_training.jobs(ranks)
+        ]
+        for ranks in (1, 2, 4)
+    }
+    found = in_training.in_training([each | {"together": together[each["ranks"]]} for each in nobody])
+    assert [each["waiting"] for each in found] == pytest.approx([0.0, 0.1, 0.1], rel=0.02)
+    assert [each["exchange"] for each in found] == pytest.approx([0.0, 1e-3, 1e-3], rel=0.02)
 
 
-def test_steps_that_tell_nothing_of_cold_weights(tmp_path):
-    each = in_training.in_training([figures(2) | {"steps": [9.0, 1e-3]}])
-    assert each[0]["cold"] == 0 < each[0]["slower"]
+def test_steps_that_tell_nothing():
+    """Of weights, where few rows take no longer; of operations, where a step is over before its update is."""
+    two = figures(2) | {"together": [0.0, 0.0]}
+    (found,) = in_training.in_training([two | {"alone": [9.0, 1e-3]}])
+    assert found["cold"] == 0 < found["slower"]
+    with pytest.raises(ValueError, match="steps of 2 ranks took no longer than an update"):
+        in_training.in_training([two | {"alone": [0.0, 0.0]}])
+
+
+def test_jobs_of_any_number_of_ranks():
+    for ranks in (1, 2, 3, 4, 6, 7, 16, 24, 128):
+        assert [load_config(overrides=job).ranks for job in in_training.jobs(ranks)] == [ranks] * 2
 
 
 def test_ranks_that_share_cores_compute_in_turn(tmp_path):
@@ -259,7 +281,7 @@ def test_only_the_table_of_what_was_learned_is_replaced():
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 4)
 def test_what_is_measured_here_makes_a_machine(world, tmp_path, monkeypatch):
     from hpctrain import Grid
     from hpctrain.plan import computing, measure
@@ -270,11 +292,12 @@ def test_what_is_measured_here_makes_a_machine(world, tmp_path, monkeypatch):
     monkeypatch.setattr(computing, "TURNS", 1e-4)
     monkeypatch.setattr(computing, "of_a_core", lambda grid: float(grid.size))  # so that calls are repeated
     with Grid(world.size) as grid:
-        found = measure.measure(grid, world.bcast(tmp_path)) | {"cores": 2, "reserved": 3e8, "slack": 0.1}
-    assert (
-        set(found["collectives"])
-        == {1: set(), 2: {"all_gather", "reduce_scatter", "all_reduce", "message"}}[world.size]
-    )
+        rest = {"cores": 4, "reserved": 3e8, "slack": 0.1, "waiting": 0.0, "exchange": 0.0}
+        found = measure.measure(grid, world.bcast(tmp_path)) | rest
+    collectives = {"all_gather", "reduce_scatter", "all_reduce"}
+    pairs, all_four = (2, collectives | {"message"}), (4, collectives)
+    expected = {1: [], 2: [pairs], 4: [pairs, all_four]}[world.size]
+    assert [(size, set(tables)) for size, tables in found["collectives"]] == expected
     assert [count for count, taken in found["reading"] if taken > 0] == [128, 8192]
     assert world.allgather(found) == [found] * world.size
     machine = Machine.load(written(tmp_path, found))

@@ -68,14 +68,15 @@ def _measured(launcher: str, ranks: int, folder: Path, module: str, *arguments: 
 
 
 def _steps(launcher: str, ranks: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds of a step of each of some small models, which all ranks train at once."""
-    from hpctrain.plan.in_training import JOBS, OPTIONS
+    """Seconds of a step of some small models, of which each rank trains its own, and all train one."""
+    from hpctrain.plan.in_training import jobs
 
-    text, jobs = folder / "steps.txt", folder / "jobs.json"
-    text.write_text("Every rank trains a model of its own.\n" * 999)
-    options = [*OPTIONS, f"data.text={json.dumps([str(text)])}"]
-    jobs.write_text(json.dumps([[*job, *options] for job in JOBS]))
-    return _measured(launcher, ranks, folder, "hpctrain.scale.at_once", "6", str(jobs))
+    text, settings = folder / "steps.txt", folder / "jobs.json"
+    text.write_text("Every rank trains a model of its own, and all train one.\n" * 999)
+    data = f"data.text={json.dumps([str(text)])}"
+    found = {name: [[*job, data] for job in jobs(count)] for name, count in (("alone", 1), ("together", ranks))}
+    settings.write_text(json.dumps(found))
+    return _measured(launcher, ranks, folder, "hpctrain.scale.at_once", "6", str(settings))
 
 
 def _memory(launcher: str, folder: Path) -> dict[str, float]:

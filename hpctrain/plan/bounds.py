@@ -60,8 +60,9 @@ class Bounds:
     def _beside(self) -> float:
         """Seconds of a token's attention and element-wise operations in the blocks, forward and backward."""
         costs, machine, software = self.job.costs, self.estimator.machine, self.estimator.machine.software
-        rate = self._rate * machine.device.attention_of(costs.context)
-        scores = 4 * costs.attention_width * costs.keys * software.attended / rate
+        rate, score = machine.device.attention_of(costs.context)
+        scores = 4 * costs.attention_width * costs.keys * software.attended / (self._rate * rate)
+        scores += self.job.heads * costs.keys * software.attended * score
         scores += self.job.heads * costs.keys * software.score_bytes / machine.device.bandwidth
         linears = [
             *costs.linears_of() * (costs.layers - costs.dense_layers),

@@ -198,9 +198,9 @@ def launch(grid: Grid, device: torch.device, blocks: int = 4) -> float:
         return seconds(grid, chain, device) / (blocks * (3 * OPERATIONS + 4 * 4))  # and those of four products
 
 
-def attention(grid: Grid, device: torch.device, length: int, heads: int = 8, width: int = 32) -> float:
-    """flop/s in causal attention of sequences of this length, of the half of the scores that count, forward and
-    backward. Long ones go by tiles."""
+def attention(grid: Grid, device: torch.device, length: int, width: int, heads: int = 8) -> float:
+    """flop/s in causal attention of sequences of this length by heads of this width, of the half of the scores that
+    count, forward and backward. Long ones go by tiles."""
     from mpi4py import MPI
 
     with Grid(1, comm=MPI.COMM_SELF) as alone:

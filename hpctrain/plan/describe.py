@@ -30,8 +30,7 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
     by = f"measured on {host} on {date}, {full['ranks']} ranks at once, one thread each"
     peak = {kind: fitted(rows, BYTES[kind])[0] for kind, rows in full["products"].items()}
     operands = fitted(full["products"]["fp32"], BYTES["fp32"])[1]
-    attention, long_attention = (min(1.0, rate / peak["fp32"]) for rate in full["attention"])
-    waiting, exchange = waits(full["waiting"])
+    (attention, score), (long_attention, long_score) = (attended(rows, peak["fp32"]) for rows in full["attention"])
     lines = [
         f"# {by}.",
         f"# What is computed takes {full.get('slower', 1):.3f} times as long as it does alone: plan/in_training.py.",
@@ -52,11 +51,13 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         f"norms = {full['norms']:.4g}  # B/s; norms and sums of 4 MiB, forward and backward: {by}",
         f"activations = {full['activations']:.4g}  # B/s; GELU of 4 MiB, biases, copies of heads: {by}",
         f"cache = {full['cache']:.4g}  # B; of weights that products read in turn as fast as one: {by}",
-        f"waiting = {waiting:.3g}  # of products with an exchange after each: {by}",
-        f"exchange = {exchange:.3g}  # s besides, whatever the product: {by}",
+        f"waiting = {full['waiting']:.3g}  # of what is computed between two exchanges: {by}",
+        f"exchange = {full['exchange']:.3g}  # s that one takes besides: {by}",
         f"product = 1.0  # of `peak`, which is what products reach; {by}",
-        f"attention = {attention:.3f}  # of a product's rate; 8 heads of {LENGTHS[0]} × 32: {by}",
-        f"long_attention = {long_attention:.3f}  # the same of {LENGTHS[1]} × 32: {by}",
+        f"attention = {attention:.3f}  # of a product's rate; 8 heads of {LENGTHS[0]} × 32 and 64: {by}",
+        f"score = {score:.3g}  # s, forward; likewise: {by}",
+        f"long_attention = {long_attention:.3f}  # of a product's rate; 8 heads of {LENGTHS[1]} × 32 and 64: {by}",
+        f"long_score = {long_score:.3g}  # s, forward; likewise: {by}",
         f"launch = {full['launch']:.3g}  # s; of a block of width 8, forward and backward: {by}",
         *_reading(full["reading"], by),
         "",
@@ -98,8 +99,7 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
 def _occupied(each: dict, peak: float) -> list[str]:
     """What a rank computes with where another number of a node's ranks compute at once."""
     rate, operands = fitted(each["products"]["fp32"], BYTES["fp32"])
-    attention, long_attention = (min(1.0, rate_of / rate) for rate_of in each["attention"])
-    waiting, exchange = waits(each["waiting"])
+    (attention, score), (long_attention, long_score) = (attended(rows, rate) for rows in each["attention"])
     return [
         "",
         f"[[occupied]]  # {each['ranks']} ranks at once",
@@ -108,14 +108,14 @@ def _occupied(each: dict, peak: float) -> list[str]:
         f"product = {rate / peak:.4g}",
         f"operands = {operands:.4g}",
         f"attention = {attention:.3f}",
+        f"score = {score:.3g}",
         f"long_attention = {long_attention:.3f}",
-        f"waiting = {waiting:.3g}",
-        f"exchange = {exchange:.3g}",
+        f"long_score = {long_score:.3g}",
         f"bandwidth = {each['elements']:.4g}",
         f"state_bandwidth = {each['state']:.4g}",
         f"table_bandwidth = {each['tables']:.4g}",
         f"cold_bandwidth = {each['cold']:.4g}",
-        *(f"{name} = {each[name]:.4g}" for name in ("launch", "norms", "activations", "cache")),
+        *(f"{name} = {each[name]:.4g}" for name in ("launch", "norms", "activations", "cache", "waiting", "exchange")),
     ]
 
 
@@ -134,17 +134,17 @@ def fitted(rows: Sequence[Sequence[float]], itemsize: int) -> tuple[float, float
     return float(f"{1 / flop:.4g}"), float(f"{1 / byte:.4g}") if byte else 0.0
 
 
-def waits(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Part of the computing between two exchanges, and seconds besides, that one waits in them, by two of them.
+def attended(rows: Sequence[Sequence[float]], peak: float) -> tuple[float, float]:
+    """Part of `peak` of the products in attention, and seconds of a score besides, forward, by flop/s of heads of two
+    widths: 4 flop of each feature, and in backward 2.5 times as many.
 
-    >>> [round(each, 6) for each in waits([(0.001, 0.00012), (0.011, 0.00062)])]
-    [0.05, 7e-05]
+    >>> part, score = attended([(32, 14 * 32 / 11.2e-9), (64, 14 * 64 / 18.2e-9)], 1e11)
+    >>> round(part, 3), round(score * 1e9, 3)
+    (0.64, 1.2)
     """
-    if not rows:
-        return 0.0, 0.0
-    (short, few), (long, many) = ((computed, max(0.0, waited)) for computed, waited in rows)
-    part = max(0.0, (many - few) / (long - short))
-    return part, max(0.0, few - part * short)
+    (narrow, wide), (few, many) = zip(*((width, 14 * width / rate) for width, rate in rows))
+    flops = min(peak, 14 * (wide - narrow) / (many - few)) if many > few else peak
+    return flops / peak, max(0.0, (few + many) / 2 - 14 * (narrow + wide) / 2 / flops) / 3.5
 
 
 def _reading(rows: Sequence[Sequence[float]], by: str) -> list[str]:

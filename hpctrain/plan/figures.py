@@ -52,7 +52,8 @@ class Device:
         exchange: s that an exchange after computing takes longer than one after another.
         product: part of the peak that a product reaches whose operands cost nothing to read.
         attention: part of a product's rate that the products inside attention reach.
-        long_attention: the same of sequences of `LENGTHS[1]` tokens and more; 0 for as much as those of `LENGTHS[0]`.
+        score: s that a score which counts takes besides, forward, whatever its head's width.
+        long_attention, long_score: the same of sequences of `LENGTHS[1]` tokens and more; 0 for those of `LENGTHS[0]`.
         launch: s that an operation takes besides.
         sample, reading: s that a sample takes to be read besides, and B/s of its tokens, 8 B each; 0 where reading them
             costs no more than copying them.
@@ -80,7 +81,9 @@ class Device:
     cache: float = 0.0
     waiting: float = 0.0
     exchange: float = 0.0
+    score: float = 0.0
     long_attention: float = 0.0
+    long_score: float = 0.0
 
     @property
     def operand_rate(self) -> float:
@@ -97,11 +100,14 @@ class Device:
         """B/s."""
         return self.table_bandwidth or self.optimizer_rate
 
-    def attention_of(self, length: int) -> float:
-        """Part of a product's rate in sequences of so many tokens, linear between logarithms."""
+    def attention_of(self, length: int) -> tuple[float, float]:
+        """Part of a product's rate, and s of a score, in sequences of so many tokens, linear between logarithms."""
+        if not self.long_attention:
+            return self.attention, self.score
         short, long = LENGTHS
         part = min(1.0, max(0.0, math.log(length / short) / math.log(long / short)))
-        return self.attention + part * ((self.long_attention or self.attention) - self.attention)
+        between = self.attention + part * (self.long_attention - self.attention)
+        return between, self.score + part * (self.long_score - self.score)
 
     def waits(self, box: int, ranks: int) -> float:
         """Of so many ranks' computing, the part that those of a tensor box wait for one another; others go on."""
@@ -191,7 +197,9 @@ class Occupied:
     waiting: float
     exchange: float
     attention: float
+    score: float
     long_attention: float
+    long_score: float
     operands: float = 0.0
 
 

@@ -1,5 +1,5 @@
-"""What operations take among all others of a training step, where caches and memory are not those of one that is
-repeated: from the steps of two small models, which `hpctrain.scale.at_once` measures."""
+"""What operations and exchanges take among all others of a training step, where caches, memory and the other ranks are
+not as beside one operation again and again: from steps of small models, which `hpctrain.scale.at_once` measures."""
 
 from __future__ import annotations
 
@@ -11,54 +11,94 @@ import numpy as np
 
 from hpctrain.config import load_config
 from hpctrain.plan.describe import machine_toml
-from hpctrain.plan.estimator import Estimator
+from hpctrain.plan.estimator import Estimate, Estimator
 from hpctrain.plan.job import read
 from hpctrain.plan.machine import Machine
 
 # One with many rows for its weights, one with few: of the second, reading weights is a third of the time.
 JOBS = (
-    ("model.layers=2", "model.width=256", "model.heads=4", "model.context=256", "train.batch=8"),
-    ("model.layers=3", "model.width=640", "model.heads=8", "model.context=32", "train.batch=8"),
+    ("model.layers=2", "model.width=256", "model.heads=8", "model.context=256"),
+    ("model.layers=3", "model.width=640", "model.heads=8", "model.context=32"),
 )
-SLOWER = "elements", "norms", "activations"  # B/s of operations
-OPTIONS = ("model.vocabulary=320", "train.microbatches=2", "run.checkpoint_minutes=0", "sanity.check_every=0",
-           "comm.watchdog=0")  # fmt: skip
+COMMON = ("model.vocabulary=320", "train.microbatches=2", "run.checkpoint_minutes=0", "sanity.check_every=0",
+          "comm.watchdog=0")  # fmt: skip
+BATCH, MOST = 8, 8  # sequences of each model; ranks that divide one
+
+
+def jobs(ranks: int) -> list[list[str]]:
+    """The settings of each on so many ranks, replicas of as many as divide their number, up to MOST; of one it is the
+    whole model."""
+    box = max(size for size in range(1, MOST + 1) if ranks % size == 0)
+    grid = [f"grid.tensor=[{box},1,1]", f"grid.data={ranks // box}", f"train.batch={BATCH * ranks // box}"]
+    return [[*job, *COMMON, *grid] for job in JOBS]
 
 
 def in_training(found: Sequence[dict]) -> list[dict]:
-    """The figures of `measure.measure` as they are in a step: every operation of the forward and backward pass takes
-    `slower` times as long, and weights that no cache holds are read at `cold` B/s.
+    """The figures of `measure.measure` as they are in a step, by each one's `alone` and `together`, seconds of a step
+    of `jobs(1)` where each rank trains a model of its own, and of `jobs(ranks)`.
 
-    Both from each one's `steps`, seconds of a step of each of JOBS on so many ranks, each of which trains a model of
-    its own: two equations, seconds = slower × operations + bytes of cold weights / cold + update + reading.
+    By the first, every operation of the forward and backward pass takes `slower` times as long, and weights that no
+    cache holds are read at `cold` B/s: seconds = slower × operations + bytes of weights / cold + update + reading.
+    By the second, ranks wait for one another `waiting` of what they compute, and `exchange` seconds for each exchange.
     """
-    plain = Machine.of_tables({"name": "as they are", **tomllib.loads(machine_toml(found, "", ""))})
-    return [_slower(each, plain.crowded(each["ranks"])) for each in found]
+    found = [each | {"waiting": 0.0, "exchange": 0.0} for each in found]
+    found = [each | _slower(each, machine) for each, machine in zip(found, _machines(found))]
+    return [each | _waiting(each, machine) for each, machine in zip(found, _machines(found))]
 
 
-def _slower(found: dict, crowded: Machine) -> dict:
-    rows, rest = [], []
-    for overrides, taken in zip(JOBS, found["steps"]):
-        job, choice = read(load_config(overrides=[*overrides, *OPTIONS]))
-        warm, cold = (
-            Estimator(job, replace(crowded, device=replace(crowded.device, cold_bandwidth=rate, cache=0.0)))
-            .estimate(choice)
-            .parts
-            for rate in (0.0, 1.0)
-        )
-        rows.append((warm["compute"], cold["compute"] - warm["compute"]))
+def _machines(found: Sequence[dict]) -> list[Machine]:
+    """For each number of ranks."""
+    machine = Machine.of_tables({"name": "here", **tomllib.loads(machine_toml(found, "", ""))})
+    return [machine.crowded(each["ranks"]) for each in found]
+
+
+def _predicted(overrides: Sequence[str], machine: Machine, **figures: float) -> Estimate:
+    """A step with these figures of the device."""
+    job, choice = read(load_config(overrides=overrides))
+    return Estimator(job, replace(machine, device=replace(machine.device, **figures))).estimate(choice)
+
+
+def _slower(found: dict, machine: Machine) -> dict:
+    equations, rest = [], []
+    for job, taken in zip(jobs(1), found["alone"]):
+        warm, cold = (_predicted(job, machine, cache=0.0, cold_bandwidth=rate).parts for rate in (0.0, 1.0))
+        equations.append((warm["compute"], cold["compute"] - warm["compute"]))
         rest.append(taken - warm["optimizer"] - warm["reading"])
-    slower, byte = np.linalg.solve(np.array(rows), np.array(rest))
-    if slower <= 0 or byte <= 0:  # reading weights costs nothing, or the clock was disturbed
-        operations = np.array([row[0] for row in rows])
-        slower, byte = float(operations @ rest / (operations @ operations)), 0.0
-    return found | {
-        "slower": float(slower),
-        "cold": 1 / float(byte) if byte else 0.0,
+    slower, byte = _least(equations, rest)
+    if not slower:
+        raise ValueError(f"steps of {found['ranks']} ranks took no longer than an update: measure when nobody disturbs")
+    return {
+        "slower": slower,
+        "cold": 1 / byte if byte else 0.0,
         "products": {
-            name: [(m, k, n, slower * taken) for m, k, n, taken in each] for name, each in found["products"].items()
+            name: [(m, k, n, slower * taken) for m, k, n, taken in rows] for name, rows in found["products"].items()
         },
         "launch": slower * found["launch"],
-        "attention": [rate / slower for rate in found["attention"]],
-        **{name: found[name] / slower for name in SLOWER},
+        "attention": [[(width, rate / slower) for width, rate in rows] for rows in found["attention"]],
+        **{name: found[name] / slower for name in ("elements", "norms", "activations")},
     }
+
+
+def _waiting(found: dict, machine: Machine) -> dict:
+    if found["ranks"] == 1:
+        return {}
+    equations, rest = [], []
+    for job, taken in zip(jobs(found["ranks"]), found["together"]):
+        none, part, each = (
+            _predicted(job, machine, waiting=waiting, exchange=exchange).seconds
+            for waiting, exchange in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
+        )
+        equations.append((part - none, each - none))
+        rest.append(taken - none)
+    return dict(zip(("waiting", "exchange"), _least(equations, rest)))
+
+
+def _least(equations: Sequence[Sequence[float]], rest: Sequence[float]) -> tuple[float, float]:
+    """The two unknowns, neither below 0, that leave the least of the errors as parts of each equation."""
+    from scipy.optimize import nnls
+
+    table, right = np.array(equations), np.array(rest)
+    scale = np.abs(table).max(0)
+    scale[scale == 0] = 1.0
+    first, second = nnls(table / scale, np.maximum(right, 0.0))[0] / scale
+    return float(first), float(second)

@@ -12,7 +12,6 @@ have had several turns: a short one would have a core of its own.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -48,8 +47,8 @@ PRODUCTS = (  # (m, k, n); of few rows as well, whose time is that of their weig
     (1024, 1024, 1024), (512, 512, 2048), (2048, 256, 256), (256, 1024, 256), (1024, 64, 1024), (128, 256, 512),
     (64, 512, 2048), (64, 2048, 512), (512, 64, 2048), (32, 512, 512),
 )  # fmt: skip
-BETWEEN = 192, 512  # products of these sizes between two exchanges
 SIZES = tuple(4**k for k in range(4, 13))  # bytes of a collective: 256 to 16 MiB
+WIDTHS = 32, 64  # of heads
 CORPUS, SAMPLES = 1 << 20, (128, 8192)  # bytes of text, and tokens that are read of it at once
 _CPU = torch.device("cpu")
 
@@ -89,37 +88,13 @@ def measure(grid: Grid, folder: Path) -> dict:
         "norms": norms(grid, device),
         "activations": activations(grid, device),
         **weights(grid, device),
-        "waiting": waiting(grid, device) if grid.size > 1 else [],
         "launch": launch(grid, device),
-        "attention": [attention(grid, device, length) for length in LENGTHS],
+        "attention": [[(width, attention(grid, device, length, width)) for width in WIDTHS] for length in LENGTHS],
         "reading": reading(grid, folder),
         "collectives": [(size, collectives(grid, device, size)) for size in groups(grid.size)],
         "bucket": BUCKET_BYTES,
     }
     return grid.comm.bcast(found)
-
-
-def waiting(grid: Grid, device: torch.device, products: int = 8) -> list[tuple[float, float]]:
-    """(seconds of a product, how much longer an exchange takes after it than after another exchange): what ranks wait
-    for one another, and for their core. Of the quickest calls: who exchanges waits for what others run on any core."""
-    found, part = [], torch.zeros(1024, device=device)
-    workspace, counts = comm.workspace(grid.data, part), (len(part),) * grid.size
-    for size in BETWEEN:
-        work = product((size, size, size), torch.float32, device)
-
-        def several(*calls: Callable[[], object]) -> Callable[[], None]:
-            def run():
-                for _ in range(products):
-                    for call in calls:
-                        call()
-
-            return run
-
-        exchange = functools.partial(workspace.gather, part, counts)
-        works = several(work), several(exchange), several(work, exchange)
-        computed, exchanged, both = in_turn(grid, works, device, typical=min)
-        found.append((computed / products, (both - computed - exchanged) / products))
-    return found
 
 
 def groups(ranks: int) -> list[int]:
@@ -138,11 +113,14 @@ def collectives(grid: Grid, device: torch.device, size: int) -> dict[str, list[t
             workspace, buffer = comm.workspace(axis, part), comm.AllReduceBuffer(axis, size * len(part), part)
             counts, whole = (len(part),) * size, size * len(part)
 
+            def gathered(part=part, workspace=workspace, counts=counts, buffer=buffer):
+                return buffer.local.copy_(workspace.gather(part, counts))  # others' parts are read where they lie
+
             def added_up(part=part, workspace=workspace, counts=counts, whole=whole):
                 return workspace.reduce(workspace.buffer(whole, part), counts)
 
             calls: dict[str, Callable[[], object]] = {
-                "all_gather": functools.partial(workspace.gather, part, counts),
+                "all_gather": gathered,
                 "reduce_scatter": added_up,
                 "all_reduce": buffer.all_reduce,
             }

@@ -198,8 +198,9 @@ class Box:
         costs, software = self.job.costs, self.machine.software
         head_width = costs.attention_width / self.job.heads
         flops = 4 * scores * head_width * software.attended
-        rate = self.rate * self.machine.device.attention_of(costs.context)
-        return flops / rate + self.elements(scores * software.score_bytes)
+        rate, score = self.machine.device.attention_of(costs.context)
+        seconds = flops / (self.rate * rate) + score * scores * software.attended
+        return seconds + self.elements(scores * software.score_bytes)
 
     @property
     def scores(self) -> float:

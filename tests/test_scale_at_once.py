@@ -1,0 +1,48 @@
+"""Ranks that train models of their own at the same time, and one together."""
+
+import json
+
+import pytest
+
+from hpctrain.plan.in_training import JOBS, jobs
+
+SMALL = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=8", "train.batch=2"]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_every_rank_trains_its_own_and_all_train_one(world, tmp_path, monkeypatch):
+    from hpctrain.scale import at_once
+
+    steps, train_step = [], at_once.train_step
+    monkeypatch.setattr(at_once, "train_step", lambda session: steps.append(session.grid.size) or train_step(session))
+    monkeypatch.setattr(at_once, "of_a_core", lambda grid: 1.0)
+    folder = world.bcast(tmp_path)
+    text = folder / "text.txt"
+    if world.rank == 0:
+        text.write_text("Every rank has a model of its own, and all have one.\n" * 99)
+    world.Barrier()
+
+    def small(ranks):
+        return [[*job, *SMALL, f"data.text={json.dumps([str(text)])}"] for job in jobs(ranks)]
+
+    count = 2 * (at_once.WARM_UP + 2)
+    alone = at_once.alone(small(1), 2, folder, world)
+    assert steps == [1] * count
+    together = at_once.together(small(world.size), 2, folder, world)
+    assert steps == [1] * count + [world.size] * count
+    assert min(alone + together) > 0
+    assert world.allgather((alone, together)) == [(alone, together)] * world.size
+    monkeypatch.setattr(at_once, "of_a_core", lambda grid: 1e6)  # ranks that share a core take the seconds of all
+    again = folder / "again"
+    again.mkdir(exist_ok=True)
+    assert at_once.alone(small(1)[:1], 2, again, world)[0] > 1e3 * alone[0]
+    assert at_once.together(small(world.size)[:1], 2, again, world)[0] < 1e3 * together[0]
+
+
+def test_one_job_has_many_rows_for_its_weights_and_one_few():
+    found = []
+    for job in JOBS:
+        of = {name: int(value) for name, value in (setting.split("=") for setting in job)}
+        found.append(of["model.context"] / (of["model.layers"] * of["model.width"] ** 2))
+    assert found[0] > 10 * found[1]
