@@ -41,7 +41,7 @@ def figures(ranks, cores=2):
         "products": rows, "elements": 2e9, "state": 1e9, "tables": 1e9, "cold": 2e9, "launch": 3e-6,
         "attention": [[(n, 4 * n / (4 * n / rate + score)) for n in (32, 64)] for rate, score in ATTENTION],
         "norms": 2e9, "activations": 5e8, "cache": 1e6,
-        "waiting": 0.1 * ranks, "exchange": 1e-5 * ranks,
+        "waiting": 0.1 * ranks,
         "reading": [(100, 3e-5), (1100, 1.1e-4)],
         "collectives": [(size, slowed(tables, ranks / size)) for size in (2, 4) if ranks % size == 0],
         "bucket": 1 << 20,
@@ -100,9 +100,9 @@ def test_groups_that_others_disturb(tmp_path):
 
 def test_operations_among_others_in_training(tmp_path):
     """Steps of which all operations take 1.2 times as long, weights that no cache holds are read at 1 GB/s, and four
-    ranks wait a tenth of what they compute, and a millisecond for each exchange."""
+    ranks wait in exchanges a tenth of the root of what they computed before."""
     once = figures(1), figures(2), figures(4)
-    plain = Machine.load(written(tmp_path, *(each | {"waiting": 0.0, "exchange": 0.0} for each in once)))
+    plain = Machine.load(written(tmp_path, *(each | {"waiting": 0.0} for each in once)))
 
     def taken(overrides, machine, **figures):
         job, choice = read(load_config(overrides=overrides))
@@ -117,7 +117,7 @@ def test_operations_among_others_in_training(tmp_path):
     alone = {ranks: [*alone(ranks)] for ranks in (1, 2, 4)}
     nobody = [each | {"alone": alone[each["ranks"]], "together": [0.0, 0.0]} for each in once]
     found = in_training.in_training(nobody)
-    assert [(each["waiting"], each["exchange"]) for each in found] == [(0, 0)] * 3
+    assert [each["waiting"] for each in found] == [0, 0, 0]
     machine = Machine.load(written(tmp_path, *found))
     for ranks in (1, 2, 4):
         before, after = plain.crowded(ranks), machine.crowded(ranks)
@@ -130,14 +130,11 @@ def test_operations_among_others_in_training(tmp_path):
         assert after.device.attention == pytest.approx(before.device.attention, rel=1e-2)  # of a product's rate
         assert after.device.state_bandwidth == before.device.state_bandwidth  # of the update itself
     together = {
-        ranks: [
-            taken(job, machine.crowded(ranks), waiting=0.1, exchange=1e-3).seconds for job in in_training.jobs(ranks)
-        ]
+        ranks: [taken(job, machine.crowded(ranks), waiting=0.1).seconds for job in in_training.jobs(ranks)]
         for ranks in (1, 2, 4)
     }
     found = in_training.in_training([each | {"together": together[each["ranks"]]} for each in nobody])
     assert [each["waiting"] for each in found] == pytest.approx([0.0, 0.1, 0.1], rel=0.02)
-    assert [each["exchange"] for each in found] == pytest.approx([0.0, 1e-3, 1e-3], rel=0.02)
 
 
 def test_steps_that_tell_nothing():
@@ -292,7 +289,7 @@ def test_what_is_measured_here_makes_a_machine(world, tmp_path, monkeypatch):
     monkeypatch.setattr(computing, "TURNS", 1e-4)
     monkeypatch.setattr(computing, "of_a_core", lambda grid: float(grid.size))  # so that calls are repeated
     with Grid(world.size) as grid:
-        rest = {"cores": 4, "reserved": 3e8, "slack": 0.1, "waiting": 0.0, "exchange": 0.0}
+        rest = {"cores": 4, "reserved": 3e8, "slack": 0.1, "waiting": 0.0}
         found = measure.measure(grid, world.bcast(tmp_path)) | rest
     collectives = {"all_gather", "reduce_scatter", "all_reduce"}
     pairs, all_four = (2, collectives | {"message"}), (4, collectives)

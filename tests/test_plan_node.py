@@ -80,18 +80,43 @@ def test_clipping_is_a_pass_over_the_gradients():
 
 
 def test_exchanges_wait_for_the_slowest():
-    waits, none = (box("grid.tensor=2", waiting=part).finished(2.0, 0, 0.5) for part in (0.1, 0.0))
-    assert waits.tensor - none.tensor == pytest.approx(0.2)
-    half = box("grid.tensor=2", "grid.data=2", waiting=0.1).finished(2.0, 0, 0.5)  # others compute meanwhile
-    assert half.tensor - none.tensor == pytest.approx(0.1)
-    assert box("grid.data=2", waiting=0.1).finished(2.0, 0, 0.0).tensor == 0
+    """Four exchanges, half a second apart, wait for the root of it each; where half the ranks do, half as long."""
+
+    def tensor(*overrides, waiting):
+        return box(*overrides, waiting=waiting).finished(2.0, 0, 0.5, exchanges=4).tensor
+
+    assert tensor("grid.tensor=2", waiting=0.1) - tensor("grid.tensor=2", waiting=0.0) == pytest.approx(
+        4 * 0.1 * 0.5**0.5
+    )
+    half = tensor("grid.tensor=2", "grid.data=2", waiting=0.1)  # others compute meanwhile
+    assert half - 0.5 == pytest.approx(2 * 0.1 * 0.5**0.5)
+    assert tensor("grid.data=2", waiting=0.1) == 0.5
 
 
-def test_an_exchange_after_computing():
-    """Takes longer than one after another: as often as there are exchanges, four of them in the forward pass."""
-    waits, none = (box("grid.tensor=2", exchange=taken).block("none").forward for taken in (1.0, 0.0))
-    assert waits.tensor - none.tensor == pytest.approx(4.0)
-    assert waits.compute == none.compute
+def test_exchanges_of_a_block():
+    """On x a gather or a sum for each of four layers forward, as many for the input, one for each weight into the inner
+    layout; y the other way round, and two norms each way; z gathers weights, and adds their gradients up elsewhere."""
+    found = {
+        axis: [each.waiting**2 / each.compute for each in (part.forward, part.input_gradient, part.weight_gradient)]
+        for axis, shape in (("x", [2, 1, 1]), ("y", [1, 2, 1]), ("z", [1, 1, 2]))
+        for part in [box(f"grid.tensor={shape}", waiting=1.0).block("none")]
+    }
+    assert found == {
+        "x": pytest.approx([4, 4, 2]), "y": pytest.approx([4 + 2, 4 + 2, 2]), "z": pytest.approx([4, 4, 0]),
+    }  # fmt: skip
+
+
+def test_scores_that_count():
+    """Of 16 sequences' 128² scores of each of 8 heads the causal half takes a time besides, whatever the width."""
+    software = dataclasses.replace(CPU.software, attended=0.5)
+
+    def seconds(**figures):
+        machine = dataclasses.replace(CPU, software=software, device=dataclasses.replace(CPU.device, **figures))
+        job, choice = read(config("train.microbatches=2"))
+        return Box(job, machine, Network(machine), choice).attention
+
+    assert seconds(score=1e-6) - seconds() == pytest.approx(16 * 8 * 128**2 / 2 * 1e-6)
+    assert seconds(long_attention=0.5, long_score=1.0) == seconds(long_attention=0.5)  # these are short
 
 
 def test_ranks_that_wait_lend_their_cores(tmp_path):
@@ -102,8 +127,7 @@ def test_ranks_that_wait_lend_their_cores(tmp_path):
     crowded = machine.crowded(4)
     device = crowded.device
     assert (crowded.share, device.memory, device.product, device.bandwidth) == (0.5, 2e9, 1.0, 9e8)
-    assert (device.optimizer_rate, device.launch) == (4e8, 7e-6)
-    assert (device.waiting, device.exchange) == (pytest.approx(0.4), pytest.approx(4e-5))
+    assert (device.optimizer_rate, device.launch, device.waiting) == (4e8, 7e-6, 0.4)
     assert machine.crowded(1).share == 1
     machine = Machine.load(written(tmp_path, figures(1), figures(2)))  # four take turns
     job = ["model.width=512", "train.batch=8", "train.microbatches=2"]

@@ -1,8 +1,11 @@
 """Ranks that train models of their own at the same time, and one together."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hpctrain.plan.in_training import JOBS, jobs
 
@@ -38,6 +41,21 @@ def test_every_rank_trains_its_own_and_all_train_one(world, tmp_path, monkeypatc
     again.mkdir(exist_ok=True)
     assert at_once.alone(small(1)[:1], 2, again, world)[0] > 1e3 * alone[0]
     assert at_once.together(small(world.size)[:1], 2, again, world)[0] < 1e3 * together[0]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_who_trains_together_waits(world, monkeypatch, tmp_path):
+    """Which counts: by the clock, where a rank that trains alone counts what its core does for it."""
+    from hpctrain.scale import at_once
+
+    made = SimpleNamespace(device=torch.device("cpu"), grid=SimpleNamespace(free=lambda: None))
+    monkeypatch.setattr(at_once, "build", lambda config, ranks: made)
+    monkeypatch.setattr(at_once, "train_step", lambda session: time.sleep(0.02))
+    monkeypatch.setattr(at_once, "of_a_core", lambda grid: 1.0)
+    folder = world.bcast(tmp_path)
+    assert at_once.alone(jobs(1)[:1], 2, folder, world)[0] < 0.01
+    assert at_once.together(jobs(2)[:1], 2, folder, world)[0] > 0.02
 
 
 def test_one_job_has_many_rows_for_its_weights_and_one_few():

@@ -124,7 +124,7 @@ def tables(grid: Grid, device: torch.device, nbytes: int = 8 * 2**20) -> float:
     def new() -> torch.Tensor:
         if device.type != "cpu":
             return torch.empty_like(head)
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=head.dtype)
+        return torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=head.dtype)
 
     return (1 + 3 + 2) * nbytes / seconds(grid, lambda: out.copy_(torch.add(new().zero_(), head, out=new())), device)
 

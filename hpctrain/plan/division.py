@@ -11,7 +11,8 @@ from hpctrain.plan import pipelines
 from hpctrain.plan.job import Choice, Job
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.network import Group, Network
-from hpctrain.plan.passes import Box, Part
+from hpctrain.plan.part import Part
+from hpctrain.plan.passes import Box
 from hpctrain.shard import split_sizes
 
 

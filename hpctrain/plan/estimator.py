@@ -13,7 +13,8 @@ from hpctrain.plan.division import Division
 from hpctrain.plan.job import Choice, Job
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.memory import Memory
-from hpctrain.plan.passes import Pass, update_seconds
+from hpctrain.plan.part import Pass
+from hpctrain.plan.passes import update_seconds
 
 PARTS = ("compute", "data", "tensor", "sequence", "expert", "bubble", "optimizer", "reading", "stragglers")
 
@@ -47,9 +48,10 @@ class Stage:
         return forward, self.input_gradient.seconds + self.backward_data, self.weight_gradient.seconds
 
     @functools.cached_property
-    def compute(self) -> float:
-        """Of a microbatch, products and element-wise operations."""
-        return self.forward.compute + self.input_gradient.compute + self.weight_gradient.compute
+    def computing(self) -> float:
+        """Of a microbatch, products and element-wise operations, and what ranks wait between them."""
+        passes = self.forward, self.input_gradient, self.weight_gradient
+        return sum(each.compute + each.waiting for each in passes)
 
     @functools.cached_property
     def microbatch(self) -> float:
@@ -170,10 +172,9 @@ class Estimator(Division):
         work = [sum(m / copies * stages[s].microbatch + stages[s].ending for s in own) for own in local]
         busiest = local[max(range(p), key=work.__getitem__)]
         if self.machine.share < 1:  # ranks that wait lend their core to others
-            none = 1 - self.evenness(choice)  # of a rank's computing, and of what it waits between
-            none *= 1 + self.machine.device.waits(math.prod(choice.box), choice.ranks)
+            none = 1 - self.evenness(choice)
             count = choice.microbatches / copies
-            each = [count * (stage.microbatch - none * stage.compute) + stage.ending for stage in stages]
+            each = [count * (stage.microbatch - none * stage.computing) + stage.ending for stage in stages]
             seconds = max(sum(each[s] for own in local for s in own) / p, self.machine.share * seconds)
         return self._told(choice, [stages[s] for s in busiest], m / copies, seconds)
 

@@ -48,8 +48,8 @@ class Device:
         norms, activations: B/s that norms with the sums around them, and operations between two products, read and
             write; 0 for `bandwidth`.
         cache: B of weights and gradients that a rank's cache holds from one microbatch to the next.
-        waiting: part of the computing between two exchanges of all ranks of a node that they wait for one another.
-        exchange: s that an exchange after computing takes longer than one after another.
+        waiting: s that all ranks of a node wait for one another in an exchange, where a second was computed before it.
+            What delays a rank comes by chance, so that it grows with the root of the time.
         product: part of the peak that a product reaches whose operands cost nothing to read.
         attention: part of a product's rate that the products inside attention reach.
         score: s that a score which counts takes besides, forward, whatever its head's width.
@@ -80,7 +80,6 @@ class Device:
     activations: float = 0.0
     cache: float = 0.0
     waiting: float = 0.0
-    exchange: float = 0.0
     score: float = 0.0
     long_attention: float = 0.0
     long_score: float = 0.0
@@ -110,7 +109,7 @@ class Device:
         return between, self.score + part * (self.long_score - self.score)
 
     def waits(self, box: int, ranks: int) -> float:
-        """Of so many ranks' computing, the part that those of a tensor box wait for one another; others go on."""
+        """The same of the ranks of a tensor box, of so many in all, of which the others go on."""
         return self.waiting * box / ranks if box > 1 else 0.0
 
     def elementwise(self, residual: float, inner: float) -> float:
@@ -195,7 +194,6 @@ class Occupied:
     activations: float
     cache: float
     waiting: float
-    exchange: float
     attention: float
     score: float
     long_attention: float

@@ -39,9 +39,9 @@ def in_training(found: Sequence[dict]) -> list[dict]:
 
     By the first, every operation of the forward and backward pass takes `slower` times as long, and weights that no
     cache holds are read at `cold` B/s: seconds = slower × operations + bytes of weights / cold + update + reading.
-    By the second, ranks wait for one another `waiting` of what they compute, and `exchange` seconds for each exchange.
+    By the second, ranks wait for one another: `Device.waiting`.
     """
-    found = [each | {"waiting": 0.0, "exchange": 0.0} for each in found]
+    found = [each | {"waiting": 0.0} for each in found]
     found = [each | _slower(each, machine) for each, machine in zip(found, _machines(found))]
     return [each | _waiting(each, machine) for each, machine in zip(found, _machines(found))]
 
@@ -84,21 +84,17 @@ def _waiting(found: dict, machine: Machine) -> dict:
         return {}
     equations, rest = [], []
     for job, taken in zip(jobs(found["ranks"]), found["together"]):
-        none, part, each = (
-            _predicted(job, machine, waiting=waiting, exchange=exchange).seconds
-            for waiting, exchange in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
-        )
-        equations.append((part - none, each - none))
+        none, one = (_predicted(job, machine, waiting=waiting).seconds for waiting in (0.0, 1.0))
+        equations.append((one - none,))
         rest.append(taken - none)
-    return dict(zip(("waiting", "exchange"), _least(equations, rest)))
+    (waiting,) = _least(equations, rest)
+    return {"waiting": waiting}
 
 
-def _least(equations: Sequence[Sequence[float]], rest: Sequence[float]) -> tuple[float, float]:
-    """The two unknowns, neither below 0, that leave the least of the errors as parts of each equation."""
+def _least(equations: Sequence[Sequence[float]], rest: Sequence[float]) -> list[float]:
+    """The unknowns, none of them below 0, by least squares."""
     from scipy.optimize import nnls
 
-    table, right = np.array(equations), np.array(rest)
-    scale = np.abs(table).max(0)
-    scale[scale == 0] = 1.0
-    first, second = nnls(table / scale, np.maximum(right, 0.0))[0] / scale
-    return float(first), float(second)
+    table = np.array(equations)
+    scale = table.max(0)  # bytes and seconds in one table
+    return [float(each) for each in nnls(table / scale, np.array(rest))[0] / scale]

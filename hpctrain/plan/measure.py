@@ -12,6 +12,7 @@ have had several turns: a short one would have a core of its own.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -104,7 +105,8 @@ def groups(ranks: int) -> list[int]:
 
 def collectives(grid: Grid, device: torch.device, size: int) -> dict[str, list[tuple[int, float]]]:
     """{operation: [(bytes of the whole tensor, seconds)]} over groups of so many ranks, all of them at once, and of
-    messages between two. As layers gather and add up activations, and replicas gradients."""
+    messages between two. As layers gather and add up activations, and replicas gradients: what is gathered lies
+    where the product reads it."""
     found: dict[str, list[tuple[int, float]]] = {}
     with Grid(data=grid.size // size, tensor=(size, 1, 1), comm=grid.comm) as groups:
         axis = groups.tensor
@@ -113,14 +115,11 @@ def collectives(grid: Grid, device: torch.device, size: int) -> dict[str, list[t
             workspace, buffer = comm.workspace(axis, part), comm.AllReduceBuffer(axis, size * len(part), part)
             counts, whole = (len(part),) * size, size * len(part)
 
-            def gathered(part=part, workspace=workspace, counts=counts, buffer=buffer):
-                return buffer.local.copy_(workspace.gather(part, counts))  # others' parts are read where they lie
-
             def added_up(part=part, workspace=workspace, counts=counts, whole=whole):
                 return workspace.reduce(workspace.buffer(whole, part), counts)
 
             calls: dict[str, Callable[[], object]] = {
-                "all_gather": gathered,
+                "all_gather": functools.partial(workspace.gather, part, counts),
                 "reduce_scatter": added_up,
                 "all_reduce": buffer.all_reduce,
             }

@@ -26,7 +26,7 @@ class Network:
     A level's units share their bandwidth among the rings that pass through: a ring of which k of a unit's n ranks are
     members has k/n of it. The slowest level that a ring passes sets its pace. Latency is that of each hop. A ring or
     message goes from a unit to one other and has `Link.direct` of that; an all-to-all goes everywhere. Where operations
-    are not queued ahead, those around an exchange take their launches besides; and `Device.exchange` after computing.
+    are not queued ahead, those around an exchange take their launches besides.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005);
     shared cards as in Singh et al., "A 4D hybrid algorithm to scale parallel training" (SC 2024), §4.
@@ -36,8 +36,7 @@ class Network:
         self.machine = machine
         self._tables = {(table.operation, table.ranks): table for table in machine.measured}
         self._path = functools.cache(self._find_path)
-        launches = 0.0 if machine.software.asynchronous else EXCHANGE * machine.device.launch
-        self._launches = launches + machine.device.exchange
+        self._launches = 0.0 if machine.software.asynchronous else EXCHANGE * machine.device.launch
 
     def all_gather(self, nbytes: float, group: Group) -> float:
         """Of which every rank has nbytes in the end."""

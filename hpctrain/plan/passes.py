@@ -4,14 +4,13 @@ update."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+import math
 
 from hpctrain.choices import PLANE_PRODUCTS
 from hpctrain.plan.job import Choice, Job
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.network import Group, Network
+from hpctrain.plan.part import Mixed, Part, Pass
 
 # How often element-wise operations read or write what a layer keeps: norms, sums and dropout in the residual layout
 # (5.5 for the 2 numbers kept of each), biases and activations in the inner one; backward a quarter more.
@@ -27,68 +26,6 @@ def update_seconds(job: Job, machine: Machine) -> float:
     nbytes = (2 + 2 * (job.clips and machine.software.clips)) * job.reduce + 2 * (1 + job.moments) * job.master
     nbytes += job.itemsize if job.master != job.itemsize else 0
     return nbytes / machine.device.optimizer_rate * machine.learned.optimizer
-
-
-class Pass(NamedTuple):
-    """Seconds: products and element-wise operations, and communication on the tensor, sequence and expert axes that
-    nothing hides."""
-
-    compute: float = 0.0
-    tensor: float = 0.0
-    sequence: float = 0.0
-    expert: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self.compute + self.tensor + self.sequence + self.expert
-
-    @staticmethod
-    def total(counted: Iterable[tuple[Pass, float]]) -> Pass:
-        """Of passes and how often each is done."""
-        sums = [0.0] * len(Pass._fields)
-        for each, count in counted:
-            for number, value in enumerate(each):
-                sums[number] += value * count
-        return Pass(*sums)
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """A mixture of experts, forward; backward as much for the input's gradient, and for the weights'.
-
-    Attributes:
-        seconds: of products and copies; `rows`, of the exchange that makes rows whole and spreads them again; `sent`,
-            of the dispatch there and back.
-        kept, working: bytes, as of `Part`.
-        operations: that are launched.
-    """
-
-    seconds: float = 0.0
-    rows: float = 0.0
-    sent: float = 0.0
-    kept: float = 0.0
-    working: float = 0.0
-    operations: int = 0
-
-
-@dataclass(frozen=True)
-class Part:
-    """A block, or what the first or last stage has besides, with a microbatch.
-
-    Attributes:
-        forward, input_gradient, weight_gradient: a backward takes both gradients.
-        kept: bytes from forward to backward; working: bytes at most while it is computed, besides.
-    """
-
-    forward: Pass
-    input_gradient: Pass
-    weight_gradient: Pass
-    kept: float
-    working: float
-
-    @functools.cached_property
-    def seconds(self) -> float:
-        return self.forward.seconds + self.input_gradient.seconds + self.weight_gradient.seconds
 
 
 class Box:
@@ -137,18 +74,28 @@ class Box:
         return self.machine.device.cold(nbytes, self.weights)
 
     def finished(
-        self, seconds: float, operations: int, tensor: float, sequence: float = 0.0, expert: float = 0.0
-    ) -> Pass:
-        """With the launches of the operations, and the communication that the computation does not hide."""
+        self, seconds: float, operations: int, tensor: float, sequence: float = 0.0, expert: float = 0.0,
+        exchanges: int = 0,
+    ) -> Pass:  # fmt: skip
+        """With the launches of the operations, the communication that the computation does not hide, and the waiting in
+        exchanges on the tensor axes, between which as much is computed each time."""
         launches = operations * self.machine.device.launch
         asynchronous = self.machine.software.asynchronous
         compute = max(seconds, launches) if asynchronous else seconds + launches
-        tensor += self.waits * compute
+        waiting = self.waits * math.sqrt(exchanges * compute)
+        tensor += waiting
         hidden = min(self.machine.software.hidden_tensor * tensor, compute)
         learned = self.machine.learned
-        return Pass(compute * learned.compute, (tensor - hidden) * learned.tensor, sequence * learned.sequence, expert)
+        return Pass(
+            compute * learned.compute, (tensor - hidden) * learned.tensor, sequence * learned.sequence, expert, waiting
+        )
 
     # What a linear layer takes
+
+    def exchanges(self, to_inner: bool) -> tuple[int, int, int]:
+        """Of forward, input gradient and weight gradient."""
+        x, y, z = self.x > 1, self.y > 1, self.z > 1
+        return x + y + z, x + y + z, x + y + z if self.plane else x if to_inner else y
 
     def linear(self, n_in: int, n_out: int, to_inner: bool) -> tuple[list[float], list[float]]:
         """(compute, tensor) seconds, each of forward, input gradient and weight gradient."""
@@ -251,13 +198,15 @@ class Box:
         """One block of the model; `dense`, of those without a mixture where others have one."""
         costs, size = self.job.costs, self.job.itemsize
         box = self.x * self.y
-        computes, tensors = [0.0] * 3, [0.0] * 3
+        computes, tensors, exchanges = [0.0] * 3, [0.0] * 3, [0] * 3
         mixed = Mixed() if dense else self.mixture
         linears = costs.linears_of(dense)
         for each in linears:
-            for sums, values in zip((computes, tensors), self.linear(each.n_in, each.n_out, each.to_inner)):
-                for number, value in enumerate(values):
-                    sums[number] += value
+            values = zip(*self.linear(each.n_in, each.n_out, each.to_inner), self.exchanges(each.to_inner))
+            for number, (computed, tensor, exchanged) in enumerate(values):
+                computes[number] += computed
+                tensors[number] += tensor
+                exchanges[number] += exchanged
         residual = size * self.rows * costs.width * 2 * costs.norms / box
         inner = size * self.rows * sum(e.n_out if e.to_inner else e.n_in for e in linears) / box
         whole = self.x if recompute in self.machine.software.whole_norms else 1
@@ -269,7 +218,7 @@ class Box:
         inputs = computes[1] + BACKWARD * elementwise + scores + mixed.seconds, tensors[1] + norms + mixed.rows
         operations = OPERATIONS + len(linears) + mixed.operations + costs.norms * NORM_OVER_Y * (self.y > 1)
         there, back = self.exchange
-        again = (0.0, 0.0, 0)
+        again, passes, over_y = (0.0, 0.0, 0), 1, costs.norms * (self.y > 1)
         kept, working = residual + inner + mixed.kept, 2.0 * size * self.rows * max(e.n_out for e in linears) / box
         working = max(working, mixed.working)
         if self.machine.software.score_bytes:
@@ -277,19 +226,21 @@ class Box:
             kept += 0.0 if recompute == "attention" else scores_kept
             working += scores_kept if recompute == "attention" else 0.0
         if recompute == "block":
-            again = (*forward, operations)
+            again, passes = (*forward, operations), 2
             kept, working = size * self.rows * costs.width / box, working + kept
         elif recompute == "attention":
             again = (self.attention, 0.0, 3)
         if self.z > 1:  # a weight is whole while it is used
             working += 2 * size * max(e.n_in * e.n_out for e in linears) / box
         return Part(
-            self.finished(forward[0], operations, forward[1], there, mixed.sent),
+            self.finished(forward[0], operations, forward[1], there, mixed.sent, exchanges[0] + over_y),
             self.finished(
                 inputs[0] + again[0], 2 * operations + again[2], inputs[1] + again[1],
-                back + (there if recompute != "none" else 0.0), mixed.sent * (2 if recompute == "block" else 1),
+                back + (there if recompute != "none" else 0.0), mixed.sent * passes, passes * (exchanges[1] + over_y),
             ),
-            self.finished(computes[2] + mixed.seconds, len(linears) + mixed.operations // 4, tensors[2]),
+            self.finished(
+                computes[2] + mixed.seconds, len(linears) + mixed.operations // 4, tensors[2], exchanges=exchanges[2]
+            ),
             kept, working,
         )  # fmt: skip
 
@@ -301,14 +252,15 @@ class Box:
         moved = self.network.reduce_scatter(rows / self.y, self.groups["x"])
         gathered = self.network.all_gather(tables, self.groups["z"])
         seconds = self.elements(3 * rows / (self.x * self.y))
+        exchanges = (self.x > 1) + (self.z > 1)
         # A table's gradient is a whole one: zeros, to which the head's is added, in new memory and copied once more
         # for the first microbatch, or else that of the microbatches before. With the head, `linear` adds those.
         again = self.tied * (3 + 2 / self.microbatches) or 3 * (1 - 1 / self.microbatches)
         passes = (1 + again / self.z) * self.machine.software.accumulates
         dense = passes * tables / self.machine.device.table_rate
         return Part(
-            self.finished(seconds, OPERATIONS // 2, moved + gathered),
-            self.finished(2 * seconds, OPERATIONS // 2, moved + gathered),
+            self.finished(seconds, OPERATIONS // 2, moved + gathered, exchanges=exchanges),
+            self.finished(2 * seconds, OPERATIONS // 2, moved + gathered, exchanges=exchanges),
             self.finished(dense, 0, 0.0),
             rows / (self.x * self.y), 2 * tables,  # a microbatch's gradient, and its sum with the head's
         )  # fmt: skip
@@ -317,13 +269,19 @@ class Box:
         """What the last stage has besides its blocks: norm, projection onto the vocabulary and loss."""
         costs, size = self.job.costs, self.job.itemsize
         computes, tensors = self.linear(costs.width, costs.vocabulary, True)
+        forward, inputs, weights = self.exchanges(True)
         logits = self.rows * -(-costs.vocabulary // (self.x * self.y))
         wide = max(size, 4)
         elementwise = self.elements(logits * (3 * wide + 2 * (size if size < 4 else 0)))
         losses = self.network.all_gather(2 * wide * self.rows * self.x * self.y, self.groups["xy"])
         return Part(
-            self.finished(computes[0] + elementwise, OPERATIONS, tensors[0] + losses + self.norm()),
-            self.finished(computes[1] + elementwise, OPERATIONS, tensors[1] + self.norm()),
-            self.finished(computes[2], 1, tensors[2]),
+            self.finished(
+                computes[0] + elementwise, OPERATIONS, tensors[0] + losses + self.norm(),
+                exchanges=forward + (self.x * self.y > 1) + (self.y > 1),
+            ),
+            self.finished(
+                computes[1] + elementwise, OPERATIONS, tensors[1] + self.norm(), exchanges=inputs + (self.y > 1)
+            ),
+            self.finished(computes[2], 1, tensors[2], exchanges=weights),
             logits * wide + 2 * size * self.rows * costs.width / (self.x * self.y), logits * (wide + size),
         )  # fmt: skip
