@@ -117,16 +117,16 @@ def update(grid: Grid, device: torch.device, tensors: int = 16, elements: int = 
 
 
 def tables(grid: Grid, device: torch.device, nbytes: int = 8 * 2**20) -> float:
-    """Bytes a second of a table's gradient: zeros, and their sum with another, each in new memory, and a copy. So large
-    ones are given back to the system at the end of a step, and a processor's pages are new in the next."""
-    head, out = (torch.ones(nbytes // 4, device=device) for _ in range(2))
+    """Bytes a second of a table's gradient: zeros in new memory, their sum with another, and a copy. What is so large
+    is given back to the system, and a processor's pages are cleared when they are first written."""
+    head, total, out = (torch.ones(nbytes // 4, device=device) for _ in range(3))
 
     def new() -> torch.Tensor:
         if device.type != "cpu":
             return torch.empty_like(head)
         return torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=head.dtype)
 
-    return (1 + 3 + 2) * nbytes / seconds(grid, lambda: out.copy_(torch.add(new().zero_(), head, out=new())), device)
+    return (1 + 3 + 2) * nbytes / seconds(grid, lambda: out.copy_(torch.add(new().zero_(), head, out=total)), device)
 
 
 def norms(grid: Grid, device: torch.device, layers: int = 4, width: int = 512) -> float:

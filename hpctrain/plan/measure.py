@@ -12,7 +12,6 @@ have had several turns: a short one would have a core of its own.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -106,20 +105,23 @@ def groups(ranks: int) -> list[int]:
 def collectives(grid: Grid, device: torch.device, size: int) -> dict[str, list[tuple[int, float]]]:
     """{operation: [(bytes of the whole tensor, seconds)]} over groups of so many ranks, all of them at once, and of
     messages between two. As layers gather and add up activations, and replicas gradients: what is gathered lies
-    where the product reads it."""
+    with the others, from whom it is read."""
     found: dict[str, list[tuple[int, float]]] = {}
-    with Grid(data=grid.size // size, tensor=(size, 1, 1), comm=grid.comm) as groups:
-        axis = groups.tensor
+    with Grid(data=grid.size // size, tensor=(size, 1, 1), comm=grid.comm) as cut:
+        axis = cut.tensor
         for nbytes in SIZES:
             part = torch.zeros(max(1, nbytes // 4 // size), device=device)
             workspace, buffer = comm.workspace(axis, part), comm.AllReduceBuffer(axis, size * len(part), part)
             counts, whole = (len(part),) * size, size * len(part)
 
+            def gathered(part=part, workspace=workspace, counts=counts, buffer=buffer):
+                return buffer.local.copy_(workspace.gather(part, counts))
+
             def added_up(part=part, workspace=workspace, counts=counts, whole=whole):
                 return workspace.reduce(workspace.buffer(whole, part), counts)
 
             calls: dict[str, Callable[[], object]] = {
-                "all_gather": functools.partial(workspace.gather, part, counts),
+                "all_gather": gathered,
                 "reduce_scatter": added_up,
                 "all_reduce": buffer.all_reduce,
             }
