@@ -100,7 +100,7 @@ class Slice(Protocol):
     def slices(self) -> tuple[slice, ...]: ...
 
 
-def fill_slice(out: torch.Tensor, shard: Slice, numbers: Callable, chunk: int = 2**20) -> None:
+def fill_slice(out: torch.Tensor, shard: Slice, numbers: Callable, chunk: int = 2**16) -> None:
     """Fill this rank's slice with `numbers(start, count)`, a function of the row-major index in the global tensor.
 
     Works through whole rows of the last dim, a few at a time, so that no more than `chunk` numbers, or one row if that

@@ -96,6 +96,9 @@ def test_exchanges_wait_for_the_slowest():
 def test_exchanges_of_a_block():
     """On x a gather or a sum for each of four layers forward, as many for the input, one for each weight into the inner
     layout; y the other way round, and two norms each way; z gathers weights, and adds their gradients up elsewhere."""
+    over_x, over_y = (box(f"grid.tensor={shape}") for shape in ([2, 1, 1], [1, 2, 1]))
+    assert (over_x.exchanges(True), over_x.exchanges(False)) == ((1, 1, 1), (1, 1, 0))
+    assert (over_y.exchanges(True), over_y.exchanges(False)) == ((1, 1, 0), (1, 1, 1))
     found = {
         axis: [each.waiting**2 / each.compute for each in (part.forward, part.input_gradient, part.weight_gradient)]
         for axis, shape in (("x", [2, 1, 1]), ("y", [1, 2, 1]), ("z", [1, 1, 2]))
