@@ -1,6 +1,6 @@
 """What a plan says beside what is measured: every grid of 1, 2 and 4 ranks of three jobs on this machine.
 
-    python benchmarks/planner.py                                     all of it, 20 minutes on 2 quiet cores
+    python benchmarks/planner.py                                     all of it, 18 minutes on 2 quiet cores
     python benchmarks/planner.py --jobs compute --ranks 1,2 --rounds 1 --machine here.toml
 
 First `hpctrain machine` measures the machine, where --machine gives no file of it.
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--machine", metavar="M.toml", help="of `hpctrain machine` (measured first)")
     parser.add_argument("--jobs", type=lambda text: text.split(","), default=list(JOBS), help=f"of {', '.join(JOBS)}")
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=int, help="only so many grids of each job and number of ranks")
     parser.add_argument("--worker", nargs=2, metavar=("SPEC", "OUT"), help=argparse.SUPPRESS)
