@@ -146,6 +146,11 @@ def test_steps_that_tell_nothing():
         in_training.in_training([two | {"alone": [0.0, 0.0]}])
 
 
+def test_ranks_over_which_no_model_is_divided():
+    (found,) = in_training.in_training([figures(11, cores=16) | {"alone": [9.0, 9.0], "together": [9.0, 9.0]}])
+    assert found["waiting"] == 0
+
+
 def test_jobs_of_any_number_of_ranks():
     for ranks in (1, 2, 3, 4, 6, 7, 16, 24, 128):
         assert [load_config(overrides=job).ranks for job in in_training.jobs(ranks)] == [ranks] * 2

@@ -80,13 +80,13 @@ def _slower(found: dict, machine: Machine) -> dict:
 
 
 def _waiting(found: dict, machine: Machine) -> dict:
-    if found["ranks"] == 1:
-        return {}
     equations, rest = [], []
     for job, taken in zip(jobs(found["ranks"]), found["together"]):
         none, one = (_predicted(job, machine, waiting=waiting).seconds for waiting in (0.0, 1.0))
         equations.append((one - none,))
         rest.append(taken - none)
+    if not any(waits for (waits,) in equations):  # one rank, or a number of them that no model is divided over
+        return {}
     (waiting,) = _least(equations, rest)
     return {"waiting": waiting}
 
