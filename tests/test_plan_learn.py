@@ -146,6 +146,12 @@ def test_steps_that_tell_nothing():
         in_training.in_training([two | {"alone": [0.0, 0.0]}])
 
 
+def test_ranks_of_two_nodes_do_not_share_cores():
+    steps = {"alone": [9.0, 9.0], "together": [9.0, 9.0]}
+    two, four = in_training.in_training([figures(2) | steps, figures(4) | {"ranks_of_a_node": 2} | steps])
+    assert four["slower"] == pytest.approx(two["slower"])
+
+
 def test_ranks_over_which_no_model_is_divided():
     (found,) = in_training.in_training([figures(11, cores=16) | {"alone": [9.0, 9.0], "together": [9.0, 9.0]}])
     assert found["waiting"] == 0

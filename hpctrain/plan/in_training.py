@@ -47,9 +47,9 @@ def in_training(found: Sequence[dict]) -> list[dict]:
 
 
 def _machines(found: Sequence[dict]) -> list[Machine]:
-    """For each number of ranks."""
+    """For each number of ranks of a node."""
     machine = Machine.of_tables({"name": "here", **tomllib.loads(machine_toml(found, "", ""))})
-    return [machine.crowded(each["ranks"]) for each in found]
+    return [machine.crowded(each["ranks_of_a_node"]) for each in found]
 
 
 def _predicted(overrides: Sequence[str], machine: Machine, **figures: float) -> Estimate:
