@@ -43,7 +43,7 @@ def figures(ranks, cores=2):
         "norms": 2e9, "activations": 5e8, "cache": 1e6,
         "waiting": 0.1 * ranks,
         "reading": [(100, 3e-5), (1100, 1.1e-4)],
-        "collectives": [(size, slowed(tables, ranks / size)) for size in (2, 4) if ranks % size == 0],
+        "collectives": [(size, slowed(tables, 1 if size == ranks else 3)) for size in (2, 4) if ranks % size == 0],
         "bucket": 1 << 20,
     }  # fmt: skip
 
@@ -93,8 +93,8 @@ def test_groups_that_others_disturb(tmp_path):
     taken = [
         {(each.operation, each.ranks): each.seconds[0] for each in measured.crowded(n).measured} for n in (2, 4, 6)
     ]
-    assert [each["all_gather", 2] for each in taken] == pytest.approx([2e-5, 4e-5, 6e-5])
-    assert [each["message", 2] for each in taken] == pytest.approx([1e-6, 2e-6, 3e-6])
+    assert [each["all_gather", 2] for each in taken] == pytest.approx([2e-5, 6e-5, 6e-5])
+    assert [each["message", 2] for each in taken] == pytest.approx([1e-6, 3e-6, 3e-6])
     assert taken[1]["all_gather", 4] == pytest.approx(2e-5)
 
 
