@@ -119,7 +119,7 @@ def main():
     worst = 0.0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        (folder / "config.toml").write_text(f'[run]\nout = "{folder}"\n[data]\ntext = ["{ROOT / "hpctrain"}"]\n')
+        (folder / "config.toml").write_text(f'[run]\nout = "{folder}"\n[data]\ntext = ["{ROOT / "LICENSE"}"]\n')
         models = {"mixtral": MIXTURE} if options.experts else MODELS
         for model in [options.model] if options.model else models:
             common = [*models[model], *(["model.dropout=0.2"] if options.sequence else []), *options.overrides]

@@ -1,10 +1,11 @@
 """On how many ranks each MPI test is to run, and whether it did: jobs/test.sbatch asks
 
-    python tests/ranks_named.py numbers    after the run on one rank: the numbers of ranks that tests name
+    python tests/ranks_named.py numbers    after one rank has collected all tests: the numbers of ranks that they name
     python tests/ranks_named.py check      at the end: how many pairs of test and number passed; ends with 1 where a
                                            test did not run on a number it names, or skipped itself on all of them
 
-Both look into the folder HPCTRAIN_TESTS_RAN, where every MPI run leaves what it collected and what became of it.
+Both look into the folder HPCTRAIN_TESTS_RAN, where the first MPI run, on one rank, leaves what it collected, and every
+one what became of it.
 """
 
 import collections
@@ -69,8 +70,9 @@ def files(ranks):
 
 
 def write(tests, ranks):
-    """Of the run on one rank, which collects all: {test: numbers, and whether the machine may lack what it needs}."""
-    if FOLDER and ranks == 1:
+    """Of the first run, on one rank, which collects all: {test: numbers, and whether the machine may lack what it
+    needs}. Those that follow collect only what is for their own number."""
+    if FOLDER and ranks == 1 and not (Path(FOLDER) / "named.json").exists():
         named = {
             item.nodeid: {"ranks": sorted(numbers), "lacks": item.get_closest_marker("skipif") is not None}
             for item, numbers in tests.items()
