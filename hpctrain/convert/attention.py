@@ -158,7 +158,6 @@ def split_feed_forward(plan: Plan, module: torch.nn.TransformerEncoderLayer | to
     if not (linears and is_plain(module.dropout, torch.nn.Dropout) and is_pointwise(module.activation)):
         return
     features, activation = module.linear1.out_features, module.activation
-    plan.change(module.linear2, between=(activation,) if isinstance(activation, torch.nn.Module) else ())
     parts = plan.parts(features)
     if plan.box:
         split_pair(plan, module.linear1, module.linear2, over_tokens=False)
@@ -166,4 +165,5 @@ def split_feed_forward(plan: Plan, module: torch.nn.TransformerEncoderLayer | to
     else:
         split_linear(plan, module.linear1, by_output=True, leaves=False)
         split_linear(plan, module.linear2, by_output=False, enters=False)
+    plan.change(module.linear2, between=(activation,) if isinstance(activation, torch.nn.Module) else ())
     plan.swap_class(module.dropout, SplitDropout, features=features, part=parts[plan.axis.rank])

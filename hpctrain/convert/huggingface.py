@@ -82,12 +82,12 @@ def split_gpt2_attention(plan: Plan, module: Any) -> None:
 def split_gpt2_mlp(plan: Plan, module: Any) -> None:
     if not (is_plain(module.c_fc, "Conv1D") and is_plain(module.c_proj, "Conv1D") and is_pointwise(module.act)):
         return
-    plan.change(module.c_proj, between=(module.act,))
     if plan.box:
         split_block(plan, module, [module.c_fc], module.c_proj)
-        return
-    split_conv1d(plan, module.c_fc, by_output=True, leaves=False)
-    split_conv1d(plan, module.c_proj, by_output=False, enters=False)
+    else:
+        split_conv1d(plan, module.c_fc, by_output=True, leaves=False)
+        split_conv1d(plan, module.c_proj, by_output=False, enters=False)
+    plan.change(module.c_proj, between=(module.act,))
 
 
 def feed_forward_pair(module: Any) -> tuple[nn.Module, nn.Module]:
@@ -104,9 +104,9 @@ def split_layer_feed_forward(plan: Plan, module: Any) -> None:
     pair = all(is_plain(linear, nn.Linear) and not plan.is_shared(linear.weight) for linear in (up, down))
     if not pair or not is_pointwise(activation) or getattr(module, "activation_dropout", False):
         return
-    plan.change(down, between=(activation,) if isinstance(activation, nn.Module) else ())
     if plan.box:
         split_pair(plan, up, down)
-        return
-    split_linear(plan, up, by_output=True, leaves=False)
-    split_linear(plan, down, by_output=False, enters=False)
+    else:
+        split_linear(plan, up, by_output=True, leaves=False)
+        split_linear(plan, down, by_output=False, enters=False)
+    plan.change(down, between=(activation,) if isinstance(activation, nn.Module) else ())
