@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hpctrain.convert.boundary import enter, gather, leave
 from hpctrain.convert.expert_form import (
@@ -101,8 +102,8 @@ class SplitStack(nn.Module):
 
 def split_experts(plan: Plan, module: Any) -> bool:
     """Whether the module was some, divided now."""
-    weights = list(module._parameters.values())
-    if not any(weight is not None and weight.dim() == 3 for weight in weights):
+    weights = [weight for weight in module._parameters.values() if weight is not None]
+    if any(map(is_lazy, weights)) or all(weight.dim() != 3 for weight in weights):
         return False
     forms = _interface_forms(module)
     if plan.grid.expert.size > 1 and (spread := [form for form in forms if is_experts(module, form)]):
