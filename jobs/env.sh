@@ -241,16 +241,18 @@ hpctrain_packages() {
 
 # Debian calls MPICH's library libmpich.so.12; mpi4py looks for its usual name, libmpi.so.12, which it gets here.
 hpctrain_debian_mpich() {
-    local venv=$1 folder library=''
+    local venv=$1 folder library='' known
     rm -rf "$venv/lib/mpich"
-    mpirun --version 2>/dev/null | grep -q HYDRA || return 0
+    # not piped: under pipefail, one that closes early fails the command before it
+    if [[ $(mpirun --version 2>/dev/null) != *HYDRA* ]]; then return; fi
     for folder in ${LD_LIBRARY_PATH//:/ }; do
         if [ -e "$folder/libmpi.so.12" ]; then return; fi
         if [ -z "$library" ] && [ -e "$folder/libmpich.so.12" ]; then library=$folder/libmpich.so.12; fi
     done
     if [ -z "$library" ]; then
-        if /sbin/ldconfig -p | grep -q "libmpi\.so\.12 "; then return; fi
-        library=$(/sbin/ldconfig -p | sed -n '/libmpich\.so\.12 /{s/.* => //p;q}')
+        known=$(/sbin/ldconfig -p)
+        if [[ $known == *"libmpi.so.12 "* ]]; then return; fi
+        library=$(sed -n '/libmpich\.so\.12 /{s/.* => //p;q}' <<<"$known")
     fi
     if [ -n "$library" ]; then mkdir -p "$venv/lib/mpich" && ln -s "$library" "$venv/lib/mpich/libmpi.so.12"; fi
 }

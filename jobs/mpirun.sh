@@ -107,7 +107,8 @@ if [ -n "${HPCTRAIN_LAUNCHER:-}" ]; then
 fi
 
 options=()
-if mpirun --version 2>/dev/null | grep -q "Open MPI"; then
+version=$(mpirun --version 2>/dev/null) || true # not piped: one that closes early fails the command before it
+if [[ $version == *"Open MPI"* ]]; then
     guard+=(--block)
     if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
     if [ -z "$placed" ]; then

@@ -213,13 +213,13 @@ def test_uv_asks_where_pip_would(tmp_path, settings, flags):
     ],
 )
 def test_the_library_of_debians_mpich_gets_its_usual_name(tmp_path, make, libraries, linked):
-    """Where mpirun is MPICH's, and there is no other library of that name."""
-    (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{make}'\n")
+    """Where mpirun is MPICH's, and there is no other library of that name; also where mpirun says it slowly."""
+    (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{make}'\nsleep 0.1\necho CC: gcc\n")
     (tmp_path / "mpirun").chmod(0o755)
     for name in libraries:
         (tmp_path / name).touch()
     script = """
-        set -eu
+        set -euo pipefail
         source <(sed -n '/^hpctrain_debian_mpich()/,/^}/p; /^hpctrain_use_mpich()/,/^}/p' jobs/env.sh)
         hpctrain_debian_mpich "$1/venv"
         hpctrain_use_mpich "$1/venv" site
