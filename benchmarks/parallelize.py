@@ -14,7 +14,7 @@ shard_activations, are held against
     transformers  its own tp_plan="auto", which Llama alone of these has
     one process   the blocks as they are, on one rank with as many threads, while the other ranks sleep
 On one rank, native beside ours is what the model's own code takes, which `parallelize` leaves as it is. With --mkl
-matrix products of ours are those of torch on every processor (hpctrain/matmul/onednn.py), and there is one more of
+matrix products of ours are those of torch on every processor (hpctrain/gemm.py), and there is one more of
 ours: "at most", without its messages, whose numbers are wrong; with these products none can be faster.
 
 All sides take a step in turn. Outputs and gradients of inputs are compared first. Prints one JSON object a line:
@@ -40,8 +40,8 @@ from parallelize_blocks import MODELS, by_torch, shared_folder
 from zoo_models import tolerate_absent_operators
 
 import hpctrain as ht
+from hpctrain import gemm
 from hpctrain.convert import boundary
-from hpctrain.matmul import onednn
 
 WARM_UP = 4  # steps; in the first three, ranks compare what they do
 GOALS = {"native": 0.95, "torch": 1.3}
@@ -182,7 +182,7 @@ def main():
     parser.add_argument("--mkl", action="store_true", help="the same matrix products on all sides")
     options = parser.parse_args()
     if options.mkl:
-        onednn.is_faster = lambda: False
+        gemm.is_faster = lambda: False
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     tolerate_absent_operators()

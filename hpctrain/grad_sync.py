@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from hpctrain import gemm
+
 
 class GradState(enum.Enum):
     """How far a gradient is in a step. `zero_grad()` begins with ACCUMULATING.
@@ -65,11 +67,11 @@ class GradSync:
     def defer(self, a: torch.Tensor, b: torch.Tensor, over: SumOver) -> None:
         """Keep a @ b, to be summed over the ranks of `over` (`matmul.sharded_dim.Rows`)."""
         if self._deferred is None:
-            self._deferred = a @ b
+            self._deferred = gemm.mm(a, b)
         elif self._has_deferred:
-            self._deferred.addmm_(a, b)
+            gemm.addmm(self._deferred, a, b, out=self._deferred)
         else:
-            torch.mm(a, b, out=self._deferred)
+            gemm.mm(a, b, out=self._deferred)
         self._has_deferred, self._over = True, over
 
     def deferred(self) -> torch.Tensor | None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from hpctrain import gemm
 from hpctrain.layers.experts import grouped
-from hpctrain.matmul import onednn
 
 COUNTS = [41, 0, 7, 1, 0, 83]
 
@@ -15,7 +15,7 @@ def test_products_of_each_expert(monkeypatch, kernel, counts):
     """Numbers of rows that oneDNN has a kernel for and those that it has none for, the last ones among them; few rows,
     and experts without any."""
     monkeypatch.setattr(grouped, "choose", lambda rows, weight: kernel)
-    monkeypatch.setattr(grouped, "_PAYS", 20 * 24 * 16)
+    monkeypatch.setattr(gemm, "PAYS", 20 * 24 * 16)
     generator = torch.Generator().manual_seed(0)
     rows, grad = (torch.randn(sum(counts), width, generator=generator) for width in (16, 24))
     weight = torch.randn(len(counts), 24, 16, generator=generator)
@@ -59,47 +59,20 @@ class On:
 )
 def test_the_kernel_that_is_taken(monkeypatch, device, dtype, ffn, capability, faster, kernel):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(onednn, "is_faster", lambda: faster)
+    monkeypatch.setattr(gemm, "is_faster", lambda: faster)
     assert grouped.choose(On(device, dtype, 10, 32), On(device, dtype, 4, ffn, 32)) == kernel
-
-
-@pytest.mark.parametrize(
-    ("vendor", "vectors", "rounds", "faster"),
-    [
-        ("GenuineIntel", "AVX512", False, False),
-        ("AuthenticAMD", "AVX512", False, True),
-        ("AuthenticAMD", "AVX512", True, False),
-        ("AuthenticAMD", "AVX2", False, False),
-    ],
-)
-def test_processors_of_which_mkl_leaves_vectors_unused(monkeypatch, vendor, vectors, rounds, faster):
-    monkeypatch.setattr(onednn, "_rounds", lambda: rounds)
-    monkeypatch.setattr(onednn.Path, "read_text", lambda path: f"vendor_id : {vendor}\n")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
-    assert onednn.is_faster.__wrapped__() is faster
-
-
-def test_products_that_round_are_found(monkeypatch):
-    """Those of a processor that has no such vectors are MKL's, and exact."""
-    equal = torch.equal
-    monkeypatch.setattr(torch, "equal", lambda found, exact: equal(found.bfloat16().float(), exact))
-    assert onednn._rounds()
 
 
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_precision_of_others_products_stays(monkeypatch, precision):
-    """Also after an error."""
     monkeypatch.setattr(grouped, "choose", lambda rows, weight: "onednn")
-    monkeypatch.setattr(grouped, "_PAYS", 20 * 24 * 16)
+    monkeypatch.setattr(gemm, "PAYS", 20 * 24 * 16)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
         within = torch.backends.mkldnn.matmul.fp32_precision
         grouped.products(torch.ones(83, 16), torch.ones(2, 24, 16), [80, 3], transposed=True)
         grouped.weight_gradients(torch.ones(83, 24), torch.ones(83, 16), [80, 3], torch.empty(2, 24, 16))
-        for rows in (40, 2):
-            with pytest.raises(RuntimeError, match="cannot be multiplied"):
-                grouped.matmul(torch.ones(rows, 16), torch.ones(17, 24))
         assert torch.backends.mkldnn.matmul.fp32_precision == within
         assert torch.get_float32_matmul_precision() == precision
     finally:

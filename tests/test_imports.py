@@ -29,8 +29,9 @@ LAYERS = [
     ("comm",),
     ("rank_gradient",),
     ("grid", "launch", "parameter", "layout"),
+    ("grad_sync",),
     (
-        "grid_shape", "grad_sync", "shard", "shard_entries", "trace", "traffic", "randomness", "files", "home", "page",
+        "grid_shape", "gemm", "shard", "shard_entries", "trace", "traffic", "randomness", "files", "home", "page",
         "cores", "digest", "choices", "reclaim", "resident",
     ),
 ]  # fmt: skip

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
+from hpctrain import gemm
 from hpctrain.convert.sharding import local
-from hpctrain.matmul import onednn
 
 _PAYS = 1 << 24  # multiplications, of which oneDNN has saved what its kernel took to compile after a few calls
 
@@ -23,7 +23,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def _is_faster(x, weight, bias) -> bool:
     """Not for what another library follows from operation to operation."""
-    if not (x.is_cpu and onednn.is_faster() and x.dim() >= 2 and type(x) is torch.Tensor):
+    if not (x.is_cpu and gemm.is_faster() and x.dim() >= 2 and type(x) is torch.Tensor):
         return False
     if any(each is not None and each.dtype is not torch.float32 for each in (x, weight, bias)):
         return False
@@ -37,16 +37,15 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
         ctx.bias = bias is not None
-        return onednn.product(x, weight.t(), bias)
+        return gemm.mm(x, weight.t()) if bias is None else gemm.addmm(bias, x, weight.t())
 
     @staticmethod
     def backward(ctx, grad):
         with local():
             x, weight = ctx.saved_tensors
-            multiply = torch.mm if torch.is_grad_enabled() else onednn.product  # create_graph, or not
             needs_x, needs_weight, needs_bias = ctx.needs_input_grad
             return (
-                multiply(grad, weight) if needs_x else None,
-                multiply(grad.t(), x) if needs_weight else None,
+                gemm.mm(grad, weight) if needs_x else None,
+                gemm.mm(grad.t(), x) if needs_weight else None,
                 grad.sum(0) if ctx.bias and needs_bias else None,
             )

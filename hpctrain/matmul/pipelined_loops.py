@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hpctrain import comm
+from hpctrain import comm, gemm
 from hpctrain.matmul.operands import Gathered, Operand
 from hpctrain.matmul.results import Result, WholeSum, add_product
 
@@ -16,7 +16,7 @@ def contract(
 ) -> torch.Tensor:
     """The product of two operands whose panels meet in the dim that is summed over; of left's transpose if asked."""
     if isinstance(left, Gathered) and isinstance(right, Gathered):
-        return torch.mm(left.whole.t() if transpose else left.whole, right.whole, out=out)
+        return gemm.mm(left.whole.t() if transpose else left.whole, right.whole, out)
     like = next(each.block for each in (left, right) if not isinstance(each, Gathered))
     wide = comm.accumulation_dtype(like.dtype)
     total = torch.zeros(shape, dtype=wide, device=like.device)
@@ -38,7 +38,7 @@ def map_panels(
 ) -> torch.Tensor:
     """Products with each panel of `source`, summed into `target`; `factors` makes the two factors from the panel."""
     if isinstance(source, Gathered) and isinstance(target, WholeSum):
-        torch.mm(*factors(source.whole), out=target.partial)
+        gemm.mm(*factors(source.whole), out=target.partial)
         return target.finish()
     steps = len(source.order)
     for step in range(-1, steps):

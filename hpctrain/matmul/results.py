@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain import comm
+from hpctrain import comm, gemm
 from hpctrain.matmul.operands import Orders
 from hpctrain.matmul.panels import Panel, Scratch, in_place
 from hpctrain.matmul.sharded_dim import ShardedDim, summand_buffer
@@ -56,7 +56,7 @@ class PanelSums:
         if (sent := self._sent[turn]) is not None:
             sent.wait()
         partial = self._scratch.take(("partial", turn), self._shape(panel), self._like)
-        torch.mm(a, b, out=partial)
+        gemm.mm(a, b, out=partial)
         self._sent[turn] = comm.send_start(partial, self.axis, owner)
 
     def collect(self, step: int) -> None:
@@ -101,7 +101,7 @@ class WholeSum:
 
     def multiply(self, step: int, a: torch.Tensor, b: torch.Tensor) -> None:
         panel = self.order[step]
-        torch.mm(a, b, out=self.partial.narrow(self._dim, panel.at, panel.width))
+        gemm.mm(a, b, out=self.partial.narrow(self._dim, panel.at, panel.width))
 
     def collect(self, step: int) -> None:
         pass
@@ -128,6 +128,6 @@ def result(sharded: ShardedDim, side: int, width: int, like: torch.Tensor, order
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a @ b, where total may be wider than the factors."""
     if total.dtype == a.dtype:
-        torch.addmm(total, a, b, out=total)
+        gemm.addmm(total, a, b, out=total)
     else:
-        total += torch.mm(a, b)
+        total += gemm.mm(a, b)

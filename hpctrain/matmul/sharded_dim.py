@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain import comm
+from hpctrain import comm, gemm
 from hpctrain.comm.workspace import Workspace
 from hpctrain.grid import Axis
 
@@ -109,7 +109,7 @@ class Columns(ShardedDim):
         flat = workspace.buffer(sum(counts), a)
         # Product by product, so that nothing is packed.
         for block, columns in zip(flat.split(counts), b.split(self.sizes, 1)):
-            torch.mm(a, columns, out=block.view(rows, columns.shape[1]))
+            gemm.mm(a, columns, out=block.view(rows, columns.shape[1]))
         return flat, counts
 
 
@@ -119,4 +119,4 @@ def summand_buffer(axis: Axis, shape: Sequence[int], like: torch.Tensor) -> torc
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
-    return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+    return gemm.mm(a, b, out) if bias is None else gemm.addmm(bias, a, b, out)

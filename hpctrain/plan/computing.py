@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hpctrain import cores
+from hpctrain import cores, gemm
 from hpctrain.comm.buffers import operation
 from hpctrain.grid import Grid
 from hpctrain.layers import Attention, Tokens
@@ -87,7 +87,7 @@ def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     m, k, n = shape
     a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
     out = torch.empty(m, n, dtype=dtype, device=device)
-    return lambda: torch.mm(a, b, out=out)
+    return lambda: gemm.mm(a, b, out)
 
 
 def elements(grid: Grid, device: torch.device, nbytes: int) -> float:
@@ -169,7 +169,7 @@ def weights(grid: Grid, device: torch.device, most: int = 32) -> dict[str, float
 
     def products(several: list[torch.Tensor]) -> None:
         for weight in several:
-            torch.mm(x, weight, out=out)
+            gemm.mm(x, weight, out)
 
     works = [functools.partial(products, each[:count] * (most // count)) for count in counts]
     taken = {count: found / most for count, found in zip(counts, computing(grid, works, device))}

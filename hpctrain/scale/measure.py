@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpctrain import cores
+from hpctrain import cores, gemm
 from hpctrain.comm import together
 from hpctrain.config import load_config
 from hpctrain.launch import abort, check_launcher, complain
@@ -114,12 +114,12 @@ def measure(session: Session, world: MPI.Intracomm, steps: int) -> dict:
 def gemm_rate(world: MPI.Intracomm, session: Session, size: int = 1024, seconds: float = 0.3) -> float:
     """Floating-point operations a second of all ranks in matrix products at the same time: the peak there is here."""
     a = torch.ones(size, size, dtype=DTYPES[session.config.precision.compute], device=session.device)
-    out = torch.mm(a, a)
+    out = gemm.mm(a, a)
     world.Barrier()
     rates, start = [], time.perf_counter()
     while time.perf_counter() < start + seconds:
         begin = time.perf_counter()
-        torch.mm(a, a, out=out)
+        gemm.mm(a, a, out)
         if out.is_cuda:
             torch.cuda.synchronize(out.device)
         rates.append(2 * size**3 / (time.perf_counter() - begin))

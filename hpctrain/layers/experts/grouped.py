@@ -1,7 +1,7 @@
 """Products of rows that are sorted by expert with the weights of each, by the fastest kernel that torch has for them.
 
 grouped_mm   one kernel for all experts, of bfloat16 on a GPU of compute capability 9 or more
-onednn       in float32 on some processors (matmul/onednn.py)
+onednn       in float32 on some processors (gemm.py)
 mm           one call for each expert
 """
 
@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from hpctrain.matmul import onednn
+from hpctrain import gemm
 
-_PAYS = 3 << 19  # multiplications below which a call of oneDNN takes as long as one of MKL
 _SIZES = 16  # numbers of rows in each octave: oneDNN compiles a kernel for each, once, which takes a millisecond
 
 
@@ -32,7 +31,7 @@ def products(
     total, width = len(rows), matrices.shape[2]
     result = rows.new_empty(total, width) if out is None else out
     fast, rest = [], []
-    pays, start = -(-_PAYS // max(1, width * matrices.shape[1])), 0
+    pays, start = -(-gemm.PAYS // max(1, width * matrices.shape[1])), 0
     for matrix, count in zip(matrices.unbind(), counts):
         end, first = start + count, start
         if kernel == "onednn" and count >= pays:
@@ -62,7 +61,7 @@ def weight_gradients(grad: torch.Tensor, rows: torch.Tensor, counts: Sequence[in
         return out
     fast: list[tuple[int, int, torch.Tensor, bool]] = []
     rest: list[tuple[int, int, torch.Tensor, bool]] = []
-    pays, start = -(-_PAYS // max(1, out.shape[1] * out.shape[2])), 0
+    pays, start = -(-gemm.PAYS // max(1, out.shape[1] * out.shape[2])), 0
     for to, count in zip(out.unbind(), counts):
         end, size = start + count, _down(count)
         if kernel == "onednn" and size >= pays:
@@ -84,19 +83,10 @@ def weight_gradients(grad: torch.Tensor, rows: torch.Tensor, counts: Sequence[in
     return out
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
-    """a b of two matrices; added to `plus`, in its memory, where that is given."""
-    kernel = choose(a, b[None])
-    if kernel == "onednn" and a.numel() * b.shape[1] < _PAYS:
-        kernel = "mkl"
-    with _kernels(kernel):
-        return torch.mm(a, b) if plus is None else plus.addmm_(a, b)
-
-
 def choose(rows: torch.Tensor, weight: torch.Tensor) -> str:
     """The kernel, for weights of (experts, out, in)."""
     if rows.is_cpu:
-        return "onednn" if rows.dtype is torch.float32 and onednn.is_faster() else "mm"
+        return "onednn" if rows.dtype is torch.float32 and gemm.is_faster() else "mm"
     aligned = all(length and length * rows.itemsize % 16 == 0 for length in weight.shape[1:])
     if rows.is_cuda and rows.dtype is torch.bfloat16 and aligned:
         return "grouped_mm" if torch.cuda.get_device_capability(rows.device) >= (9, 0) else "mm"
@@ -105,8 +95,8 @@ def choose(rows: torch.Tensor, weight: torch.Tensor) -> str:
 
 def _kernels(kernel: str) -> contextlib.AbstractContextManager:
     if kernel == "onednn":
-        return onednn.Float32("bf16")
-    return onednn.Float32("ieee", "none") if kernel == "mkl" else contextlib.nullcontext()
+        return gemm.Float32("bf16")
+    return gemm.Float32("ieee", "none") if kernel == "mkl" else contextlib.nullcontext()
 
 
 def _down(rows: int) -> int:

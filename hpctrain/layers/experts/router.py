@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hpctrain import comm
+from hpctrain import comm, gemm
 from hpctrain.choices import AUX_SCOPES, ROUTERS
 from hpctrain.grid import Grid
 from hpctrain.layers.experts.auxiliary import add_loss, add_step_loss, auxiliary_losses
-from hpctrain.layers.experts.grouped import matmul
 from hpctrain.layers.experts.record import Record
 from hpctrain.layers.experts.routing import Routing
 from hpctrain.layers.experts.scores import SCORES, Chosen, weigh
@@ -89,7 +88,7 @@ class Router(torch.nn.Module):
             if self.jitter and self.training:
                 factors = self._jitter(rows, tokens.step).to(wide)
                 wide = wide * factors
-            logits = matmul(wide, self.weight.to(wide.dtype).t())
+            logits = gemm.mm(wide, self.weight.to(wide.dtype).t())
             scores = SCORES[self.scores].forward(logits)
         (experts, counts, parts), first = tokens.decide(lambda: self._choose(scores, rows, balanced))
         if first and self.training:

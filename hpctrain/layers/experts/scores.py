@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.layers.experts.grouped import matmul
+from hpctrain import gemm
 
 
 class Softmax:
@@ -115,7 +115,7 @@ class _Weigh(torch.autograd.Function):
         grad_weight = None
         if grad_logits is not None:
             if ctx.needs_input_grad[3]:
-                grad_weight = matmul(grad_logits.t(), wide).to(weight.dtype)
+                grad_weight = gemm.mm(grad_logits.t(), wide).to(weight.dtype)
             if ctx.needs_input_grad[0]:
                 grad_x = _plus(grad_x, grad_logits, weight, factors).to(ctx.dtype)
         return grad_x, None, None, grad_weight, None, *[None for _ in ctx.needs_input_grad[5:]]
@@ -125,8 +125,8 @@ def _plus(grad_x, grad_logits, weight, factors):
     """grad_x and the gradient that comes to x from the logits."""
     weight = weight.to(grad_logits.dtype)
     if grad_x is not None and factors is None and grad_x.dtype is weight.dtype:
-        return matmul(grad_logits, weight, plus=grad_x)
-    more = matmul(grad_logits, weight)
+        return gemm.addmm(grad_x, grad_logits, weight, out=grad_x)
+    more = gemm.mm(grad_logits, weight)
     if factors is not None:
         more.mul_(factors)
     return more if grad_x is None else grad_x.add_(more)

@@ -1,7 +1,7 @@
-"""Products of float32 matrices by oneDNN, in place of MKL, which torch.mm calls.
+"""Products of two matrices of one process: torch's, which are MKL's, or in float32 oneDNN's where these are faster.
 
-On an AVX-512 processor that is not Intel's MKL takes its AVX2 kernels: oneDNN's are strict float32 too, and up to 2.5
-times as fast on an AMD EPYC (Zen 5).
+On an AVX-512 processor that is not Intel's MKL takes its AVX2 kernels: oneDNN's are strict float32 too, and up to 2.3
+times as fast on an AMD EPYC (Zen 5), once they have been compiled, which takes half a millisecond for each new size.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+PAYS = 3 << 19  # multiplications below which a call of oneDNN takes as long as one of MKL
+_VECTORS = 4  # with a dim below, MKL reads the matrices as fast as memory gives them
 _PROBE = 64  # rows and columns, more than those of which torch does not ask oneDNN
 
 
@@ -58,6 +60,24 @@ class Float32:
             self._matmul.fp32_precision = self._before
 
 
-def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """a @ b + bias, without a gradient. oneDNN compiles a kernel for each new size, once, in half a millisecond."""
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """torch.mm, to rounding."""
+    if _pays(a, b):
+        with Float32("bf16"):
+            return torch.mm(a, b, out=out)
+    return torch.mm(a, b, out=out)
+
+
+def addmm(plus: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """torch.addmm, plus + a b, to rounding."""
+    if _pays(a, b):
+        with Float32("bf16"):
+            return torch.addmm(plus, a, b, out=out)
+    return torch.addmm(plus, a, b, out=out)
+
+
+def _pays(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not (is_faster() and a.dtype is torch.float32 and a.is_cpu):
+        return False
+    (m, k), n = a.shape, b.shape[1]
+    return m * k * n >= PAYS and min(m, k, n) >= _VECTORS
