@@ -18,6 +18,13 @@ PEERS = {
     "megatron": ("tensor parallel, sequence-parallel norms", "Megatron-core's, whole norms on every rank"),
 }
 WIDTHS = {"base": "256", "communication-heavy": "512"}
+PRODUCTS = "float32 products"
+
+
+def products(line):
+    """Whether torch.set_float32_matmul_precision gave both sides the same."""
+    asked = line["case"].removesuffix(" products")
+    return "oneDNN's on both sides" if asked.endswith("medium") else "as they are"
 
 
 def machine():
@@ -32,22 +39,22 @@ def machine():
 def peers():
     def row(line):
         shape, _, way, _ = line["case"].split(", ")
-        return WIDTHS[shape], *PEERS[line["peer"]], way.split(" by ")[1]
+        return WIDTHS[shape], *PEERS[line["peer"]], way.split(" by ")[1], products(line)
 
     def ranks(line):
         return line["case"].split(", ")[1]
 
-    return pivot(lines("peers"), row, ranks, ["width", "ours", "theirs, over gloo", "our transport"])
+    return pivot(lines("peers"), row, ranks, ["width", "ours", "theirs, over gloo", "our transport", PRODUCTS])
 
 
 def summary():
-    """The first shape of the table of peers, short."""
-    found = [line for line in lines("peers") if line["case"].startswith("base, ")]
+    """The first shape of the table of peers, by shared memory."""
+    found = [line for line in lines("peers") if line["case"].startswith("base, ") and "shared memory" in line["case"]]
 
-    def way(line):
-        return ", ".join([line["case"].split(", ")[1], line["case"].split(" by ")[1].split(",")[0]])
+    def row(line):
+        return *PEERS[line["peer"]], products(line)
 
-    return pivot(found, lambda line: PEERS[line["peer"]], way, ["ours", "theirs, over gloo"])
+    return pivot(found, row, lambda line: line["case"].split(", ")[1], ["ours", "theirs, over gloo", PRODUCTS])
 
 
 def memory():
@@ -193,13 +200,12 @@ def experts():
         return line["case"].partition(" ranks")[0].rsplit(", ", 1)
 
     def row(line):
-        products = "oneDNN's on both sides" if line["case"].endswith("medium") else "as they are"
-        return shape_and_ranks(line)[0], line["peer"], products
+        return shape_and_ranks(line)[0], line["peer"], products(line)
 
     def column(line):
         return f"{shape_and_ranks(line)[1]} ranks"
 
-    return pivot(lines("experts"), row, column, ["of", "theirs", "float32 products"], ["2 ranks", "4 ranks"])
+    return pivot(lines("experts"), row, column, ["of", "theirs", PRODUCTS], ["2 ranks", "4 ranks"])
 
 
 def sequence_memory():
