@@ -16,9 +16,7 @@ than Slurm's warning, SIGUSR1.
 
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -74,7 +72,11 @@ def start(command: list[str], mask: set, session: bool, last: int, stderr: int) 
         if session:
             os.setsid()
         # left by a killed mpirun of the same process id, it makes mpirun say that its listener thread did not start
-        shutil.rmtree(f"{os.environ.get('TMPDIR', '/tmp')}/ompi.{os.getpid()}", ignore_errors=True)
+        left = f"{os.environ.get('TMPDIR', '/tmp')}/ompi.{os.getpid()}"
+        if os.path.lexists(left):
+            import shutil  # of the imports the slowest, and here the job waits
+
+            shutil.rmtree(left, ignore_errors=True)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -153,6 +155,8 @@ def conclude(status: int, stop: Stop, requeues: bool) -> int:
     done = "not begun" if unheard else "saved"
     if job and not stop.reasons & set(ENDINGS):
         say(f"{done}; requeueing job {job}", file=1)
+        import subprocess
+
         if subprocess.run(["scontrol", "requeue", job], check=False).returncode == 0:
             time.sleep(60)  # Slurm ends this job
     else:  # a cancelled job is not to come back

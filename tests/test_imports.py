@@ -2,6 +2,8 @@
 too."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,13 @@ def test_imports_point_down():
 
 def test_no_circles():
     assert [sorted(circle) for circle in circles()] == []
+
+
+def test_a_command_line_is_read_without_torch():
+    """Which takes seconds; help, plans and what goes to Slurm never need it."""
+    program = "import sys, hpctrain.cli.parser; print({'torch', 'numpy', 'h5py', 'mpi4py'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

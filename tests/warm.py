@@ -12,10 +12,10 @@ not as in a cold start, and is tested cold: the caller's process id is not the p
 the hashes of strings, and modules are there that nobody imported.
 """
 
+import _signal as signal  # the client has imported next to nothing: enum, json and their like take as long as all else
+import _socket
+import marshal
 import os
-import select
-import signal
-import socket
 import sys
 
 SOCKET = "HPCTRAIN_WARM"
@@ -27,14 +27,15 @@ IMPORTED = """torch torch._dynamo numpy h5py scipy.optimize mpi4py safetensors.t
 
 def call(command):
     """Ends as the program ends that the server forks."""
-    import json
-
-    server = socket.socket(socket.AF_UNIX)
+    server = _socket.socket(_socket.AF_UNIX)
     server.connect(os.environ[SOCKET])
-    request = json.dumps([command, os.getcwd(), sorted(os.sched_getaffinity(0)), dict(os.environ)]).encode()
-    socket.send_fds(server, [len(request).to_bytes(LENGTH, "big")], [0, 1, 2])
+    ignored = [number for number in RELAYED if signal.getsignal(number) == signal.SIG_IGN]
+    request = marshal.dumps([command, os.getcwd(), sorted(os.sched_getaffinity(0)), dict(os.environ), ignored])
+    files = b"".join(number.to_bytes(4, sys.byteorder) for number in (0, 1, 2))
+    length = len(request).to_bytes(LENGTH, "big")
+    server.sendmsg([length], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, files)])
     server.sendall(request)
-    for number in RELAYED:
+    for number in {*RELAYED} - {*ignored}:
         signal.signal(number, lambda number, _: server.sendall(bytes([number])))
     status = int(server.recv(16) or b"1")
     if status < 0:
@@ -44,9 +45,13 @@ def call(command):
 
 
 def serve(path, others=False):
+    """Forks programs, passes signals on to them and their statuses to their callers. Returns in a program."""
     import gc
     import importlib
+    import select
+    import socket
     import threading
+    import weakref
 
     for name in IMPORTED.split():
         importlib.import_module(name)
@@ -60,19 +65,77 @@ def serve(path, others=False):
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
+    for each in list(weakref.finalize._registry):  # of torch's operators: one by one at a program's end, for 30 ms
+        each.atexit = False
     gc.freeze()  # what is there is never looked at again, so that its pages stay shared
+    join_pages()
     print("ready", flush=True)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
-    while True:
-        readable, _, _ = select.select([listener, 0], [], [])
+    callers, ends = {}, {}  # process ids by connection; both by what becomes readable when a process ends
+    listening = True
+    while listening or ends:
+        readable, _, _ = select.select([*([listener, 0] if listening else []), *callers, *ends], [], [])
+        for each in set(readable) & {*ends}:
+            caller, pid = ends.pop(each)
+            os.close(each)
+            tell(caller, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            callers.pop(caller, None)
+            caller.close()
+        for caller in set(readable) & {*callers}:
+            if not pass_on(caller, callers[caller]):
+                del callers[caller]
+                caller.close()
         if 0 in readable:
-            return None
-        caller, _ = listener.accept()
-        if os.fork() == 0:
-            listener.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            return keep(caller)
-        caller.close()
+            listening = False
+        elif listener in readable:
+            caller, _ = listener.accept()
+            request, files = read(caller)
+            if request is None:
+                caller.close()
+                continue
+            pid = os.fork()
+            if pid == 0:
+                for other in (listener, caller, *callers):
+                    other.close()
+                for number in ends:
+                    os.close(number)
+                return begin(request, files)
+            for file in files:
+                os.close(file)
+            callers[caller] = pid
+            ends[os.pidfd_open(pid)] = caller, pid
+    return None
+
+
+def fill_holes():
+    """Of what imports have freed, which lies in pages of its own: programs take memory beyond it, page after page."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.sbrk.argtypes, libc.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
+    libc.malloc_trim(0)
+    end = libc.sbrk(0)
+    for size in (*(1 << k for k in range(16, 10, -1)), *range(1024, 15, -16)):
+        while (place := libc.malloc(size - 8)) < end:
+            pass
+        libc.free(place)
+
+
+def join_pages():
+    """Into huge ones, of which a fork copies 512 times fewer; where the kernel does not, all stays as it is."""
+    import ctypes
+
+    fill_holes()
+    madvise, collapse, huge = ctypes.CDLL(None).madvise, 25, 2 << 20
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    with open("/proc/self/maps") as maps:
+        lines = [line.split() for line in maps]
+    for place, access, _, _, inode, *_ in lines:
+        first, last = (int(end, 16) for end in place.split("-"))
+        first, last = -(-first // huge) * huge, last // huge * huge
+        if access.startswith("rw") and inode == "0" and first < last:
+            madvise(first, last - first, collapse)
 
 
 def import_hpctrain():
@@ -91,40 +154,51 @@ def python(path):
     return f"{path}-python"
 
 
-def keep(caller):
-    """Starts the program, passes signals on to it and its status to the caller. Returns in the program."""
-    import json
+def read(caller):
+    """A caller's request and its files; None from one that was killed before it had asked."""
+    import socket
 
     length, files, _, _ = socket.recv_fds(caller, LENGTH, 3)
-    with caller.makefile("rb", buffering=0) as stream:
-        request = b""
-        while len(request) < int.from_bytes(length, "big"):
-            request += stream.read(int.from_bytes(length, "big") - len(request))
-    program, folder, cores, environment = json.loads(request)
-    pid = os.fork()
-    if pid == 0:
-        caller.close()
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-            os.close(file)
-        os.chdir(folder)
-        os.sched_setaffinity(0, cores)
-        os.environ.clear()
-        os.environ.update(environment)
-        return program
-    for file in (0, 1, 2, *files):
+    with caller.makefile("rb") as stream:
+        request = stream.read(int.from_bytes(length, "big"))
+    if len(length) == LENGTH and len(request) == int.from_bytes(length, "big"):
+        return marshal.loads(request), files
+    for file in files:
         os.close(file)
-    ended = os.pidfd_open(pid)
-    while True:
-        readable, _, _ = select.select([caller, ended], [], [])
-        if ended in readable:
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            caller.sendall(str(status).encode())
-            os._exit(0)
+    return None, ()
+
+
+def begin(request, files):
+    """Puts the process into the caller's place; returns the program."""
+    program, folder, cores, environment, ignored = request
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(folder)
+    os.sched_setaffinity(0, cores)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in RELAYED:  # where the server was started in the background, it ignores what the caller may not
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in ignored else usual)
+    return program
+
+
+def pass_on(caller, pid):
+    """The caller's signal; false at its end, by which the program ends."""
+    try:
         number = caller.recv(1)
-        os.kill(pid, number[0] if number else signal.SIGKILL)
-        if not number:
-            os._exit(0)
+    except ConnectionError:
+        number = b""
+    os.kill(pid, number[0] if number else signal.SIGKILL)
+    return number
+
+
+def tell(caller, status):
+    import contextlib
+
+    with contextlib.suppress(OSError):  # it was killed
+        caller.sendall(str(status).encode())
 
 
 def run(program):

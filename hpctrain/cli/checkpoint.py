@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from pathlib import Path
-
-from hpctrain import files, models
-from hpctrain.checkpoint import folder, index, reading
-from hpctrain.checkpoint.manifests import NAME
-from hpctrain.checkpoint.pieces import DTYPES, Corrupt
-from hpctrain.checkpoint.verify import verify as verified
 
 SUMMARY = "list, verify or export the checkpoints of a run"
-AVERAGE = "optimizer/ema"  # of the weights, in a checkpoint
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -31,99 +21,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns 1 when something is wrong with a checkpoint."""
-    root = Path(options.run) / "checkpoints"
-    steps = folder.steps(root)
-    if options.step is not None:
-        steps = [step for step in steps if step == options.step]
-    if not steps:
-        wanted = "no checkpoint" if options.step is None else f"no checkpoint of step {options.step}"
-        raise ValueError(f"there is {wanted} in {root}")
-    return {"ls": ls, "verify": verify, "export": export}[options.action](root, steps, options)
+    from hpctrain.cli.checkpoint_actions import act  # torch: every command reads this file
 
-
-def ls(root: Path, steps: list[int], options: argparse.Namespace) -> int:
-    """One line a checkpoint, by what its manifest says."""
-    wrong = 0
-    for step in reversed(steps):
-        path = folder.place(root, step)
-        try:
-            manifest = index.read(path).manifest
-            written = (path / NAME).stat().st_mtime
-        except (Corrupt, OSError) as error:
-            print(f"step {step:8d}  bad: {error}")
-            wrong = 1
-            continue
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
-        grid = " ".join(f"{axis}={size}" for axis, size in manifest.about.get("grid", {}).items())
-        print(f"step {step:8d}  {when}  {manifest.files:5d} files  {manifest.bytes / 1e6:10.1f} MB  {grid}")
-    return wrong
-
-
-def verify(root: Path, steps: list[int], options: argparse.Namespace) -> int:
-    """Read every byte of every checkpoint."""
-    wrong = 0
-    for step in reversed(steps):
-        try:
-            manifest = verified(folder.place(root, step)).manifest
-            print(f"step {step}: {manifest.files} files, {manifest.bytes:,} bytes: as written")
-        except (Corrupt, OSError) as error:
-            print(f"step {step}: BAD: {error}")
-            wrong = 1
-    return wrong
-
-
-def export(root: Path, steps: list[int], options: argparse.Namespace) -> int:
-    """The newest valid checkpoint's weights, for Hugging Face transformers, with the tokenizer of the run."""
-    from hpctrain.models.export import HuggingFaceWriter
-
-    if not options.output:
-        raise ValueError("export needs a folder to write to: -o DIR")
-    target = Path(options.output)
-    if files.status(target) and any(target.iterdir()):
-        raise ValueError(f"{target} exists and is not empty; choose another folder")
-    for step in steps:
-        path = folder.place(root, step)
-        try:
-            node = verified(path)
-            break
-        except Corrupt as error:
-            print(f"step {step} is not used: {error}")
-    else:
-        return 1
-    manifest = node.manifest
-    averaged = options.weights == "ema"
-    if options.weights is None:
-        averaged = "export" in manifest.member("config", "train", "ema_use")
-    names = [name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")]
-    if averaged and not any(f"{AVERAGE}/{name}" in manifest.tensors for name in names):
-        raise ValueError(f"step {manifest.step} has no moving average of the weights, as train.ema_decay makes one")
-    sizes, method = manifest.member("config", "model"), manifest.member("config", "data_parallel", "method")
-    spec = models.get(sizes["kind"])
-    shape = spec.shape(sizes)
-    writer = HuggingFaceWriter(target, spec, shape, manifest.member("data", "end_of_document"))
-    for name in names:
-        own, average = f"model/{name}", f"{AVERAGE}/{name}"
-        # without one it was never trained, so that it is its average
-        weight = reading.whole(node, average if averaged and average in manifest.tensors else own)
-        if method == "local_sgd":
-            weight = weight.mean(0)  # of the replicas
-        writer.add(name, weight.to(DTYPES[manifest.tensors[own][0]]))
-    writer.close()
-    tokenizer = _write_tokenizer(Path(options.run), target, shape.context) if (target / "config.json").exists() else ""
-    what = "the moving average of the weights" if averaged else "the weights"
-    print(f"wrote {what} of step {step}{tokenizer} to {target}/")
-    return 0
-
-
-def _write_tokenizer(run: Path, target: Path, context: int) -> str:
-    """Beside the weights, where the run's data or its own export still have it. Returns words for it."""
-    from hpctrain.config import load_config
-    from hpctrain.models.export import write_tokenizer
-    from hpctrain.train.inference import tokenizer_of
-
-    try:
-        write_tokenizer(target, tokenizer_of(run, load_config(run / "config.toml")), context)
-    except (ValueError, OSError) as error:
-        print(f"WARNING: no tokenizer beside the weights: {error}", file=sys.stderr)
-        return ""
-    return " and the tokenizer"
+    return act(options)

@@ -29,6 +29,11 @@ def copy(folder, warm=False, python=sys.executable):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     make_environment(folder, warm, python)
+    if warm:  # under Slurm mpirun looks for programs beside itself before all else, where hpctrain starts cold
+        script = folder / "jobs/train.sbatch"
+        cold, ranks = script.read_text(), '-n "$ranks" '
+        assert f"{ranks}hpctrain train" in cold
+        script.write_text(cold.replace(f"{ranks}hpctrain", f"{ranks}{folder}/.venv/bin/hpctrain"))
     return folder
 
 

@@ -105,7 +105,9 @@ def small(text, tmp_path):
 def shell(slurm, tmp_path):
     """shell(command, ...) runs it beside the cluster, as a user who has just logged in; its output is one text."""
     inherited = ("HPCTRAIN_", "MPIRUN", "OMPI_", "PRTE_", "SLURM_")
-    kept = ("SLURM_CONF", "HPCTRAIN_WARM")
+    # all nodes have the same cores: ranks that wait must let those of other nodes work
+    waiting = "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_threads_pthreads_yield_strategy"
+    kept = ("SLURM_CONF", "HPCTRAIN_WARM", *waiting)
     environment = {k: v for k, v in slurm.items() if not k.startswith(inherited) or k in kept}
     environment["XDG_STATE_HOME"] = str(tmp_path / "state")
 

@@ -12,7 +12,7 @@ from running import ROOT
 pytestmark = pytest.mark.job
 
 
-def test_sbatch_of_the_main_job(sbatch, ended, shell, small, tmp_path):
+def test_sbatch_of_the_main_job(sbatch, ended, shell, small, jobs, tmp_path):
     """Submitted from another folder; the ranks follow the allocation; the losses are those of `bash`."""
     job = sbatch("--ntasks=2", "--output=job.out", TRAIN, *small)
     # too few tasks for the grid: the job fails, and says why
@@ -20,7 +20,7 @@ def test_sbatch_of_the_main_job(sbatch, ended, shell, small, tmp_path):
     assert ended(job) == ("COMPLETED", 0)
     output = (tmp_path / "job.out").read_text()
     assert "grid of 2 ranks" in output
-    assert final(output) == final(shell("bash", TRAIN, *small, "run.name=bash"))
+    assert final(output) == final(shell("bash", jobs / "train.sbatch", *small, "run.name=bash"))
     assert ended(refused) == ("FAILED", 2)
     assert "has 2 places, but there are 1 ranks" in (tmp_path / "refused.out").read_text()
 
@@ -66,7 +66,7 @@ def test_jobs_that_end_early(sbatch, ended, shell, small, jobs, tmp_path):
     (tmp_path / "saves.sh").write_text("trap 'exit 85' TERM; echo up; sleep 300 & wait")
     supervised = f"HPCTRAIN_LAUNCHER=env exec {ROOT}/jobs/supervise.sh bash saves.sh"
     cancelled = sbatch("--nodelist=n3", "--output=cancelled.out", f"--wrap={supervised}")
-    common = ["--ntasks=2", jobs / "train.sbatch", *small, "run.steps=400"]
+    common = ["--ntasks=2", jobs / "train.sbatch", *small, "run.steps=250"]
     warned = sbatch("--output=warned.out", *common, "run.name=warned")
     alone = sbatch("--output=alone.out", *common, "run.name=alone")
     array = sbatch("--array=0-1", "--output=array-%a.out", *common, "run.steps=2", "run.seed=%a", "run.name=seed-%a")
@@ -85,7 +85,7 @@ def test_jobs_that_end_early(sbatch, ended, shell, small, jobs, tmp_path):
         [json.loads(line)["loss"] for line in read(tmp_path / f"runs/{name}/metrics.jsonl").splitlines()]
         for name in ("warned", "alone")
     )
-    assert len(one) == 400
+    assert len(one) == 250
     assert one == other
     assert "Restarts=1" in shell("scontrol", "show", "job", warned)
     assert ended(array) == ("COMPLETED", 0)
