@@ -14,8 +14,8 @@ wide as an expert, held against a mixture of one such expert; and `hot` our mixt
 experts of one rank, without and with replicas of these on others. With --step: see mixtral_step.py; `losses_differ` is
 the relative difference of the losses in the [first, last] step.
 
-torch's float32 products are MKL's. On an AVX-512 processor that is not Intel's, experts of ours take oneDNN's instead,
-which are faster there (layers/experts/grouped.py); with --matmul medium all sides do.
+torch's float32 products are MKL's. On an AVX-512 processor that is not Intel's, ours are oneDNN's instead, which are
+faster there (hpctrain/gemm.py); with --matmul medium all sides' are.
 
 Prints one JSON object a line; `ratio` is the median over the pairs of theirs / ours in seconds.
 """
