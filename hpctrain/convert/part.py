@@ -34,7 +34,7 @@ class Part:
 
 
 def name_of(part: Part | None) -> str:
-    """To whoever is told that a part will not do; None is of several gradients."""
+    """The gradient or weight, as error messages call it; None stands for several gradients."""
     if part is None:
         return "several gradients put together"
     return f"{'the weight' if part.of_weight else 'the gradient of'} {part.name!r}"
