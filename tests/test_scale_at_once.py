@@ -9,7 +9,8 @@ import torch
 
 from hpctrain.plan.in_training import JOBS, jobs
 
-SMALL = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=8", "train.batch=2"]
+SMALL = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=8", "train.batch=2",
+         "train.microbatches=1"]  # fmt: skip
 
 
 @pytest.mark.mpi
@@ -29,7 +30,7 @@ def test_every_rank_trains_its_own_and_all_train_one(world, tmp_path, monkeypatc
     def small(ranks):
         return [[*job, *SMALL, f"data.text={json.dumps([str(text)])}"] for job in jobs(ranks)]
 
-    count = 2 * (at_once.WARM_UP + 2)
+    count = len(JOBS) * (at_once.WARM_UP + 2)
     alone = at_once.alone(small(1), 2, folder, world)
     assert steps == [1] * count
     together = at_once.together(small(world.size), 2, folder, world)
@@ -58,9 +59,12 @@ def test_who_trains_together_waits(world, monkeypatch, tmp_path):
     assert at_once.together(jobs(2)[:1], 2, folder, world)[0] > 0.02
 
 
-def test_one_job_has_many_rows_for_its_weights_and_one_few():
-    found = []
-    for job in JOBS:
-        of = {name: int(value) for name, value in (setting.split("=") for setting in job)}
-        found.append(of["model.context"] / (of["model.layers"] * of["model.width"] ** 2))
-    assert found[0] > 10 * found[1]
+def test_jobs_tell_products_weights_and_updates_apart():
+    """Many rows for the weights; few, and as many for the update; and few for both."""
+    of_weights, of_update = [], []
+    for sequences, microbatches, *model in JOBS:
+        of = {name: int(value) for name, value in (setting.split("=") for setting in model)}
+        of_update.append(sequences * of["model.context"] / (of["model.layers"] * of["model.width"] ** 2))
+        of_weights.append(of_update[-1] / microbatches)
+    assert of_weights[0] > 10 * of_weights[1] == 10 * of_weights[2]
+    assert of_update[0] > 10 * of_update[1] > 30 * of_update[2]

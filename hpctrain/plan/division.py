@@ -36,13 +36,14 @@ class Division:
         self._parts: dict[tuple, Parts] = {}
         self.block_elements = functools.cache(self._block_elements)
 
-    def parts(self, choice: Choice) -> Parts:
-        """Of a microbatch."""
+    def parts(self, choice: Choice, empty: bool = False) -> Parts:
+        """Of a microbatch; or of one without rows."""
         distance = choice.pipeline if choice.ring > 1 else 1  # of the boxes of a ring
         shape = choice.algorithm, choice.box, choice.ring, choice.ulysses, choice.expert, choice.expert_tensor
-        key = *shape, distance, choice.recompute, self.job.sequences(choice), *self._figures(choice)
+        sequences = 0 if empty else self.job.sequences(choice)
+        key = *shape, distance, choice.recompute, sequences, *self._figures(choice)
         if key not in self._parts:
-            box, costs = Box(self.job, self.machine, self.network, choice), self.job.costs
+            box, costs = Box(self.job, self.machine, self.network, choice, empty), self.job.costs
 
             def kind(dense: bool) -> tuple[Part, float]:
                 z_sums = sum(box.weight_sum(e.n_in, e.n_out) for e in costs.linears_of(dense))

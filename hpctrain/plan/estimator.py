@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hpctrain.pipeline import Costs
 from hpctrain.plan import pipelines, stage_messages
-from hpctrain.plan.division import Division
+from hpctrain.plan.division import Division, Parts
 from hpctrain.plan.job import Choice, Job
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.memory import Memory
@@ -47,11 +47,19 @@ class Stage:
         forward = self.forward.seconds + self.forward_data
         return forward, self.input_gradient.seconds + self.backward_data, self.weight_gradient.seconds
 
+    @property
+    def all_passes(self) -> tuple[Pass, Pass, Pass]:
+        return self.forward, self.input_gradient, self.weight_gradient
+
+    @property
+    def over_data(self) -> float:
+        """Of a microbatch, on the data axis."""
+        return self.forward_data + self.backward_data
+
     @functools.cached_property
     def computing(self) -> float:
         """Of a microbatch, products and element-wise operations, and what ranks wait between them."""
-        passes = self.forward, self.input_gradient, self.weight_gradient
-        return sum(each.compute + each.waiting for each in passes)
+        return sum(each.compute + each.waiting for each in self.all_passes)
 
     @functools.cached_property
     def microbatch(self) -> float:
@@ -70,6 +78,7 @@ class Estimator(Division):
         self.memory = Memory(self)
         self.stages = functools.lru_cache(1 << 12)(self._stages)
         self.stage = functools.lru_cache(1 << 16)(self._make_stage)
+        self.idle = functools.lru_cache(1 << 16)(self._make_idle)
 
     # Stages
 
@@ -81,18 +90,29 @@ class Estimator(Division):
 
     def _stages(self, choice: Choice) -> list[Stage]:
         """Every stage of a pipeline; those that are alike are computed once, whatever the schedule."""
+        return [self.stage(*each) for each in self._each_stage(choice)]
+
+    def _each_stage(self, choice: Choice) -> list[tuple[Choice, tuple[int, int], bool, bool]]:
         each = [*zip(self.alike(choice), self.kinds(choice))]
         last = len(each) - 1
-        return [self.stage(alike, count, s == 0, s == last) for s, (alike, count) in enumerate(each)]
+        return [(alike, count, s == 0, s == last) for s, (alike, count) in enumerate(each)]
+
+    def _passes(self, found: Parts, layers: tuple[int, int], first: bool, last: bool) -> list[Pass]:
+        parts = [*zip(found.blocks, layers)] + [(found.embedding, 1)] * first + [(found.head, 1)] * last
+        return [
+            Pass.total((getattr(part, name), count) for part, count in parts)
+            for name in ("forward", "input_gradient", "weight_gradient")
+        ]
+
+    def _make_idle(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> Pass:
+        """What a microbatch takes a rank that has none of its rows: its gradients are zeros, which are added."""
+        found = self.parts(choice, empty=True)
+        return Pass.total((each, 1) for each in self._passes(found, layers, first, last))
 
     def _make_stage(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> Stage:
         job, device, learned = self.job, self.machine.device, self.machine.learned
         found = self.parts(choice)
-        parts = [*zip(found.blocks, layers)] + [(found.embedding, 1)] * first + [(found.head, 1)] * last
-        forward, inputs, weights = (
-            Pass.total((getattr(part, name), count) for part, count in parts)
-            for name in ("forward", "input_gradient", "weight_gradient")
-        )
+        forward, inputs, weights = self._passes(found, layers, first, last)
         elements = self.elements(choice, layers, first, last)
         experts, net = self.expert_elements(choice, layers), self.network
         group, copies = self.groups(choice)
@@ -154,8 +174,15 @@ class Estimator(Division):
         job, p, m = self.job, choice.pipeline, self.full_microbatches(choice)
         stages = self.stages(choice)
         local, copies = self.placement(choice)
+        # of those that some replicas have less of, or nothing
+        empty = choice.microbatches - m
+        none = 1 - self.evenness(choice) if self.machine.share < 1 else 0.0
+        idle = [self.idle(*each) if empty or none else Pass() for each in self._each_stage(choice)]
         if p == 1:
-            seconds = sum(m * stage.microbatch + stage.ending for stage in stages)
+            seconds = sum(
+                m * stage.microbatch + empty * (rest.seconds + stage.over_data) + stage.ending
+                for stage, rest in zip(stages, idle)
+            )
         else:
             forward, inputs, weights = (list(each) for each in zip(*(stage.passes for stage in stages)))
             costs = Costs(
@@ -172,21 +199,24 @@ class Estimator(Division):
         work = [sum(m / copies * stages[s].microbatch + stages[s].ending for s in own) for own in local]
         busiest = local[max(range(p), key=work.__getitem__)]
         if self.machine.share < 1:  # ranks that wait lend their core to others
-            none = 1 - self.evenness(choice)
             count = choice.microbatches / copies
-            each = [count * (stage.microbatch - none * stage.computing) + stage.ending for stage in stages]
+            each = [
+                count * (stage.microbatch - none * max(0.0, stage.computing - rest.compute - rest.waiting))
+                + stage.ending
+                for stage, rest in zip(stages, idle)
+            ]
             seconds = max(sum(each[s] for own in local for s in own) / p, self.machine.share * seconds)
-        return self._told(choice, [stages[s] for s in busiest], m / copies, seconds)
+        return self._told(choice, [(stages[s], idle[s]) for s in busiest], m / copies, empty, seconds)
 
-    def _told(self, choice, own, count, seconds) -> Estimate:
+    def _told(self, choice, own, count, empty, seconds) -> Estimate:
         parts = dict.fromkeys(PARTS, 0.0)
-        for stage in own:
-            passes = (stage.forward, stage.input_gradient, stage.weight_gradient)
-            parts["compute"] += count * sum(each.compute for each in passes)
-            parts["tensor"] += count * sum(each.tensor for each in passes) + stage.sums_tensor
-            parts["sequence"] += count * sum(each.sequence for each in passes)
-            parts["expert"] += count * sum(each.expert for each in passes)
-            parts["data"] += count * (stage.forward_data + stage.backward_data) + stage.sums
+        for stage, idle in own:
+            work = Pass.total([*((each, count) for each in stage.all_passes), (idle, empty)])
+            parts["compute"] += work.compute
+            parts["tensor"] += work.tensor + stage.sums_tensor
+            parts["sequence"] += work.sequence
+            parts["expert"] += work.expert
+            parts["data"] += (count + empty) * stage.over_data + stage.sums
             parts["optimizer"] += stage.update
         total = sum(parts.values())
         if total > seconds:  # where others lend their cores, or rounding
@@ -194,7 +224,9 @@ class Estimator(Division):
         parts["bubble"] = max(0.0, seconds - total)
         parts["reading"] = self.reading(choice)
         late = self.machine.errors.noise * math.sqrt(2 * math.log(choice.ranks))
-        parts["stragglers"] = late * (seconds + parts["reading"])
+        # a step ends with an exchange of all ranks, of the gradient's norm
+        waiting = self.machine.device.waits(choice.ranks, choice.ranks) * math.sqrt(parts["compute"])
+        parts["stragglers"] = late * (seconds + parts["reading"]) + waiting
         return Estimate(seconds + parts["reading"] + parts["stragglers"], self.memory.of(choice), parts)
 
     def reading(self, choice: Choice) -> float:

@@ -15,30 +15,37 @@ from hpctrain.plan.estimator import Estimate, Estimator
 from hpctrain.plan.job import read
 from hpctrain.plan.machine import Machine
 
-# One with many rows for its weights, one with few: of the second, reading weights is a third of the time.
+# Of sequences of a replica, in as many microbatches: many rows for the weights; few, so that reading weights is a third
+# of the time; and few in one microbatch, so that the update is.
 JOBS = (
-    ("model.layers=2", "model.width=256", "model.heads=8", "model.context=256"),
-    ("model.layers=3", "model.width=640", "model.heads=8", "model.context=32"),
+    (8, 2, "model.layers=2", "model.width=256", "model.context=256"),
+    (4, 4, "model.layers=3", "model.width=640", "model.context=32"),
+    (1, 1, "model.layers=3", "model.width=640", "model.context=32"),
 )
-COMMON = ("model.vocabulary=320", "train.microbatches=2", "run.checkpoint_minutes=0", "sanity.check_every=0",
+COMMON = ("model.heads=8", "model.vocabulary=320", "run.checkpoint_minutes=0", "sanity.check_every=0",
           "comm.watchdog=0")  # fmt: skip
-BATCH, MOST = 8, 8  # sequences of each model; ranks that divide one
+MOST = 8  # ranks that divide a model
 
 
 def jobs(ranks: int) -> list[list[str]]:
     """The settings of each on so many ranks, replicas of as many as divide their number, up to MOST; of one it is the
     whole model."""
     box = max(size for size in range(1, MOST + 1) if ranks % size == 0)
-    grid = [f"grid.tensor=[{box},1,1]", f"grid.data={ranks // box}", f"train.batch={BATCH * ranks // box}"]
-    return [[*job, *COMMON, *grid] for job in JOBS]
+    replicas = ranks // box
+    grid = [f"grid.tensor=[{box},1,1]", f"grid.data={replicas}"]
+    return [
+        [*model, f"train.batch={sequences * replicas}", f"train.microbatches={microbatches}", *COMMON, *grid]
+        for sequences, microbatches, *model in JOBS
+    ]
 
 
 def in_training(found: Sequence[dict]) -> list[dict]:
     """The figures of `measure.measure` as they are in a step, by each one's `alone` and `together`, seconds of a step
     of `jobs(1)` where each rank trains a model of its own, and of `jobs(ranks)`.
 
-    By the first, every operation of the forward and backward pass takes `slower` times as long, and weights that no
-    cache holds are read at `cold` B/s: seconds = slower × operations + bytes of weights / cold + update + reading.
+    By the first, every operation of the forward and backward pass takes `slower` times as long, weights that no cache
+    holds are read at `cold` B/s, and the optimizer's state at `state` B/s:
+    seconds = slower × operations + bytes of weights / cold + bytes of the update / state + reading.
     By the second, ranks wait for one another: `Device.waiting`.
     """
     found = [each | {"waiting": 0.0} for each in found]
@@ -60,16 +67,17 @@ def _predicted(overrides: Sequence[str], machine: Machine, **figures: float) -> 
 
 def _slower(found: dict, machine: Machine) -> dict:
     equations, rest = [], []
-    for job, taken in zip(jobs(1), found["alone"]):
+    for job, taken in zip(jobs(1), found["alone"], strict=True):
         warm, cold = (_predicted(job, machine, cache=0.0, cold_bandwidth=rate).parts for rate in (0.0, 1.0))
-        equations.append((warm["compute"], cold["compute"] - warm["compute"]))
-        rest.append(taken - warm["optimizer"] - warm["reading"])
-    slower, byte = _least(equations, rest)
+        equations.append((warm["compute"], cold["compute"] - warm["compute"], warm["optimizer"]))
+        rest.append(taken - warm["reading"])
+    slower, byte, update = _least(equations, rest)
     if not slower:
         raise ValueError(f"steps of {found['ranks']} ranks took no longer than an update: measure when nobody disturbs")
     return {
         "slower": slower,
         "cold": 1 / byte if byte else 0.0,
+        "state": found["state"] / update if update else found["state"],
         "products": {
             name: [(m, k, n, slower * taken) for m, k, n, taken in rows] for name, rows in found["products"].items()
         },
@@ -81,11 +89,11 @@ def _slower(found: dict, machine: Machine) -> dict:
 
 def _waiting(found: dict, machine: Machine) -> dict:
     equations, rest = [], []
-    for job, taken in zip(jobs(found["ranks"]), found["together"]):
+    for job, taken in zip(jobs(found["ranks"]), found["together"], strict=True):
         none, one = (_predicted(job, machine, waiting=waiting).seconds for waiting in (0.0, 1.0))
         equations.append((one - none,))
         rest.append(taken - none)
-    if not any(waits for (waits,) in equations):  # one rank, or a number of them that no model is divided over
+    if found["ranks"] == 1:
         return {}
     (waiting,) = _least(equations, rest)
     return {"waiting": waiting}

@@ -30,9 +30,9 @@ def update_seconds(job: Job, machine: Machine) -> float:
 
 class Box:
     """A tensor box of x × y × z ranks with a microbatch, whose sequences ring × Ulysses such boxes share. Sizes are
-    those of the fullest rank."""
+    those of the fullest rank, or those of one without any row where the microbatch is `empty`."""
 
-    def __init__(self, job: Job, machine: Machine, network: Network, choice: Choice):
+    def __init__(self, job: Job, machine: Machine, network: Network, choice: Choice, empty: bool = False):
         self.job, self.machine, self.network = job, machine, network
         x, y, z = self.x, self.y, self.z = choice.box
         self.ring, self.ulysses = choice.ring, choice.ulysses
@@ -41,7 +41,7 @@ class Box:
         self.groups["expert"] = Group(choice.expert, 1)
         self.groups["ulysses"] = Group(self.ulysses, x * y * z)
         self.groups["ring"] = Group(self.ring, x * y * z * self.ulysses * choice.pipeline)
-        self.sequences = -(-job.sequences(choice) // z)
+        self.sequences = 0 if empty else -(-job.sequences(choice) // z)
         if self.plane:  # which x cuts at whole sequences
             self.sequences = x * -(-self.sequences // x)
         self.rows = self.sequences * -(-job.costs.context // (self.ring * self.ulysses))
@@ -61,9 +61,12 @@ class Box:
     # What operations take
 
     def product(self, m: float, k: float, n: float) -> float:
-        """Operands and result pass through the memory besides, so that flat products are slow."""
-        bytes_moved = self.job.itemsize * (m * k + k * n + m * n)
+        """Operands and result pass through the memory besides, so that flat products are slow; of no rows a gradient
+        is written nevertheless, of zeros."""
         device = self.machine.device
+        if not m * k * n:
+            return self.job.itemsize * m * n / device.operand_rate
+        bytes_moved = self.job.itemsize * (m * k + k * n + m * n)
         return 2 * m * k * n / self.rate + bytes_moved / device.operand_rate + device.ramp
 
     def elements(self, nbytes: float) -> float:
@@ -106,7 +109,8 @@ class Box:
         weight = self.job.itemsize * k * n
         read, added = self.cold(weight), self.added * weight / self.machine.device.optimizer_rate
         gradient = self.product(k, m, n) + 2 * read + added
-        computes = [self.product(m, k, n) + read, self.product(m, n, k) + read, gradient]
+        once = read if m else 0.0
+        computes = [self.product(m, k, n) + once, self.product(m, n, k) + once, gradient]
         if x * y * self.z == 1:
             return computes, [0.0, 0.0, 0.0]
         size, net, groups = self.job.itemsize, self.network, self.groups

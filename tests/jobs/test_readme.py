@@ -72,9 +72,8 @@ if "hpctrain.plan.measure" in sys.orig_argv:
     computing.CALLS = 2
 elif "machine" in sys.orig_argv:
     from hpctrain.plan import in_training
-    first, second = in_training.JOBS
-    first = [each.replace("=256", "=64") for each in first]
-    in_training.JOBS = first, [each.replace("=640", "=160") for each in second]
+    shrink = lambda setting: setting.replace("=256", "=64").replace("=640", "=160")
+    in_training.JOBS = [(*sizes, *map(shrink, model)) for *sizes, model in ((a, b, c) for a, b, *c in in_training.JOBS)]
 """
 
 
