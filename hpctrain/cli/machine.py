@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpctrain import cores
 from hpctrain.doctor.findings import launcher_path
+from hpctrain.rank_job import run_ranks
 
 SUMMARY = (
     "measure this machine: products, memory, reading of HDF5, MPI by size and number of ranks, for `hpctrain plan`"
@@ -59,9 +60,10 @@ def _measured(launcher: str, ranks: int, folder: Path, module: str, *arguments: 
     out = folder / f"{module}-{ranks}.json"
     command = [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", module, str(out), *arguments]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT, env=environment, stdin=subprocess.DEVNULL
-    )
+    done = run_ranks(
+        command, LIMIT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment,
+    )  # fmt: skip
     if done.returncode or not out.exists():
         raise ValueError(f"measuring {ranks} ranks failed with status {done.returncode}:\n{done.stderr[-1000:]}")
     return json.loads(out.read_text())

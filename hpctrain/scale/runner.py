@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpctrain import __version__
 from hpctrain.home import PACKAGE, home
+from hpctrain.rank_job import run_ranks
 from hpctrain.scale.points import Point
 from hpctrain.scale.results import Results
 
@@ -84,7 +85,7 @@ def _launch(path, point: Point, folder: Path, steps: int, threads: int) -> dict:
         where, text = folder / "data.h5", json.dumps(point.config.data.text)
         data = [] if point.config.data.path else [f"data.path={where}", f"data.text={text}"]
         with log.open("w") as output:
-            done = subprocess.run(
+            done = run_ranks(
                 [*command, str(out), str(steps), str(path), *point.overrides, *folders, *data],
                 stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             )  # fmt: skip

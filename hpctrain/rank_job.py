@@ -1,0 +1,39 @@
+"""An MPI job that a command starts and waits for, and that ends with it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def run_ranks(command: Sequence[str], timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess:
+    """As `subprocess.run`, but a signal that would end this process ends the launcher first: its ranks have another
+    parent, and would go on by themselves.
+
+    Raises:
+        SystemExit: at SIGTERM and SIGHUP, with the status of a process that it ended, after the job's end.
+        subprocess.TimeoutExpired: after `timeout` seconds, likewise.
+    """
+    usual = [number for number in ENDINGS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in usual:
+        signal.signal(number, _end)
+    try:
+        with subprocess.Popen(command, **options) as job:
+            try:
+                said = job.communicate(timeout=timeout)
+            except BaseException:
+                job.terminate()
+                job.wait()
+                raise
+        return subprocess.CompletedProcess(command, job.returncode, *said)
+    finally:
+        for number in usual:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end(number: int, _: object) -> None:
+    raise SystemExit(128 + number)

@@ -1,0 +1,48 @@
+"""Jobs that commands start and wait for."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpctrain.rank_job import run_ranks
+
+MACHINE = ["-m", "hpctrain", "machine", "--ranks=1", "-o"]
+LAUNCHER = """#!/bin/sh
+trap 'echo told >"{0}/told"; exit 1' TERM
+echo $$ >"{0}/new"
+mv "{0}/new" "{0}/pid"
+while :; do sleep 0.01; done
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_ranks_end_with_the_command(tmp_path, number):
+    """Who stops `hpctrain machine` leaves no ranks behind, which another process has started, nor files."""
+    launcher = tmp_path / "mpirun"
+    launcher.write_text(LAUNCHER.format(tmp_path))
+    launcher.chmod(0o755)
+    (tmp_path / "out").mkdir()
+    job = subprocess.Popen(
+        [sys.executable, *MACHINE, str(tmp_path / "out/here.toml")], env={**os.environ, "MPIRUN": str(launcher)}
+    )
+    while not (tmp_path / "pid").exists():
+        assert job.poll() is None
+        time.sleep(0.02)
+    job.send_signal(number)
+    assert job.wait(30) == 128 + number
+    assert (tmp_path / "told").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_a_job_that_takes_too_long_ends():
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_ranks(["sleep", "60"], 0.05)
+    ended = run_ranks(["sh", "-c", "echo said; exit 3"], stdout=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "said\n", None)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
