@@ -24,6 +24,7 @@ LONGEST = 12  # lines of a block
 LINES = (
     rb"\[\S+\] \d+ more process(es)? ha(s|ve) sent help message help-mpi-api.txt / mpi-abort",
     rb'\[\S+\] Set MCA parameter "orte_base_help_aggregate" to 0 .*',
+    rb"(\[.*\] )?(PMIX|PRTE)[ _]ERROR\w*: .+ in file \S+ at line \d+",  # also amidst a block
     rb"Abort\(\d+\) on node .*: application called MPI_Abort\(.*",
     rb"srun: error: \S+ tasks? \S+ Exited with exit code \d+",
 )
@@ -45,6 +46,7 @@ class Chatter:
         self._woken, self._wake = os.pipe()
         self._said = self._ending = False
         self._held, self._block = [], []  # whole reports; the beginning of a block
+        self._titled = False  # whether that has its first words
         self._line, self._passed = b"", 0  # the last one, which is not whole, and how much of it was passed on
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -87,23 +89,29 @@ class Chatter:
 
     def _sort(self, line: bytes) -> None:
         text = line.strip(b"\0\r\n")
+        if _is(text, LINES):
+            (self._block or self._held).append(line)
+            return
         rule = RULE.fullmatch(text)
-        if len(self._block) == 1 and not text.startswith(BLOCKS):
-            self._pass_on(self._block.pop())
+        if self._block and not self._titled:
+            self._titled = text.startswith(BLOCKS)
+            if not self._titled:
+                self._pass_on(b"".join(self._block))
+                self._block = []
         if self._block:
             self._block.append(line)
             if rule:
                 self._held += self._block
                 self._block = []
-            elif len(self._block) == LONGEST:
+            elif len(self._block) >= LONGEST:
                 self._pass_on(b"".join(self._block))
                 self._block = []
         elif rule:
-            self._block = [line]
+            self._block, self._titled = [line], False
         elif _is(text, ENDING):
             self._ending = True
             self._held.append(line)
-        elif line == b"\0" or _is(text, LINES) or (self._ending and _is(text, ENDED)):
+        elif line == b"\0" or (self._ending and _is(text, ENDED)):
             self._held.append(line)
         else:
             self._pass_on(line)

@@ -45,9 +45,10 @@ def make_environment(folder, warm=False, python=sys.executable):
     (site,) = venv.glob("lib/python*/site-packages")
     (site / "packages.pth").write_text(f"{folder}\n{sysconfig.get_path('purelib')}\n")
     ours = Path(sys.executable).parent
-    for path in ours.iterdir():  # mpirun and the like, with their own interpreter
-        if not (venv / "bin" / path.name).exists():
-            (venv / "bin" / path.name).symlink_to(path)
+    for kind in ("bin", "lib"):  # mpirun and the like, with their own interpreter; a wheel's MPI
+        for path in (ours.parent / kind).iterdir():
+            if not (venv / kind / path.name).exists():
+                (venv / kind / path.name).symlink_to(path)
     command = venv / "bin/hpctrain"
     command.unlink()
     command.write_text(COMMAND.format(python=venv / "bin/python", flags="-IS " * warm, root=ROOT, warm=warm))

@@ -40,6 +40,19 @@ thus causing the job to be terminated. The first process to do so was:
 {RULE}
 """,
     ),
+    "Open MPI 5, a status amidst its own errors": (
+        ERROR,
+        f"""{RULE}
+[vm:3792] [prterun-vm-3792@0,0] PMIX ERROR: NOT-FOUND in file server/pmix_server.c at line 3146
+prterun detected that one or more processes exited with non-zero status,
+thus causing the job to be terminated. The first process to do so was:
+
+[vm:3792] PRTE ERROR: Not found in file base/state_base_fns.c at line 83
+   Process name: [prterun-vm-3792@1,0]
+   Exit code:    2
+{RULE}
+""",
+    ),
     "Open MPI 5, MPI_Abort": (
         FAILED,
         f"""{ABORT}{RULE}
