@@ -81,7 +81,9 @@ if [ -z "${HOME:-}" ]; then
 fi
 
 read_options "$@"
-read -r nodes most total < <(slots | awk '{ all += $1; if ($1 > most) most = $1 } END { print NR, most + 0, all + 0 }')
+# not by a process substitution, which may end after the exec below, as a child of guard.py
+counted=$(slots | awk '{ all += $1; if ($1 > most) most = $1 } END { print NR, most + 0, all + 0 }') || true
+read -r nodes most total <<<"$counted"
 if [ "$ranks" = 0 ]; then ranks=$total; fi # as mpirun itself does
 if [ "$nodes" -le 1 ]; then
     local_ranks=$ranks # 0 where neither is known: a rank a core
