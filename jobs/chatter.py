@@ -46,7 +46,6 @@ class Chatter:
         self._woken, self._wake = os.pipe()
         self._said = self._ending = False
         self._held, self._block = [], []  # whole reports; the beginning of a block
-        self._titled = False  # whether that has its first words
         self._line, self._passed = b"", 0  # the last one, which is not whole, and how much of it was passed on
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -93,11 +92,9 @@ class Chatter:
             (self._block or self._held).append(line)
             return
         rule = RULE.fullmatch(text)
-        if self._block and not self._titled:
-            self._titled = text.startswith(BLOCKS)
-            if not self._titled:
-                self._pass_on(b"".join(self._block))
-                self._block = []
+        if self._block and not any(each.startswith(BLOCKS) for each in (*self._block, text)):
+            self._pass_on(b"".join(self._block))
+            self._block = []
         if self._block:
             self._block.append(line)
             if rule:
@@ -107,7 +104,7 @@ class Chatter:
                 self._pass_on(b"".join(self._block))
                 self._block = []
         elif rule:
-            self._block, self._titled = [line], False
+            self._block = [line]
         elif _is(text, ENDING):
             self._ending = True
             self._held.append(line)

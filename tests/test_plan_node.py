@@ -149,9 +149,11 @@ def test_microbatches_without_sequences():
     job = ["grid.data=4", "train.batch=4"]
     device = dataclasses.replace(CPU.device, launch=0.0, operands=0.0)
     for machine, most in ((CPU, 0.5), (dataclasses.replace(CPU, device=device), 0.2)):
-        one, two, four = (predict(config(*job, f"train.microbatches={m}"), machine).parts["compute"] for m in (1, 2, 4))
+        each = [predict(config(*job, f"train.microbatches={m}"), machine) for m in (1, 2, 4)]
+        one, two, four = (prediction.parts["compute"] for prediction in each)
         assert 0 < two - one < most * one
         assert four - one == pytest.approx(3 * (two - one), rel=0.1)
+        assert each[2].seconds - each[0].seconds == pytest.approx(four - one, rel=0.1)
 
 
 def test_ranks_without_rows_lend_their_cores(tmp_path):
@@ -161,6 +163,10 @@ def test_ranks_without_rows_lend_their_cores(tmp_path):
     job = ["model.context=256", "train.batch=2", "train.microbatches=1", "train.clip=0"]
     two, four = (predict(config(*job, f"grid.tensor=[1,1,{z}]"), machine).parts["compute"] for z in (2, 4))
     assert two < four < 1.1 * two
+    figure = dataclasses.replace(machine.device, launch=0.0, operands=1e15, cold_bandwidth=0.0, table_bandwidth=1e15)
+    machine = dataclasses.replace(machine, device=figure, occupied=())
+    two, four = (predict(config(*job, f"grid.tensor=[1,1,{z}]"), machine).parts["compute"] for z in (2, 4))
+    assert four == pytest.approx(two, rel=0.05)
 
 
 def test_gradients_whose_sums_over_z_are_put_off():

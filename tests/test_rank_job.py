@@ -12,10 +12,10 @@ from hpctrain.rank_job import run_ranks
 
 MACHINE = ["-m", "hpctrain", "machine", "--ranks=1", "-o"]
 LAUNCHER = """#!/bin/sh
-trap 'echo told >"{0}/told"; exit 1' TERM
+trap 'echo ended >"{0}/ended"; exit 1' TERM
 echo $$ >"{0}/new"
 mv "{0}/new" "{0}/pid"
-while :; do sleep 0.01; done
+for _ in $(seq 2000); do sleep 0.01; done
 """
 
 
@@ -34,7 +34,7 @@ def test_ranks_end_with_the_command(tmp_path, number):
         time.sleep(0.02)
     job.send_signal(number)
     assert job.wait(30) == 128 + number
-    assert (tmp_path / "told").exists()
+    assert (tmp_path / "ended").exists()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     assert not any((tmp_path / "out").iterdir())

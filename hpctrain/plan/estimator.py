@@ -177,7 +177,9 @@ class Estimator(Division):
         # of those that some replicas have less of, or nothing
         empty = choice.microbatches - m
         none = 1 - self.evenness(choice) if self.machine.share < 1 else 0.0
-        idle = [self.idle(*each) if empty or none else Pass() for each in self._each_stage(choice)]
+        idle = [Pass()] * len(stages)
+        if empty or none:
+            idle = [self.idle(*each) for each in self._each_stage(choice)]
         if p == 1:
             seconds = sum(
                 m * stage.microbatch + empty * (rest.seconds + stage.over_data) + stage.ending
@@ -206,9 +208,9 @@ class Estimator(Division):
                 for stage, rest in zip(stages, idle)
             ]
             seconds = max(sum(each[s] for own in local for s in own) / p, self.machine.share * seconds)
-        return self._told(choice, [(stages[s], idle[s]) for s in busiest], m / copies, empty, seconds)
+        return self._reported(choice, [(stages[s], idle[s]) for s in busiest], m / copies, empty, seconds)
 
-    def _told(self, choice, own, count, empty, seconds) -> Estimate:
+    def _reported(self, choice, own, count, empty, seconds) -> Estimate:
         parts = dict.fromkeys(PARTS, 0.0)
         for stage, idle in own:
             work = Pass.total([*((each, count) for each in stage.all_passes), (idle, empty)])

@@ -73,7 +73,7 @@ if "hpctrain.plan.measure" in sys.orig_argv:
 elif "machine" in sys.orig_argv:
     from hpctrain.plan import in_training
     shrink = lambda setting: setting.replace("=256", "=64").replace("=640", "=160")
-    in_training.JOBS = [(*sizes, *map(shrink, model)) for *sizes, model in ((a, b, c) for a, b, *c in in_training.JOBS)]
+    in_training.JOBS = [(batch, count, *map(shrink, model)) for batch, count, *model in in_training.JOBS]
 """
 
 
