@@ -152,11 +152,12 @@ class Grid:
     Experts divide the ranks of a pipeline stage once more: of its data × tensor ranks, in their order, each `expert`
     neighbours hold all experts between them, along `grid.expert`, and the ranks along `grid.copies` hold the same ones.
 
-    A grid holds 16 communicators at any size (itself, data and its 4 parts, pipeline, the 7 sets of tensor axes, expert
-    and copies), 16 more in checked mode, and the node of every rank along each axis. `comm/` adds a window of shared
-    memory for each bucket of gradients and up to four for the workspaces of an axis that are in use. `free()` gives
-    them back; so does the end of `with Grid(...) as grid:`. Of a grid that is dropped instead, with its axes and all
-    tensors in its shared memory, on every rank, they are given back when the next grid is made of the same `comm`.
+    A grid holds a communicator for each axis of several ranks, and one for all others: at most 16 (itself, data and its
+    4 parts, pipeline, the 7 sets of tensor axes, expert and copies) and that one. Checked mode has each of the former
+    once more. A grid also holds the node of every rank along each axis. `comm/` adds a window of shared memory for each
+    bucket of gradients and up to four for the workspaces of an axis that are in use. `free()` gives them back; so does
+    the end of `with Grid(...) as grid:`. Of a grid that is dropped instead, with its axes and all tensors in its shared
+    memory, on every rank, they are given back when the next grid is made of the same `comm`.
 
     Stages may arrange their ranks in different boxes: `boxes` has one (x, y, z) for each rank of the pipeline axis, of
     as many ranks as `tensor`. `grid.shape` and `grid.coords` are then those of this rank's stage, `grid.boxes` all.
@@ -197,12 +198,13 @@ class Grid:
         nodes = self.comm.allgather(shared.bcast(self.rank))  # a node is named by its first rank
         shared.Free()
         axes = {"world": Axis("world", self.comm, nodes, self.transport)}
+        alone: MPI.Intracomm = MPI.COMM_SELF.Dup()  # for all axes of one rank, whose operations wait for nobody
         # Sub and Split are collective, so that all are made here, in one order, rather than when first asked for.
         planes = ("data", "replica", "sequence", "ring", "ulysses", "pipeline", *map("+".join, _subsets(TENSOR)))
         for name in (*planes, "expert", "copies"):
             members = self.members(name)
-            if boxes is None and len(members) == 1:  # on all ranks: nobody is waited for
-                sub: MPI.Intracomm = MPI.COMM_SELF.Dup()
+            if boxes is None and len(members) == 1:  # on all ranks
+                sub = alone
             elif boxes is None and name in planes:
                 sub = self.comm.Sub([axis in parts_of(name) for axis in AXES])
             else:
@@ -210,6 +212,7 @@ class Grid:
             axes[name] = Axis(name, sub, (nodes[rank] for rank in members), self.transport)
         self._axes = axes
         holdings = self.transport.holdings
+        holdings.add(free_comm(alone))
         for axis in axes.values():
             holdings.add(free_comm(axis.comm))
         holdings.used_by(self.transport)

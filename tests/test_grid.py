@@ -246,6 +246,14 @@ def test_describe_a_large_grid(world, rank, lines):
     assert [int(row[0]) for row in shown[:16] + shown[-8:]] == [*range(16), *range(9992, 10_000)]
 
 
+def test_axes_of_one_rank_share_a_communicator(world):
+    with Grid(data=world.size) as grid:
+        several = [axis.comm.handle for axis in grid.axes() if axis.size > 1 or axis.name == "world"]
+        alone = {axis.comm.handle for axis in grid.axes()} - {*several}
+        assert len({*several}) == len(several)
+        assert len(alone) == 1
+
+
 def test_what_a_grid_made_is_freed(world):
     """Its communicators and its shared memory, with all that `comm` made for it."""
 

@@ -31,9 +31,8 @@ class CollectiveChecker:
     """Makes every collective along any axis of the grid a checked one. Made by all ranks; costs a message a call."""
 
     def __init__(self, grid: Grid):
-        axes = grid.axes()
         self._grid = grid
-        self._comms = {axis.name: axis.comm.Dup() for axis in axes}
+        self._comms = {axis.name: axis.comm.Dup() for axis in grid.axes() if axis.size > 1}
         for comm in self._comms.values():
             grid.transport.holdings.add(free_comm(comm))
         grid.transport.checker = self
