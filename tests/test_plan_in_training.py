@@ -1,10 +1,13 @@
 """Figures of a machine as they are in a step, from steps of small models."""
 
+import json
 from dataclasses import replace
 
 import pytest
 from test_plan_learn import figures, written
 
+from hpctrain.cli import machine as command
+from hpctrain.cli import main
 from hpctrain.config import load_config
 from hpctrain.plan import Machine, in_training
 from hpctrain.plan.estimator import Estimator
@@ -76,3 +79,26 @@ def test_ranks_over_which_no_model_is_divided():
 def test_jobs_of_any_number_of_ranks():
     for ranks in (1, 2, 3, 4, 6, 7, 16, 24, 128):
         assert {load_config(overrides=job).ranks for job in in_training.jobs(ranks)} == {ranks}
+
+
+def test_the_median_of_rounds_counts(tmp_path, monkeypatch):
+    """Of each figure by itself: others slowed products in one round, and exchanges in another."""
+    usual = figures(2) | {"elements": 2e9, "alone": [9.0] * 3, "together": [9.0] * 3}
+    slowed = {"elements": 1e9}, {"tables": 3e9, "elements": 4e9}, {"reading": [(100, 1.0)] * 2}
+    rounds = [json.loads(json.dumps(usual | change)) for change in slowed]
+    left = list(rounds)
+    monkeypatch.setattr(command, "launcher_path", lambda: "mpirun")
+    monkeypatch.setattr(command, "_measured", lambda *_: left.pop(0))
+    monkeypatch.setattr(command, "_steps", lambda *_: {})
+    monkeypatch.setattr(command, "_memory", lambda *_: {"reserved": 2e8})
+    main(["machine", "--ranks", "2", "-o", str(tmp_path / "found.toml")])
+    assert not left
+    usual |= {"cores": command.cores.find().count}
+    expected = written(tmp_path, *in_training.in_training([usual]))
+    read = [Machine.load(path) for path in (expected, tmp_path / "found.toml")]
+    assert replace(read[0], name="", description="") == replace(read[1], name="", description="")
+
+
+def test_no_rounds_are_refused(capsys):
+    assert main(["machine", "--rounds", "0"]) == 2
+    assert "--rounds must be a positive number, got 0" in capsys.readouterr().err

@@ -6,12 +6,14 @@ import argparse
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hpctrain import cores
 from hpctrain.doctor.findings import launcher_path
@@ -22,6 +24,7 @@ SUMMARY = (
 )
 EPILOG = "Under Slurm start it in an allocation: it measures as many ranks as there are tasks."
 LIMIT = 300  # seconds of a measurement
+ROUNDS = 3
 SOME = ["model.width=384", "model.heads=8", "model.layers=2", "model.context=256", "train.batch=4",
         "train.microbatches=2"]  # fmt: skip
 LEAST = ["model.width=8", "model.heads=1", "model.layers=1", "model.context=4", "train.batch=1", "train.microbatches=1"]
@@ -32,32 +35,50 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--ranks", metavar="1,2,4", help="numbers of ranks to measure (powers of two to twice the cores, or tasks)"
     )
+    command.add_argument(
+        "--rounds", metavar="N", type=int, default=ROUNDS,
+        help=f"times to measure all, of which medians count, as others may use the machine for a minute ({ROUNDS})",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
     counts = _counts(options.ranks)
+    if options.rounds < 1:
+        raise ValueError(f"--rounds must be a positive number, got {options.rounds}")
     launcher = launcher_path()
     if launcher is None:
         raise ValueError("nothing starts ranks here: neither $MPIRUN nor mpirun; source jobs/env.sh of a checkout")
     from hpctrain.plan.describe import machine_toml
     from hpctrain.plan.in_training import in_training
 
-    found = []
+    rounds: list[list[dict]] = []
     beside = Path(options.output).resolve().parent  # where all nodes see it
     with tempfile.TemporaryDirectory(prefix=".machine-", dir=beside) as folder:
         least = {"cores": cores.find().count, **_memory(launcher, Path(folder))}
-        for count in counts:
-            figures = _measured(launcher, count, Path(folder), "hpctrain.plan.measure")
-            found.append(figures | _steps(launcher, count, Path(folder)) | least)
-            print(f"{count} ranks: measured", flush=True)
-    text = machine_toml(in_training(found), time.strftime("%Y-%m-%d"), socket.gethostname())
+        for number in range(options.rounds):
+            rounds.append([])
+            for count in counts:
+                figures = _measured(launcher, count, Path(folder), "hpctrain.plan.measure")
+                rounds[-1].append(figures | _steps(launcher, count, Path(folder)) | least)
+                print(f"round {number + 1} of {options.rounds}, {count} ranks: measured", flush=True)
+    text = machine_toml(in_training(_medians(rounds)), time.strftime("%Y-%m-%d"), socket.gethostname())
     Path(options.output).write_text(text, encoding="utf-8")
     print(f"{options.output}: `hpctrain plan CONFIG.toml --machine {options.output}`")
+
+
+def _medians(rounds: list) -> Any:
+    """Of lists and tables alike, number by number."""
+    if isinstance(rounds[0], dict):
+        return {key: _medians([each[key] for each in rounds]) for key in rounds[0]}
+    if isinstance(rounds[0], list):
+        return [_medians(list(each)) for each in zip(*rounds, strict=True)]
+    return statistics.median_low(rounds)  # one that was measured, and whole numbers stay whole
 
 
 def _measured(launcher: str, ranks: int, folder: Path, module: str, *arguments: str) -> dict:
     """What the ranks of a job of this module wrote."""
     out = folder / f"{module}-{ranks}.json"
+    out.unlink(missing_ok=True)  # of the round before
     command = [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", module, str(out), *arguments]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = run_ranks(
