@@ -7,6 +7,7 @@ from test_plan_learn import figures, written
 
 from hpctrain.config import load_config
 from hpctrain.plan import Machine, predict
+from hpctrain.plan.estimator import Estimator
 from hpctrain.plan.job import read
 from hpctrain.plan.network import Network
 from hpctrain.plan.passes import Box
@@ -141,6 +142,25 @@ def test_ranks_that_wait_lend_their_cores(tmp_path):
     assert two.parts["bubble"] > 0.3 * two.parts["compute"]
     assert cut.parts["bubble"] < 0.1 * cut.parts["compute"]
     assert cut.seconds == pytest.approx(apart.seconds, rel=0.15)  # which updates twice as many weights
+
+
+def test_ranks_that_share_cores_update_at_once(tmp_path):
+    """A step of four stages on two cores takes what the mean stage's update does, and on four what the last one's."""
+    job, choice = read(config("model.layers=4", "model.vocabulary=4096", "grid.pipeline=4", "train.microbatches=1"))
+
+    def step(cores, rate):
+        machine = Machine.load(written(tmp_path, *(figures(ranks, cores) for ranks in (1, 2, 4)))).crowded(4)
+        device = dataclasses.replace(machine.device, state_bandwidth=rate)
+        made = Estimator(
+            job, dataclasses.replace(machine, device=device, errors=dataclasses.replace(machine.errors, noise=0))
+        )
+        return made.estimate(choice).seconds, [stage.update for stage in made.stages(choice)]
+
+    for cores in (2, 4):
+        (quick, little), (slow, much) = step(cores, 1e9), step(cores, 5e8)
+        added = [b - a for a, b in zip(little, much)]
+        assert max(added) > 1.2 * min(added)
+        assert slow - quick == pytest.approx(sum(added) / 4 if cores == 2 else added[0])
 
 
 def test_microbatches_without_sequences():

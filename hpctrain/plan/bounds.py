@@ -254,7 +254,8 @@ class Bounds:
             forward, *backward = stage.passes
             reached.append(reached[-1] + forward + edge)
             followed.append(followed[-1] + (0.0 if splits else sum(backward) + edge))
-        endings = [sum(stages[s].ending for s in own) for own in local]
+        updates = self.estimator.updates(stages)
+        endings = [sum(stages[s].all_sums + updates[s] for s in own) for own in local]
         home = next(rank for rank, own in enumerate(local) if 0 in own)
         last = 0.0 if splits else endings[home]
         return max(

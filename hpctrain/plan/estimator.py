@@ -66,8 +66,9 @@ class Stage:
         return sum(self.passes)
 
     @functools.cached_property
-    def ending(self) -> float:
-        return self.sums + self.sums_tensor + self.update
+    def all_sums(self) -> float:
+        """Of gradients, at a step's end."""
+        return self.sums + self.sums_tensor
 
 
 class Estimator(Division):
@@ -169,6 +170,11 @@ class Estimator(Division):
         known = {way: stage_messages.seconds(self.job, self.network, choice, *way) for way in set(ways) if way[2]}
         return [known.get(way, 0.0) for way in ways]
 
+    def updates(self, stages: list[Stage]) -> list[float]:
+        """Seconds of each stage's update beside what other stages do: none where ranks share cores, as all update at
+        once, after they have summed the gradient's norm."""
+        return [0.0 if self.machine.share < 1 else stage.update for stage in stages]
+
     def estimate(self, choice: Choice) -> Estimate:
         """What a step takes with this choice."""
         job, p, m = self.job, choice.pipeline, self.full_microbatches(choice)
@@ -180,10 +186,11 @@ class Estimator(Division):
         idle = [Pass()] * len(stages)
         if empty or none:
             idle = [self.idle(*each) for each in self._each_stage(choice)]
+        updates = self.updates(stages)
         if p == 1:
             seconds = sum(
-                m * stage.microbatch + empty * (rest.seconds + stage.over_data) + stage.ending
-                for stage, rest in zip(stages, idle)
+                m * stage.microbatch + empty * (rest.seconds + stage.over_data) + stage.all_sums + update
+                for stage, rest, update in zip(stages, idle, updates)
             )
         else:
             forward, inputs, weights = (list(each) for each in zip(*(stage.passes for stage in stages)))
@@ -191,23 +198,24 @@ class Estimator(Division):
                 forward,
                 inputs,
                 weights,
-                reduce=[stage.sums + stage.sums_tensor for stage in stages],
-                update=[stage.update for stage in stages],
+                reduce=[stage.all_sums for stage in stages],
+                update=updates,
                 slices=[n / job.costs.context for n in job.slices] or None,
                 latency=self.edges(choice),
             )
             order = choice.schedule, p, choice.microbatches, choice.virtual_stages
             seconds = pipelines.makespan(*order, costs, len(job.slices))
-        work = [sum(m / copies * stages[s].microbatch + stages[s].ending for s in own) for own in local]
+        work = [sum(m / copies * stages[s].microbatch + stages[s].all_sums + updates[s] for s in own) for own in local]
         busiest = local[max(range(p), key=work.__getitem__)]
         if self.machine.share < 1:  # ranks that wait lend their core to others
             count = choice.microbatches / copies
             each = [
                 count * (stage.microbatch - none * max(0.0, stage.computing - rest.compute - rest.waiting))
-                + stage.ending
+                + stage.all_sums
                 for stage, rest in zip(stages, idle)
             ]
             seconds = max(sum(each[s] for own in local for s in own) / p, self.machine.share * seconds)
+            seconds += sum(stages[s].update for own in local for s in own) / p
         return self._reported(choice, [(stages[s], idle[s]) for s in busiest], m / copies, empty, seconds)
 
     def _reported(self, choice, own, count, empty, seconds) -> Estimate:
