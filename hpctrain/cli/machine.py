@@ -56,10 +56,12 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix=".machine-", dir=beside) as folder:
         least = {"cores": cores.find().count, **_memory(launcher, Path(folder))}
         for number in range(options.rounds):
+            own = Path(folder, str(number))
+            own.mkdir()
             rounds.append([])
             for count in counts:
-                figures = _measured(launcher, count, Path(folder), "hpctrain.plan.measure")
-                rounds[-1].append(figures | _steps(launcher, count, Path(folder)) | least)
+                figures = _measured(launcher, count, own, "hpctrain.plan.measure")
+                rounds[-1].append(figures | _steps(launcher, count, own) | least)
                 print(f"round {number + 1} of {options.rounds}, {count} ranks: measured", flush=True)
     text = machine_toml(in_training(_medians(rounds)), time.strftime("%Y-%m-%d"), socket.gethostname())
     Path(options.output).write_text(text, encoding="utf-8")
@@ -78,7 +80,6 @@ def _medians(rounds: list) -> Any:
 def _measured(launcher: str, ranks: int, folder: Path, module: str, *arguments: str) -> dict:
     """What the ranks of a job of this module wrote."""
     out = folder / f"{module}-{ranks}.json"
-    out.unlink(missing_ok=True)  # of the round before
     command = [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", module, str(out), *arguments]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = run_ranks(

@@ -62,8 +62,8 @@ COMMANDS = {
 }
 
 
-# Read by every Python before all else: `hpctrain machine` measures each figure twice rather than nine times, in one
-# round, and trains smaller models.
+# Read by every Python before all else: `hpctrain machine` measures each figure twice rather than nine times, in two
+# rounds, and trains smaller models.
 SOONER = """
 import sys
 if "hpctrain.plan.measure" in sys.orig_argv:
@@ -74,7 +74,7 @@ elif "machine" in sys.orig_argv:
     from hpctrain.cli import machine
     from hpctrain.plan import in_training
     assert machine.ROUNDS == 3
-    machine.ROUNDS = 1
+    machine.ROUNDS = 2
     shrink = lambda setting: setting.replace("=256", "=64").replace("=640", "=160")
     in_training.JOBS = [(batch, count, *map(shrink, model)) for batch, count, *model in in_training.JOBS]
 """
