@@ -1,6 +1,6 @@
 """What a plan says beside what is measured: every grid of 1, 2 and 4 ranks of three jobs on this machine.
 
-    python benchmarks/planner.py                                     all of it, 18 minutes on 2 quiet cores
+    python benchmarks/planner.py                                     all of it, 16 minutes on 2 quiet cores
     python benchmarks/planner.py --jobs compute --ranks 1,2 --rounds 1 --machine here.toml
 
 First `hpctrain machine` measures the machine, where --machine gives no file of it.
