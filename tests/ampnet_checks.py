@@ -24,7 +24,7 @@ from hpctrain.pipeline.ampnet import (
 )
 
 
-@functools.cache  # a grid makes a dozen communicators
+@functools.cache  # a grid makes several communicators
 def chain_of_ranks(size):
     return Grid(pipeline=size)
 

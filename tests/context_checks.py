@@ -24,7 +24,7 @@ def grids(world, one_node=True):
     return _grids(world.size, one_node)
 
 
-@functools.cache  # a grid makes a dozen communicators
+@functools.cache  # a grid makes several communicators
 def _grids(ranks, one_node):
     made = [Grid(data=(1, ring, ranks // ring)) for ring in range(1, ranks + 1) if ranks % ring == 0]
     for grid in made:

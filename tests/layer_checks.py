@@ -21,7 +21,7 @@ def tensor_grids(world, way="shared memory"):
     return _boxes(world.size, way)
 
 
-@functools.cache  # a grid makes a dozen communicators
+@functools.cache  # a grid makes several communicators
 def _boxes(ranks, way):
     grids = [Grid(tensor=box) for data, pipeline, box in all_grids(ranks) if data == pipeline == 1]
     for grid in grids if way == "messages" else ():

@@ -32,7 +32,7 @@ def grids(world, way):
     return _grids(world.size, way)
 
 
-@functools.cache  # a grid makes a dozen communicators
+@functools.cache  # a grid makes several communicators
 def _grids(ranks, way):
     made = [(box, Grid(tensor=box)) for data, pipeline, box in all_grids(ranks) if data == pipeline == 1]
     for _, grid in made:

@@ -20,7 +20,7 @@ def boxes(world):
     return _grids(world.size)
 
 
-@functools.cache  # a grid makes a dozen communicators
+@functools.cache  # a grid makes several communicators
 def _grids(ranks):
     boxes = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 1, 2)], 4: [(4, 1, 1), (2, 1, 2)], 8: [(2, 2, 2)]}
     return [ht.Grid(tensor=box) for box in boxes.get(ranks, [(ranks, 1, 1)])]

@@ -14,7 +14,7 @@ RNG = torch.Generator().manual_seed(2)
 X, Y = (torch.randn(STEPS, ROWS, 6, generator=RNG, dtype=torch.float64) for _ in range(2))
 
 
-@functools.cache  # a grid makes a dozen communicators
+@functools.cache  # a grid makes several communicators
 def grid_of(data, tensor=1):
     return Grid(data, 1, tensor)
 

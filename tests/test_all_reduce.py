@@ -27,7 +27,7 @@ def axis_with(name, nodes="one", synchronous=False):
     return _axis_with(name, nodes, synchronous)
 
 
-@functools.cache  # a grid makes a dozen communicators
+@functools.cache  # a grid makes several communicators
 def _axis_with(name, nodes, synchronous):
     from mpi4py import MPI
 

@@ -43,7 +43,7 @@ def test_product_and_gradients(world, case, way):
             close(mm.gather_c(c.detach()), A @ B)
 
 
-@functools.cache  # a grid makes a dozen communicators
+@functools.cache  # a grid makes several communicators
 def every_product(way):
     from mpi4py import MPI
 

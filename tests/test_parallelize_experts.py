@@ -48,7 +48,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@functools.cache  # a grid makes a dozen communicators
+@functools.cache  # a grid makes several communicators
 def grid_of(data=1, tensor=1, expert=1):
     return ht.Grid(data=data, tensor=tensor, expert=expert)
 

@@ -145,7 +145,7 @@ def test_ranks_that_wait_lend_their_cores(tmp_path):
 
 
 def test_ranks_that_share_cores_update_at_once(tmp_path):
-    """A step of four stages on two cores takes what the mean stage's update does, and on four what the last one's."""
+    """A step of four stages takes the mean update longer on two cores, and on four the first one, which ends last."""
     job, choice = read(config("model.layers=4", "model.vocabulary=4096", "grid.pipeline=4", "train.microbatches=1"))
 
     def step(cores, rate):

@@ -114,7 +114,7 @@ def serially(example, workers):
     return model, norms
 
 
-@functools.cache  # a grid makes a dozen communicators
+@functools.cache  # a grid makes several communicators
 def grid_of(size, shared):
     grid = ht.Grid(data=size)
     grid.data.one_node &= shared

@@ -70,6 +70,10 @@ class Stage:
         """Of gradients, at a step's end."""
         return self.sums + self.sums_tensor
 
+    @functools.cached_property
+    def ending(self) -> float:
+        return self.all_sums + self.update
+
 
 class Estimator(Division):
     """Seconds and bytes of one job on one machine; what several choices share is computed once."""
@@ -205,7 +209,7 @@ class Estimator(Division):
             )
             order = choice.schedule, p, choice.microbatches, choice.virtual_stages
             seconds = pipelines.makespan(*order, costs, len(job.slices))
-        work = [sum(m / copies * stages[s].microbatch + stages[s].all_sums + updates[s] for s in own) for own in local]
+        work = [sum(m / copies * stages[s].microbatch + stages[s].ending for s in own) for own in local]
         busiest = local[max(range(p), key=work.__getitem__)]
         if self.machine.share < 1:  # ranks that wait lend their core to others
             count = choice.microbatches / copies
