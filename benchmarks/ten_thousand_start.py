@@ -18,6 +18,7 @@ from hpctrain.data import ShardedTokens, pack
 
 SHARDS = 1_000
 PER_SHARD = 512  # tokens; more than one place of the digest has
+MARK = "/next-rank"  # no file
 
 
 class StandIn:
@@ -64,13 +65,16 @@ def one_rank(folder: Path, rank: int, ranks: int) -> dict:
     return {"calls": comm.calls, "sent": comm.sent, "memory": opened, "files": most, "all": memory}
 
 
-def stats(folder: Path, rank: int, ranks: int) -> int:
-    """How often the file system is asked for a file of the data, by its name or by an open file."""
+def stats(folder: Path, which: tuple[int, ...], ranks: int) -> list[int]:
+    """How often each of these ranks asks the file system for a file of the data, by its name or by an open file. One
+    program does what they do, one after the other, and asks for a mark before each."""
     log = folder / "strace.log"
-    command = [sys.executable, __file__, str(folder), str(rank), str(ranks)]
+    command = [sys.executable, __file__, str(folder), str(ranks), *map(str, which)]
     calls = "trace=%stat,%lstat,%fstat,statx,newfstatat,access,faccessat,faccessat2"
     subprocess.run(["strace", "-f", "-y", "-o", log, "-e", calls, *command], check=True, stdout=subprocess.DEVNULL)
-    return sum(bool(re.search(r"/data[^/]*\.h5[\">]", line)) for line in log.read_text(errors="replace").splitlines())
+    _, *each = log.read_text(errors="replace").split(MARK)
+    assert len(each) == len(which), f"strace saw {len(each)} of {len(which)} marks"
+    return [sum(bool(re.search(r"/data[^/]*\.h5[\">]", line)) for line in part.splitlines()) for part in each]
 
 
 def rows(ranks):
@@ -81,7 +85,7 @@ def rows(ranks):
         tokens = ShardedTokens(folder / "data.h5")
         (folder / "index.pickle").write_bytes(pickle.dumps((tokens._index, tokens.tokenizer_digest)))
         each = (0, 1, ranks - 1)
-        looked = max(stats(folder, rank, ranks) for rank in each)
+        looked = max(stats(folder, each, ranks))
         code = f"import ten_thousand_start as t, json; print(json.dumps(t.one_rank(t.Path({name!r}), 1, {ranks})))"
         ran = subprocess.run(
             [sys.executable, "-c", code], cwd=Path(__file__).parent, check=True, capture_output=True, text=True
@@ -104,4 +108,6 @@ def rows(ranks):
 
 
 if __name__ == "__main__":
-    start(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    for each in sys.argv[3:]:
+        os.path.exists(MARK)
+        start(Path(sys.argv[1]), int(each), int(sys.argv[2]))

@@ -125,7 +125,7 @@ def test_scores_that_count():
 
 def test_ranks_that_wait_lend_their_cores(tmp_path):
     """What four ranks at once compute at is measured; of a pipeline on two cores nothing is idle, as one stage's ranks
-    have the cores while the other's wait."""
+    have the cores while the other's wait. Of four stages one alone works at both ends of a step, on one core."""
     four = figures(4) | {"elements": 9e8, "state": 4e8, "launch": 7e-6}
     machine = Machine.load(written(tmp_path, figures(1), figures(2), four))
     crowded = machine.crowded(4)
@@ -135,13 +135,14 @@ def test_ranks_that_wait_lend_their_cores(tmp_path):
     assert machine.crowded(1).share == 1
     machine = Machine.load(written(tmp_path, figures(1), figures(2)))  # four take turns
     job = ["model.width=512", "train.batch=8", "train.microbatches=2"]
-    two, cut, apart = (
-        predict(load_config(overrides=[*job, f"grid.data={data}", f"grid.pipeline={stages}"]), machine)
-        for data, stages in ((1, 2), (2, 2), (4, 1))
+    two, cut, apart, four_stages = (
+        predict(load_config(overrides=[*job, f"grid.data={data}", f"grid.pipeline={stages}", *more]), machine)
+        for data, stages, *more in ((1, 2), (2, 2), (4, 1), (1, 4, "train.microbatches=4"))
     )
     assert two.parts["bubble"] > 0.3 * two.parts["compute"]
     assert cut.parts["bubble"] < 0.1 * cut.parts["compute"]
     assert cut.seconds == pytest.approx(apart.seconds, rel=0.15)  # which updates twice as many weights
+    assert four_stages.parts["bubble"] > 0.08 * four_stages.parts["compute"]
 
 
 def test_ranks_that_share_cores_update_at_once(tmp_path):

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from mpi4py import MPI
 from torch import nn
 
 import hpctrain as ht
@@ -76,6 +75,8 @@ class Normalised(nn.Sequential):
 @pytest.mark.parametrize("axis", ["data", "tensor"])
 def test_a_plain_module_is_divided_first(world, axis):
     """Its optimizer may be there before: it gets the parameters that are trained. The statistics are of all batches."""
+    from mpi4py import MPI
+
     trained = []
     for grid in (ht.Grid(comm=MPI.COMM_SELF), ht.Grid(**{axis: world.size})):
         torch.manual_seed(0)

@@ -1,15 +1,17 @@
 """Programs that start warm: forked from a process that has imported torch and all else, which takes a cold one seconds.
 
-    python tests/warm.py --serve SOCKET               says "ready", then forks until its standard input is closed
-    python tests/warm.py --serve SOCKET --others      has imported other packages alone, not hpctrain, which may change
+    python tests/warm.py --serve SOCKET ARGUMENTS...  collects the MPI tests that `pytest ARGUMENTS...` would run, says
+                                                      "ready", then forks until its standard input is closed
+    python tests/warm.py --serve SOCKET --others      has imported other packages alone, no test and not hpctrain, which
+                                                      may change
     python -IS tests/warm.py hpctrain train CONFIG    does what `hpctrain train CONFIG` would, by HPCTRAIN_WARM's server
     python -IS tests/warm.py python -m mpi4py FILE    likewise, also with -c CODE or FILE alone
 
-The program gets the caller's environment, folder, cores, standard files and signals, and the caller ends as it does;
-killed, it takes the program along. As a rank of mpirun the caller stands between the two: MPI starts in the program,
-from variables alone. What `hpctrain` starts by `sys.executable`, such as the ranks of a study, is warm as well. What is
-not as in a cold start, and is tested cold: the caller's process id is not the program's, all programs have one seed for
-the hashes of strings, and modules are there that nobody imported.
+The program gets the caller's environment, folder, cores, niceness, standard files and signals, and the caller ends as
+it does; killed, it takes the program along. As a rank of mpirun the caller stands between the two: MPI starts in the
+program, from variables alone. What `hpctrain` starts by `sys.executable`, such as the ranks of a study, is warm as
+well. What is not as in a cold start, and is tested cold: the caller's process id is not the program's, all programs
+have one seed for the hashes of strings, and modules are there that nobody imported.
 """
 
 import _signal as signal  # the client has imported next to nothing: enum, json and their like take as long as all else
@@ -30,7 +32,8 @@ def call(command):
     server = _socket.socket(_socket.AF_UNIX)
     server.connect(os.environ[SOCKET])
     ignored = [number for number in RELAYED if signal.getsignal(number) == signal.SIG_IGN]
-    request = marshal.dumps([command, os.getcwd(), sorted(os.sched_getaffinity(0)), dict(os.environ), ignored])
+    place = os.getcwd(), sorted(os.sched_getaffinity(0)), os.nice(0)
+    request = marshal.dumps([command, *place, dict(os.environ), ignored])
     files = b"".join(number.to_bytes(4, sys.byteorder) for number in (0, 1, 2))
     length = len(request).to_bytes(LENGTH, "big")
     server.sendmsg([length], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, files)])
@@ -44,7 +47,7 @@ def call(command):
     os._exit(status)
 
 
-def serve(path, others=False):
+def serve(path, arguments):
     """Forks programs, passes signals on to them and their statuses to their callers. Returns in a program."""
     import gc
     import importlib
@@ -55,8 +58,9 @@ def serve(path, others=False):
 
     for name in IMPORTED.split():
         importlib.import_module(name)
-    if not others:
+    if arguments != ["--others"]:
         import_hpctrain()
+        collect(arguments)
     assert "mpi4py.MPI" not in sys.modules
     assert threading.active_count() == 1
     with open(python(path), "w") as script:
@@ -149,6 +153,23 @@ def import_hpctrain():
             importlib.import_module(module.name)
 
 
+def collect(arguments):
+    """Imports the MPI tests, which programs that run them find there, and leaves the numbers of ranks that they name
+    (`ranks_named.py`)."""
+    import contextlib
+    import io
+
+    import pytest
+
+    quiet = ["-qq", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was imported before
+    sys.modules["mpi4py.MPI"] = None  # starts with the import, which fails now
+    with contextlib.redirect_stdout(io.StringIO()) as report:
+        status = pytest.main(["--only-mpi", "--collect-only", *quiet, *arguments])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        sys.exit(report.getvalue())
+    del sys.modules["mpi4py.MPI"]
+
+
 def python(path):
     """What starts `python ...` by the server of this socket."""
     return f"{path}-python"
@@ -170,12 +191,13 @@ def read(caller):
 
 def begin(request, files):
     """Puts the process into the caller's place; returns the program."""
-    program, folder, cores, environment, ignored = request
+    program, folder, cores, nice, environment, ignored = request
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
     os.chdir(folder)
     os.sched_setaffinity(0, cores)
+    os.setpriority(os.PRIO_PROCESS, 0, nice)
     os.environ.clear()
     os.environ.update(environment)
     for number in RELAYED:  # where the server was started in the background, it ignores what the caller may not
@@ -250,7 +272,7 @@ def end(status):
 def main():
     if sys.argv[1] != "--serve":
         call(sys.argv[1:])
-    if program := serve(sys.argv[2], others=sys.argv[3:] == ["--others"]):
+    if program := serve(sys.argv[2], sys.argv[3:]):
         try:
             end(run(program) or 0)
         except SystemExit as error:

@@ -168,29 +168,37 @@ def simulate(schedule: ScheduleLike, costs: Costs, tasks: Tasks) -> Simulation:
 
 def run(schedule: ScheduleLike, costs: Costs, tasks: Tasks) -> tuple[list[float], list[float], list[int]]:
     """When each task starts and ends, and the task that it waited for last, or -1."""
-    times, parts = costs.tables(schedule.graph.stages, schedule.slices)
-    latency = _table("latency", costs.latency, len(schedule.graph.edges))
-    delay = [each + edge.bytes / costs.bandwidth for each, edge in zip(latency, schedule.graph.edges)]
-    whole = schedule.slices == 1 and parts == [1.0]
-    starts, ends, cause = [0.0] * len(tasks.actions), [0.0] * len(tasks.actions), [-1] * len(tasks.actions)
+    taken, delay = durations(schedule, costs, tasks)
+    starts, ends, cause = [0.0] * len(taken), [0.0] * len(taken), [-1] * len(taken)
     for task in tasks.order:
         start, why = 0.0, -1
         for giver, edge in tasks.before[task]:
             at = ends[giver] if edge is None else ends[giver] + delay[edge]
             if at > start or why < 0:
                 start, why = at, giver
-        actions = tasks.actions[task]
+        starts[task], ends[task], cause[task] = start, start + taken[task], why
+    return starts, ends, cause
+
+
+def durations(schedule: ScheduleLike, costs: Costs, tasks: Tasks) -> tuple[list[float], list[float]]:
+    """What each task takes, and the message on each edge."""
+    times, parts = costs.tables(schedule.graph.stages, schedule.slices)
+    latency = _table("latency", costs.latency, len(schedule.graph.edges))
+    delay = [each + edge.bytes / costs.bandwidth for each, edge in zip(latency, schedule.graph.edges)]
+    whole = schedule.slices == 1 and parts == [1.0]
+    taken = []
+    for actions, ranks in zip(tasks.actions, tasks.ranks):
         if len(actions) == 1:
             action = actions[0]
             time = times[action.kind][action.stage]
             if not whole and action.kind not in (REDUCE, UPDATE, FREE):
                 time *= parts[action.slice]
-        elif len(tasks.ranks[task]) > 1:
+        elif len(ranks) > 1:
             time = times[REDUCE][actions[0].stage]
         else:
             time = costs.fused * sum(times[a.kind][a.stage] * parts[a.slice] for a in actions)
-        starts[task], ends[task], cause[task] = start, start + time, why
-    return starts, ends, cause
+        taken.append(time)
+    return taken, delay
 
 
 def busy(schedule: ScheduleLike, tasks: Tasks, starts: Sequence[float], ends: Sequence[float]) -> list[float]:

@@ -181,7 +181,7 @@ class Estimator(Division):
 
     def estimate(self, choice: Choice) -> Estimate:
         """What a step takes with this choice."""
-        job, p, m = self.job, choice.pipeline, self.full_microbatches(choice)
+        p, m = choice.pipeline, self.full_microbatches(choice)
         stages = self.stages(choice)
         local, copies = self.placement(choice)
         # of those that some replicas have less of, or nothing
@@ -197,30 +197,32 @@ class Estimator(Division):
                 for stage, rest, update in zip(stages, idle, updates)
             )
         else:
-            forward, inputs, weights = (list(each) for each in zip(*(stage.passes for stage in stages)))
-            costs = Costs(
-                forward,
-                inputs,
-                weights,
-                reduce=[stage.all_sums for stage in stages],
-                update=updates,
-                slices=[n / job.costs.context for n in job.slices] or None,
-                latency=self.edges(choice),
-            )
-            order = choice.schedule, p, choice.microbatches, choice.virtual_stages
-            seconds = pipelines.makespan(*order, costs, len(job.slices))
+            seconds = self._pipelined(choice, stages)
         work = [sum(m / copies * stages[s].microbatch + stages[s].ending for s in own) for own in local]
         busiest = local[max(range(p), key=work.__getitem__)]
-        if self.machine.share < 1:  # ranks that wait lend their core to others
+        if self.machine.share < 1:  # ranks that wait, or have no rows, lend their core to others
             count = choice.microbatches / copies
-            each = [
-                count * (stage.microbatch - none * max(0.0, stage.computing - rest.compute - rest.waiting))
-                + stage.all_sums
-                for stage, rest in zip(stages, idle)
-            ]
-            seconds = max(sum(each[s] for own in local for s in own) / p, self.machine.share * seconds)
+            full = [count * stage.microbatch + stage.all_sums for stage in stages]
+            less = [count * none * max(0.0, s.computing - rest.compute - rest.waiting) for s, rest in zip(stages, idle)]
+            whole = self._pipelined(choice, stages, self.machine.share) if p > 1 else sum(full)
+            seconds = max(whole * (1 - sum(less) / sum(full)), self.machine.share * seconds)
             seconds += sum(stages[s].update for own in local for s in own) / p
         return self._reported(choice, [(stages[s], idle[s]) for s in busiest], m / copies, empty, seconds)
+
+    def _pipelined(self, choice: Choice, stages: list[Stage], share: float = 1.0) -> float:
+        """Seconds of a pipeline's step, where ranks have such a share of a core."""
+        forward, inputs, weights = (list(each) for each in zip(*(stage.passes for stage in stages)))
+        costs = Costs(
+            forward,
+            inputs,
+            weights,
+            reduce=[stage.all_sums for stage in stages],
+            update=self.updates(stages),
+            slices=[n / self.job.costs.context for n in self.job.slices] or None,
+            latency=self.edges(choice),
+        )
+        order = choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages
+        return pipelines.makespan(*order, costs, len(self.job.slices), share)
 
     def _reported(self, choice, own, count, empty, seconds) -> Estimate:
         parts = dict.fromkeys(PARTS, 0.0)

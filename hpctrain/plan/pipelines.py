@@ -9,6 +9,7 @@ from hpctrain.pipeline import Costs, Schedule, schedule
 from hpctrain.pipeline.actions import BACKWARD, FORWARD, GRADIENT, WEIGHT_GRADIENT, flat
 from hpctrain.pipeline.simulate import run
 from hpctrain.pipeline.tasks import Tasks
+from hpctrain.plan import shared_cores
 
 LARGEST = 1 << 12  # stages × microbatches that are simulated one by one
 
@@ -64,14 +65,19 @@ def first_rounds(name: str, ranks: int, microbatches: int, virtual_stages: int) 
     return rounds * ranks + microbatches % ranks
 
 
-def makespan(name: str, ranks: int, microbatches: int, virtual_stages: int, costs: Costs, slices: int = 0) -> float:
-    """Of a step."""
+def makespan(
+    name: str, ranks: int, microbatches: int, virtual_stages: int, costs: Costs, slices: int = 0, share: float = 1.0
+) -> float:
+    """Of a step; where ranks have but a `share` of a core each, those that work have what is left by those that do
+    not (`shared_cores.makespan`)."""
     counts = simulated(name, ranks, microbatches, virtual_stages, slices)
     times = []
     for count in counts:
         found = shape(name, ranks, count, virtual_stages, slices)
-        _, ends, _ = run(found.schedule, costs, found.tasks)
-        times.append(max(ends))
+        if share < 1:
+            times.append(shared_cores.makespan(found.schedule, costs, found.tasks, share))
+        else:
+            times.append(max(run(found.schedule, costs, found.tasks)[1]))
     if len(times) == 1:
         return times[0]
     return times[0] + (times[1] - times[0]) * (microbatches - counts[0]) / (counts[1] - counts[0])
