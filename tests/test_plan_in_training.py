@@ -18,7 +18,7 @@ def test_operations_among_others_in_training(tmp_path):
     """Steps of which all operations take 1.2 times as long and the update 1.5 times, weights that no cache holds are
     read at 1 GB/s, and four ranks wait in exchanges a tenth of the root of what they computed before."""
     once = figures(1), figures(2), figures(4)
-    plain = Machine.load(written(tmp_path, *(each | {"waiting": 0.0} for each in once)))
+    plain = Machine.load(written(tmp_path, *(each | {"delay": 0.0} for each in once)))
 
     def taken(overrides, machine, **figures):
         job, choice = read(load_config(overrides=overrides))
@@ -33,7 +33,7 @@ def test_operations_among_others_in_training(tmp_path):
     alone = {ranks: [*alone(ranks)] for ranks in (1, 2, 4)}
     nobody = [each | {"alone": alone[each["ranks"]], "together": [0.0] * 3} for each in once]
     found = in_training.in_training(nobody)
-    assert [each["waiting"] for each in found] == [0, 0, 0]
+    assert [each["delay"] for each in found] == [0, 0, 0]
     machine = Machine.load(written(tmp_path, *found))
     for ranks in (1, 2, 4):
         before, after = plain.crowded(ranks), machine.crowded(ranks)
@@ -46,11 +46,11 @@ def test_operations_among_others_in_training(tmp_path):
         assert after.device.attention == pytest.approx(before.device.attention, rel=1e-2)  # of a product's rate
         assert after.device.state_bandwidth == pytest.approx(before.device.state_bandwidth / 1.5, rel=1e-3)
     together = {
-        ranks: [taken(job, machine.crowded(ranks), waiting=0.1).seconds for job in in_training.jobs(ranks)]
+        ranks: [taken(job, machine.crowded(ranks), delay=0.1).seconds for job in in_training.jobs(ranks)]
         for ranks in (1, 2, 4)
     }
     found = in_training.in_training([each | {"together": together[each["ranks"]]} for each in nobody])
-    assert [each["waiting"] for each in found] == pytest.approx([0.0, 0.1, 0.1], rel=0.02)
+    assert [each["delay"] for each in found] == pytest.approx([0.0, 0.1, 0.1], rel=0.02)
 
 
 def test_steps_that_tell_nothing():
@@ -73,7 +73,7 @@ def test_ranks_over_which_no_model_is_divided():
     """Wait for one another at a step's end alone."""
     alone = figures(11, cores=16) | {"alone": [9.0] * 3}
     quick, slow = (in_training.in_training([alone | {"together": [taken] * 3}])[0] for taken in (0.1, 99.0))
-    assert quick["waiting"] == 0 < slow["waiting"]
+    assert quick["delay"] == 0 < slow["delay"]
 
 
 def test_jobs_of_any_number_of_ranks():

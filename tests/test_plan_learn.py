@@ -39,7 +39,7 @@ def figures(ranks, cores=2):
         "products": rows, "elements": 2e9, "state": 1e9, "tables": 1e9, "cold": 2e9, "launch": 3e-6,
         "attention": [[(n, 4 * n / (4 * n / rate + score)) for n in (32, 64)] for rate, score in ATTENTION],
         "norms": 2e9, "activations": 5e8, "cache": 1e6,
-        "waiting": 0.1 * ranks,
+        "delay": 0.1 * ranks,
         "reading": [(100, 3e-5), (1100, 1.1e-4)],
         "collectives": [(size, slowed(tables, 1 if size == ranks else 3)) for size in (2, 4) if ranks % size == 0],
         "bucket": 1 << 20,
@@ -234,7 +234,7 @@ def test_what_is_measured_here_makes_a_machine(world, tmp_path, monkeypatch):
     monkeypatch.setattr(computing, "TURNS", 1e-4)
     monkeypatch.setattr(computing, "of_a_core", lambda grid: float(grid.size))  # so that calls are repeated
     with Grid(world.size) as grid:
-        rest = {"cores": 4, "reserved": 3e8, "slack": 0.1, "waiting": 0.0}
+        rest = {"cores": 4, "reserved": 3e8, "slack": 0.1, "delay": 0.0}
         found = measure.measure(grid, world.bcast(tmp_path)) | rest
     collectives = {"all_gather", "reduce_scatter", "all_reduce"}
     pairs, all_four = (2, collectives | {"message"}), (4, collectives)

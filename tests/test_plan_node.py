@@ -80,18 +80,22 @@ def test_clipping_is_a_pass_over_the_gradients():
     assert found == pytest.approx([found[1] * 40 / 32, found[1], found[1]])
 
 
-def test_exchanges_wait_for_the_slowest():
-    """Four exchanges, half a second apart, wait for the root of it each; where half the ranks do, half as long."""
+def test_chance_delays_exchanges():
+    """Four exchanges twice as long as one; there is one at a step's end, where ranks have any."""
 
-    def tensor(*overrides, waiting):
-        return box(*overrides, waiting=waiting).finished(2.0, 0, 0.5, exchanges=4).tensor
+    def late(*overrides, delay):
+        job, choice = read(load_config(overrides=["train.batch=4", "model.layers=2", *overrides]))
+        machine = dataclasses.replace(CPU, device=dataclasses.replace(CPU.device, delay=delay))
+        return Estimator(job, machine).estimate(choice).parts["stragglers"]
 
-    assert tensor("grid.tensor=2", waiting=0.1) - tensor("grid.tensor=2", waiting=0.0) == pytest.approx(
-        4 * 0.1 * 0.5**0.5
-    )
-    half = tensor("grid.tensor=2", "grid.data=2", waiting=0.1)  # others compute meanwhile
-    assert half - 0.5 == pytest.approx(2 * 0.1 * 0.5**0.5)
-    assert tensor("grid.data=2", waiting=0.1) == 0.5
+    def delays(*overrides):
+        return late(*overrides, delay=0.1) - late(*overrides, delay=0.0)
+
+    assert delays() == 0
+    assert delays("grid.data=2") == delays("grid.pipeline=2") == pytest.approx(0.1)
+    # of a block 4, 4 and 2; of embedding 1 and 1, and of the head 2, 1 and 1
+    assert delays("grid.tensor=2") == pytest.approx(0.1 * (1 + 2 * 10 + 6) ** 0.5)
+    assert delays("grid.tensor=2", "train.microbatches=2") == pytest.approx(0.1 * (1 + 2 * 26) ** 0.5)
 
 
 def test_exchanges_of_a_block():
@@ -101,13 +105,11 @@ def test_exchanges_of_a_block():
     assert (over_x.exchanges(True), over_x.exchanges(False)) == ((1, 1, 1), (1, 1, 0))
     assert (over_y.exchanges(True), over_y.exchanges(False)) == ((1, 1, 0), (1, 1, 1))
     found = {
-        axis: [each.waiting**2 / each.compute for each in (part.forward, part.input_gradient, part.weight_gradient)]
+        axis: [each.exchanges for each in (part.forward, part.input_gradient, part.weight_gradient)]
         for axis, shape in (("x", [2, 1, 1]), ("y", [1, 2, 1]), ("z", [1, 1, 2]))
-        for part in [box(f"grid.tensor={shape}", waiting=1.0).block("none")]
+        for part in [box(f"grid.tensor={shape}").block("none")]
     }
-    assert found == {
-        "x": pytest.approx([4, 4, 2]), "y": pytest.approx([4 + 2, 4 + 2, 2]), "z": pytest.approx([4, 4, 0]),
-    }  # fmt: skip
+    assert found == {"x": [4, 4, 2], "y": [4 + 2, 4 + 2, 2], "z": [4, 4, 0]}
 
 
 def test_scores_that_count():
@@ -131,7 +133,7 @@ def test_ranks_that_wait_lend_their_cores(tmp_path):
     crowded = machine.crowded(4)
     device = crowded.device
     assert (crowded.share, device.memory, device.product, device.bandwidth) == (0.5, 2e9, 1.0, 9e8)
-    assert (device.optimizer_rate, device.launch, device.waiting) == (4e8, 7e-6, 0.4)
+    assert (device.optimizer_rate, device.launch, device.delay) == (4e8, 7e-6, 0.4)
     assert machine.crowded(1).share == 1
     machine = Machine.load(written(tmp_path, figures(1), figures(2)))  # four take turns
     job = ["model.width=512", "train.batch=8", "train.microbatches=2"]
@@ -185,7 +187,8 @@ def test_ranks_without_rows_lend_their_cores(tmp_path):
     two, four = (predict(config(*job, f"grid.tensor=[1,1,{z}]"), machine).parts["compute"] for z in (2, 4))
     assert two < four < 1.1 * two
     figure = dataclasses.replace(machine.device, launch=0.0, operands=1e15, cold_bandwidth=0.0, table_bandwidth=1e15)
-    machine = dataclasses.replace(machine, device=figure, occupied=())
+    link = dataclasses.replace(machine.link[0], latency=0.0, bandwidth=1e15)
+    machine = dataclasses.replace(machine, device=figure, occupied=(), measured=(), link=(link,))
     two, four = (predict(config(*job, f"grid.tensor=[1,1,{z}]"), machine).parts["compute"] for z in (2, 4))
     assert four == pytest.approx(two, rel=0.05)
 

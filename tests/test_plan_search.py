@@ -38,7 +38,7 @@ MEASURED = dataclasses.replace(SLOW, measured=(STEEP,))
 # Four ranks on two cores, whose weights no cache holds.
 CROWDED = dataclasses.replace(
     CPU, node=2, link=SLOW.link[:1], software=dataclasses.replace(CPU.software, accumulates=True),
-    device=dataclasses.replace(CPU.device, state_bandwidth=CPU.device.bandwidth / 4, waiting=0.2),
+    device=dataclasses.replace(CPU.device, state_bandwidth=CPU.device.bandwidth / 4, delay=0.2),
 ).crowded(4)  # fmt: skip
 HEAVY = ["model.layers=5", "model.width=64", "model.heads=4", "train.batch=4", "model.context=32",
          "model.vocabulary=5000"]  # fmt: skip

@@ -167,10 +167,13 @@ class Bounds:
         return fewest, least
 
     def _work(self, way: Choice) -> float:
-        """The mean rank's."""
+        """The mean rank's. Where ranks share cores, those that wait lend theirs, but all have work for as long as the
+        mean rank's rows take."""
         each, ending = self._kept_alike(way)
         work = self.estimator.full_microbatches(way) * (self.estimator.whole_microbatch(way) + each) + ending
-        return self._least(way, work / way.pipeline)
+        shared = max(1.0, self.estimator.evenness(way) / self.estimator.machine.share)
+        exchanges = self.estimator.exchanges(way) if way.pipeline == 1 else 1.0
+        return self._least(way, shared * work / way.pipeline, exchanges)
 
     def _waiting(self, way: Choice) -> float:
         """The bound of choices for blocks alone, with the schedule and cut for which that is the least."""
@@ -268,6 +271,7 @@ class Bounds:
             for own, ending in zip(local, endings)
         )
 
-    def _least(self, choice: Choice, seconds: float) -> float:
-        share = self.estimator.machine.share  # ranks that wait lend theirs
-        return (share * seconds + self.estimator.reading(choice)) * self._late * ROUNDING
+    def _least(self, choice: Choice, seconds: float, exchanges: float = 1.0) -> float:
+        estimator = self.estimator
+        share, delay = estimator.machine.share, estimator.delay(choice, exchanges)  # ranks that wait lend their share
+        return ((share * seconds + estimator.reading(choice)) * self._late + delay) * ROUNDING

@@ -51,7 +51,7 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         f"norms = {full['norms']:.4g}  # B/s; norms and sums of 4 MiB, forward and backward: {by}",
         f"activations = {full['activations']:.4g}  # B/s; GELU of 4 MiB, biases, copies of heads: {by}",
         f"cache = {full['cache']:.4g}  # B; of weights that products read in turn as fast as one: {by}",
-        f"waiting = {full['waiting']:.3g}  # s in an exchange, times the root of the seconds computed before it: {by}",
+        f"delay = {full['delay']:.3g}  # s in a step by chance, times the root of the number of its exchanges: {by}",
         f"product = 1.0  # of `peak`, which is what products reach; {by}",
         f"attention = {attention:.3f}  # of a product's rate; 8 heads of {LENGTHS[0]} × 32 and 64: {by}",
         f"score = {score:.3g}  # s, forward; likewise: {by}",
@@ -114,7 +114,7 @@ def _occupied(each: dict, peak: float) -> list[str]:
         f"state_bandwidth = {each['state']:.4g}",
         f"table_bandwidth = {each['tables']:.4g}",
         f"cold_bandwidth = {each['cold']:.4g}",
-        *(f"{name} = {each[name]:.4g}" for name in ("launch", "norms", "activations", "cache", "waiting")),
+        *(f"{name} = {each[name]:.4g}" for name in ("launch", "norms", "activations", "cache", "delay")),
     ]
 
 

@@ -60,7 +60,6 @@ class Division:
         return (
             choice.microbatches if self.machine.software.accumulates else 0,
             choice.pipeline if device.cold_bandwidth or self.machine.software.accumulates else 0,
-            choice.ranks if device.waiting else 0,
         )
 
     def full_microbatches(self, choice: Choice) -> float:

@@ -58,8 +58,8 @@ class Stage:
 
     @functools.cached_property
     def computing(self) -> float:
-        """Of a microbatch, products and element-wise operations, and what ranks wait between them."""
-        return sum(each.compute + each.waiting for each in self.all_passes)
+        """Of a microbatch, products and element-wise operations."""
+        return sum(each.compute for each in self.all_passes)
 
     @functools.cached_property
     def microbatch(self) -> float:
@@ -92,6 +92,17 @@ class Estimator(Division):
         parts, dense = self.parts(choice), self.job.costs.dense_layers
         blocks = (self.job.costs.layers - dense) * parts.blocks[0].seconds + dense * parts.blocks[1].seconds
         return blocks + parts.embedding.seconds + parts.head.seconds
+
+    def exchanges(self, choice: Choice) -> float:
+        """Of a step on a rank that has the whole model, but for microbatches without rows."""
+        found, dense = self.parts(choice), self.job.costs.dense_layers
+        blocks = [*zip(found.blocks, (self.job.costs.layers - dense, dense))]
+        each = sum(count * part.exchanges for part, count in [*blocks, (found.embedding, 1), (found.head, 1)])
+        return 1 + self.full_microbatches(choice) * each
+
+    def delay(self, choice: Choice, exchanges: float) -> float:
+        """Seconds by which chance delays a step that has so many exchanges."""
+        return self.machine.device.delay * math.sqrt(exchanges) if choice.ranks > 1 else 0.0
 
     def _stages(self, choice: Choice) -> list[Stage]:
         """Every stage of a pipeline; those that are alike are computed once, whatever the schedule."""
@@ -203,7 +214,7 @@ class Estimator(Division):
         if self.machine.share < 1:  # ranks that wait, or have no rows, lend their core to others
             count = choice.microbatches / copies
             full = [count * stage.microbatch + stage.all_sums for stage in stages]
-            less = [count * none * max(0.0, s.computing - rest.compute - rest.waiting) for s, rest in zip(stages, idle)]
+            less = [count * none * max(0.0, s.computing - rest.compute) for s, rest in zip(stages, idle)]
             whole = self._pipelined(choice, stages, self.machine.share) if p > 1 else sum(full)
             seconds = max(whole * (1 - sum(less) / sum(full)), self.machine.share * seconds)
             seconds += sum(stages[s].update for own in local for s in own) / p
@@ -226,8 +237,10 @@ class Estimator(Division):
 
     def _reported(self, choice, own, count, empty, seconds) -> Estimate:
         parts = dict.fromkeys(PARTS, 0.0)
+        exchanges = 1.0  # a step ends with one of all ranks, of the gradient's norm
         for stage, idle in own:
             work = Pass.total([*((each, count) for each in stage.all_passes), (idle, empty)])
+            exchanges += work.exchanges
             parts["compute"] += work.compute
             parts["tensor"] += work.tensor + stage.sums_tensor
             parts["sequence"] += work.sequence
@@ -240,9 +253,7 @@ class Estimator(Division):
         parts["bubble"] = max(0.0, seconds - total)
         parts["reading"] = self.reading(choice)
         late = self.machine.errors.noise * math.sqrt(2 * math.log(choice.ranks))
-        # a step ends with an exchange of all ranks, of the gradient's norm
-        waiting = self.machine.device.waits(choice.ranks, choice.ranks) * math.sqrt(parts["compute"])
-        parts["stragglers"] = late * (seconds + parts["reading"]) + waiting
+        parts["stragglers"] = late * (seconds + parts["reading"]) + self.delay(choice, exchanges)
         return Estimate(seconds + parts["reading"] + parts["stragglers"], self.memory.of(choice), parts)
 
     def reading(self, choice: Choice) -> float:

@@ -48,8 +48,8 @@ class Device:
         norms, activations: B/s that norms with the sums around them, and operations between two products, read and
             write; 0 for `bandwidth`.
         cache: B of weights and gradients that a rank's cache holds from one microbatch to the next.
-        waiting: s that all ranks of a node wait for one another in an exchange, where a second was computed before it.
-            What delays a rank comes by chance, so that it grows with the root of the time.
+        delay: s that chance delays the ranks of a node in a step that has one exchange; √n times as long in one that
+            has n of them.
         product: part of the peak that a product reaches whose operands cost nothing to read.
         attention: part of a product's rate that the products inside attention reach.
         score: s that a score which counts takes besides, forward, whatever its head's width.
@@ -79,7 +79,7 @@ class Device:
     norms: float = 0.0
     activations: float = 0.0
     cache: float = 0.0
-    waiting: float = 0.0
+    delay: float = 0.0
     score: float = 0.0
     long_attention: float = 0.0
     long_score: float = 0.0
@@ -107,10 +107,6 @@ class Device:
         part = min(1.0, max(0.0, math.log(length / short) / math.log(long / short)))
         between = self.attention + part * (self.long_attention - self.attention)
         return between, self.score + part * (self.long_score - self.score)
-
-    def waits(self, box: int, ranks: int) -> float:
-        """The same of the ranks of a tensor box, of so many in all, of which the others go on."""
-        return self.waiting * box / ranks if box > 1 else 0.0
 
     def elementwise(self, residual: float, inner: float) -> float:
         """Seconds in which norms and sums, and what lies between two products, read and write so many bytes."""
@@ -193,7 +189,7 @@ class Occupied:
     norms: float
     activations: float
     cache: float
-    waiting: float
+    delay: float
     attention: float
     score: float
     long_attention: float

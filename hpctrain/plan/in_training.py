@@ -46,11 +46,11 @@ def in_training(found: Sequence[dict]) -> list[dict]:
     By the first, every operation of the forward and backward pass takes `slower` times as long, weights that no cache
     holds are read at `cold` B/s, and the optimizer's state at `state` B/s:
     seconds = slower × operations + bytes of weights / cold + bytes of the update / state + reading.
-    By the second, ranks wait for one another: `Device.waiting`.
+    By the second, chance delays ranks, which wait for one another: `Device.delay`.
     """
-    found = [each | {"waiting": 0.0} for each in found]
+    found = [each | {"delay": 0.0} for each in found]
     found = [each | _slower(each, machine) for each, machine in zip(found, _machines(found))]
-    return [each | _waiting(each, machine) for each, machine in zip(found, _machines(found))]
+    return [each | _delay(each, machine) for each, machine in zip(found, _machines(found))]
 
 
 def _machines(found: Sequence[dict]) -> list[Machine]:
@@ -87,16 +87,16 @@ def _slower(found: dict, machine: Machine) -> dict:
     }
 
 
-def _waiting(found: dict, machine: Machine) -> dict:
+def _delay(found: dict, machine: Machine) -> dict:
     equations, rest = [], []
     for job, taken in zip(jobs(found["ranks"]), found["together"], strict=True):
-        none, one = (_predicted(job, machine, waiting=waiting).seconds for waiting in (0.0, 1.0))
+        none, one = (_predicted(job, machine, delay=delay).seconds for delay in (0.0, 1.0))
         equations.append((one - none,))
         rest.append(taken - none)
     if found["ranks"] == 1:
         return {}
-    (waiting,) = _least(equations, rest)
-    return {"waiting": waiting}
+    (delay,) = _least(equations, rest)
+    return {"delay": delay}
 
 
 def _least(equations: Sequence[Sequence[float]], rest: Sequence[float]) -> list[float]:

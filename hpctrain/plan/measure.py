@@ -105,17 +105,18 @@ def groups(ranks: int) -> list[int]:
 def collectives(grid: Grid, device: torch.device, size: int) -> dict[str, list[tuple[int, float]]]:
     """{operation: [(bytes of the whole tensor, seconds)]} over groups of so many ranks, all of them at once, and of
     messages between two. As layers gather and add up activations, and replicas gradients: what is gathered lies
-    with the others, from whom it is read."""
+    with the others, from whom it is read; it takes what that takes beyond reading as much of one's own."""
     found: dict[str, list[tuple[int, float]]] = {}
     with Grid(data=grid.size // size, tensor=(size, 1, 1), comm=grid.comm) as cut:
         axis = cut.tensor
         for nbytes in SIZES:
             part = torch.zeros(max(1, nbytes // 4 // size), device=device)
+            own = torch.zeros(size * len(part), device=device)
             workspace, buffer = comm.workspace(axis, part), comm.AllReduceBuffer(axis, size * len(part), part)
             counts, whole = (len(part),) * size, size * len(part)
 
-            def gathered(part=part, workspace=workspace, counts=counts, buffer=buffer):
-                return buffer.local.copy_(workspace.gather(part, counts))
+            def gathered(part=part, workspace=workspace, counts=counts):
+                return workspace.gather(part, counts).sum()
 
             def added_up(part=part, workspace=workspace, counts=counts, whole=whole):
                 return workspace.reduce(workspace.buffer(whole, part), counts)
@@ -124,6 +125,7 @@ def collectives(grid: Grid, device: torch.device, size: int) -> dict[str, list[t
                 "all_gather": gathered,
                 "reduce_scatter": added_up,
                 "all_reduce": buffer.all_reduce,
+                "own": own.sum,
             }
             if size == 2:
                 message = part.new_zeros(whole)
@@ -136,8 +138,10 @@ def collectives(grid: Grid, device: torch.device, size: int) -> dict[str, list[t
                             comm.recv(message, axis, sender)
 
                 calls["message"] = there_and_back
-            for name, taken in zip(calls, in_turn(grid, list(calls.values()), device)):
-                found.setdefault(name, []).append((size * part.nbytes, taken / (2 if name == "message" else 1)))
+            taken = dict(zip(calls, in_turn(grid, list(calls.values()), device)))
+            taken["all_gather"] = max(0.0, taken["all_gather"] - taken.pop("own"))
+            for name, each in taken.items():
+                found.setdefault(name, []).append((size * part.nbytes, each / (2 if name == "message" else 1)))
     return found
 
 

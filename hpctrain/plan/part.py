@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 class Pass(NamedTuple):
     """Seconds: products and element-wise operations, and communication on the tensor, sequence and expert axes that
-    nothing hides; `waiting` is within that of the tensor axes."""
+    nothing hides; and the number of exchanges on the tensor axes."""
 
     compute: float = 0.0
     tensor: float = 0.0
     sequence: float = 0.0
     expert: float = 0.0
-    waiting: float = 0.0
+    exchanges: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -69,3 +69,7 @@ class Part:
     @functools.cached_property
     def seconds(self) -> float:
         return self.forward.seconds + self.input_gradient.seconds + self.weight_gradient.seconds
+
+    @functools.cached_property
+    def exchanges(self) -> float:
+        return self.forward.exchanges + self.input_gradient.exchanges + self.weight_gradient.exchanges

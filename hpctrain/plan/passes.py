@@ -4,7 +4,6 @@ update."""
 from __future__ import annotations
 
 import functools
-import math
 
 from hpctrain.choices import PLANE_PRODUCTS
 from hpctrain.plan.job import Choice, Job
@@ -53,7 +52,6 @@ class Box:
         again = 1 - 1 / choice.microbatches if machine.software.accumulates else 0.0
         self.added = again * (1 if z > 1 else 3)  # times that a weight gradient is read and written besides
         self.microbatches, self.tied = choice.microbatches, costs.tied and choice.pipeline == 1
-        self.waits = machine.device.waits(x * y * z, choice.ranks)
         self.expert, self.expert_tensor = choice.expert, choice.expert_tensor
         heads = -(-job.groups // (y if self.plane else x * y)) * (job.heads // max(1, job.groups))
         self.heads = -(-heads // self.ulysses)  # of this rank
@@ -80,18 +78,14 @@ class Box:
         self, seconds: float, operations: int, tensor: float, sequence: float = 0.0, expert: float = 0.0,
         exchanges: int = 0,
     ) -> Pass:  # fmt: skip
-        """With the launches of the operations, the communication that the computation does not hide, and the waiting in
-        exchanges on the tensor axes, between which as much is computed each time."""
+        """With the launches of the operations, and the communication that the computation does not hide."""
         launches = operations * self.machine.device.launch
         asynchronous = self.machine.software.asynchronous
         compute = max(seconds, launches) if asynchronous else seconds + launches
-        waiting = self.waits * math.sqrt(exchanges * compute)
-        tensor += waiting
         hidden = min(self.machine.software.hidden_tensor * tensor, compute)
         learned = self.machine.learned
-        return Pass(
-            compute * learned.compute, (tensor - hidden) * learned.tensor, sequence * learned.sequence, expert, waiting
-        )
+        compute, tensor = compute * learned.compute, (tensor - hidden) * learned.tensor
+        return Pass(compute, tensor, sequence * learned.sequence, expert, exchanges)
 
     # What a linear layer takes
 
