@@ -139,7 +139,7 @@ def collectives(grid: Grid, device: torch.device, size: int) -> dict[str, list[t
 
                 calls["message"] = there_and_back
             taken = dict(zip(calls, in_turn(grid, list(calls.values()), device)))
-            taken["all_gather"] = max(0.0, taken["all_gather"] - taken.pop("own"))
+            taken["all_gather"] = max(1e-9, taken["all_gather"] - taken.pop("own"))  # no figure may be 0
             for name, each in taken.items():
                 found.setdefault(name, []).append((size * part.nbytes, each / (2 if name == "message" else 1)))
     return found
