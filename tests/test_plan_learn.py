@@ -280,3 +280,19 @@ def test_ranks_of_a_core(world, monkeypatch):
     monkeypatch.setattr(computing.cores, "find", lambda affinity: SimpleNamespace(count=len(affinity)))
     with Grid(world.size) as grid:
         assert computing.of_a_core(grid) == max(1, world.size / 2)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1)
+def test_a_gather_is_what_it_takes_beyond_reading(world, monkeypatch):
+    """Nor is a figure 0, where it takes no longer."""
+    from hpctrain import Grid
+    from hpctrain.plan import measure
+
+    takes = iter([(5.0, 3.0, 2.0, 1.5), *[(1.0, 3.0, 2.0, 1.5)] * (len(measure.SIZES) - 1)])
+    monkeypatch.setattr(measure, "in_turn", lambda grid, calls, device: [call() for call in calls] and next(takes))
+    with Grid() as grid:
+        found = measure.collectives(grid, torch.device("cpu"), 1)
+    assert {name: [taken for _, taken in table[:2]] for name, table in found.items()} == {
+        "all_gather": [3.5, 1e-9], "reduce_scatter": [3.0, 3.0], "all_reduce": [2.0, 2.0],
+    }  # fmt: skip

@@ -39,3 +39,11 @@ def test_by_hand():
     for microbatches, expected in ((1, 12.0), (2, 15.0), (4, 27.0)):
         found = shape("gpipe", 4, microbatches, 0)
         assert shared_cores.makespan(found.schedule, costs, found.tasks, 0.5) == expected
+
+
+def test_messages_arrive_beside_work():
+    """Two microbatches of four stages have two cores, so that it is as if each stage had its own."""
+    found = shape("gpipe", 4, 2, 0)
+    times, halves = ([each / 2**half for each in (2.0, 1.5, 0.5)] for half in (0, 1))
+    alone = max(run(found.schedule, Costs(*halves, latency=0.25), found.tasks)[1])
+    assert shared_cores.makespan(found.schedule, Costs(*times, latency=0.25), found.tasks, 0.5) == pytest.approx(alone)
