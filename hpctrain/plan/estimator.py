@@ -13,7 +13,7 @@ from hpctrain.plan.division import Division, Parts
 from hpctrain.plan.job import Choice, Job
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.memory import Memory
-from hpctrain.plan.part import Pass
+from hpctrain.plan.part import Part, Pass
 from hpctrain.plan.passes import update_seconds
 
 PARTS = ("compute", "data", "tensor", "sequence", "expert", "bubble", "optimizer", "reading", "stragglers")
@@ -89,16 +89,17 @@ class Estimator(Division):
 
     def whole_microbatch(self, choice: Choice) -> float:
         """Seconds of a microbatch in the whole model, but for communication on the data axis."""
-        parts, dense = self.parts(choice), self.job.costs.dense_layers
-        blocks = (self.job.costs.layers - dense) * parts.blocks[0].seconds + dense * parts.blocks[1].seconds
-        return blocks + parts.embedding.seconds + parts.head.seconds
+        return sum(count * part.seconds for part, count in self._whole_model(choice))
 
     def exchanges(self, choice: Choice) -> float:
         """Of a step on a rank that has the whole model, but for microbatches without rows."""
-        found, dense = self.parts(choice), self.job.costs.dense_layers
-        blocks = [*zip(found.blocks, (self.job.costs.layers - dense, dense))]
-        each = sum(count * part.exchanges for part, count in [*blocks, (found.embedding, 1), (found.head, 1)])
+        each = sum(count * part.exchanges for part, count in self._whole_model(choice))
         return 1 + self.full_microbatches(choice) * each
+
+    def _whole_model(self, choice: Choice) -> list[tuple[Part, int]]:
+        """Its parts, and how often it has each."""
+        found, dense = self.parts(choice), self.job.costs.dense_layers
+        return [*zip(found.blocks, (self.job.costs.layers - dense, dense)), (found.embedding, 1), (found.head, 1)]
 
     def delay(self, choice: Choice, exchanges: float) -> float:
         """Seconds by which chance delays a step that has so many exchanges."""
