@@ -10,7 +10,7 @@ from torch import nn
 import hpctrain as ht
 from hpctrain import gemm
 from hpctrain.convert import linear as module
-from hpctrain.convert.linear import linear
+from hpctrain.convert.linear import linear, linears
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -30,8 +30,8 @@ def calls(monkeypatch):
     """Of the products that are oneDNN's where that is faster."""
     found = []
     mm, addmm = gemm.mm, gemm.addmm
-    monkeypatch.setattr(gemm, "mm", lambda *given: found.append("mm") or mm(*given))
-    monkeypatch.setattr(gemm, "addmm", lambda *given: found.append("addmm") or addmm(*given))
+    monkeypatch.setattr(gemm, "mm", lambda *given, **options: found.append("mm") or mm(*given, **options))
+    monkeypatch.setattr(gemm, "addmm", lambda *given, **options: found.append("addmm") or addmm(*given, **options))
     return found
 
 
@@ -66,6 +66,48 @@ def test_gradients_of_gradients():
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
 
 
+def several(dtype=torch.float64):
+    torch.manual_seed(1)
+    shapes = (2, 3, 5), (4, 5), (4,), (6, 5), (2, 5), (2,)
+    x, *others = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    return x, [(others[0], others[1]), (others[2], None), (others[3], others[4])]
+
+
+def one_by_one(x, layers):
+    return [F.linear(x, *layer) for layer in layers]
+
+
+@pytest.mark.parametrize("used", [(0, 1, 2), (0, 2), (1,)])
+def test_several_products_of_one_input(used):
+    x, layers = several()
+    every = [x, *(each for layer in layers for each in layer if each is not None)]
+    found = []
+    for function in (one_by_one, linears):
+        outputs = function(x, layers)
+        loss = sum((outputs[each].sin() * (each + 1)).sum() for each in used)
+        first = torch.autograd.grad(loss, every, create_graph=True, allow_unused=True)
+        again = sum(g.square().sum() for g in first if g is not None)
+        found.append([*outputs, *first, *torch.autograd.grad(again, every, allow_unused=True)])
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+def test_several_products_are_one_node():
+    x, layers = several()
+    nodes = {y.grad_fn.next_functions[0][0] for y in linears(x, layers)}
+    assert len(nodes) == 1
+
+
+def test_a_frozen_weight_among_several():
+    x, layers = several()
+    layers[0][0].requires_grad_(False)
+    sum(y.sum() for y in linears(x, layers)).backward()
+    assert layers[0][0].grad is None
+    assert all(each.grad is not None for each in (x, layers[0][1], layers[1][0], *layers[2]))
+
+
 def test_result_changed_in_place():
     """As nn.ReLU(inplace=True) does, and hooks on it."""
     x, weight, offset = given()
@@ -97,33 +139,45 @@ def test_a_weight_that_changed_since():
         y.sum().backward()
 
 
-def of_meta(x, weight):
-    return linear(x.to("meta"), weight.to("meta"))
-
-
-def in_autocast(x, weight):
+def in_autocast(x, weight, product):
     with torch.autocast("cpu"):
-        return linear(x, weight)
+        return product(x, weight)
 
 
-def in_vmap(x, weight):
-    return torch.func.vmap(lambda each: linear(each, weight))(x)
+def in_vmap(x, weight, product):
+    return torch.func.vmap(lambda each: product(each, weight))(x)
 
 
-def in_jvp(x, weight):
-    return torch.func.jvp(lambda x: linear(x, weight), (x,), (x,))[1]
+def in_jvp(x, weight, product):
+    return torch.func.jvp(lambda x: product(x, weight), (x,), (x,))[1]
 
 
-def forward_mode(x, weight):
+def forward_mode(x, weight, product):
     with torch.autograd.forward_ad.dual_level():
-        return torch.autograd.forward_ad.unpack_dual(linear(torch.autograd.forward_ad.make_dual(x, x), weight)).tangent
+        return torch.autograd.forward_ad.unpack_dual(product(torch.autograd.forward_ad.make_dual(x, x), weight)).tangent
+
+
+def of_two(x, weight):
+    return linears(x, [(weight, None)] * 2)[1]
+
+
+@pytest.mark.parametrize("product", [linear, of_two])
+@pytest.mark.parametrize("function", [in_autocast, in_vmap, in_jvp, forward_mode])
+def test_what_others_follow(calls, function, product):
+    x, weight, _ = given(bias=False)
+    with torch.no_grad():
+        torch.testing.assert_close(function(x, weight, product), function(x, weight, F.linear))
+    assert not calls
 
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x, w: linear(x.double(), w.double()), lambda x, w: linear(x[0, 0], w), of_meta, in_autocast, in_vmap,
-     in_jvp, forward_mode],
-)  # fmt: skip
+    [
+        lambda x, w: linear(x.double(), w.double()),
+        lambda x, w: linear(x[0, 0], w),
+        lambda x, w: linear(x.to("meta"), w.to("meta")),
+    ],
+)
 def test_where_it_is_not_for(calls, function):
     with torch.no_grad():
         function(*given(bias=False)[:2])

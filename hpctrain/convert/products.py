@@ -11,9 +11,10 @@ from torch import nn
 from hpctrain.convert.boundary import gather, take
 from hpctrain.convert.gathering_again import gathering_again
 from hpctrain.convert.hooks import check_global_hooks, check_hooks
-from hpctrain.convert.linear import linear
+from hpctrain.convert.linear import WeightAndBias, linear
 from hpctrain.convert.sharded_activation import enter, leave, whole
 from hpctrain.convert.sharding import local
+from hpctrain.convert.shared_input import SharedInput
 from hpctrain.grid import Axis
 from hpctrain.parameter import shard_of
 from hpctrain.shard import split_sizes
@@ -78,23 +79,31 @@ class SplitLinear(nn.Module):
         return enter(x, self.axis)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
+        return linear(x, self.matrix(), bias)
+
+    def matrix(self) -> torch.Tensor:
+        """The weight as (out, in)."""
         weight = self._parameters["weight"]
         assert weight is not None
-        return linear(x, weight, bias)
+        return weight
 
 
 class SharedEntry(SplitLinear):
-    """Mixin for one of several layers of a unit that take the same input: it is brought inside once.
+    """Mixin for one of several layers of a unit that take the same input.
 
-    Attributes: `entered`, {id of an input: it, what came inside}, of all of these layers; see `Unit`.
+    Attributes: `entered`, of all of these layers; see `Unit`.
     """
 
-    entered: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    entered: SharedInput
 
     def enter(self, x: torch.Tensor):
-        if id(x) not in self.entered:
-            self.entered[id(x)] = x, enter(x, self.axis)
-        return self.entered[id(x)][1]
+        return self.entered.enter(x, self)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
+        return self.entered.multiply(x, self)
+
+    def matrix_and_bias(self) -> WeightAndBias:
+        return self.matrix(), self._parameters["bias"]
 
 
 class Entrances(Protocol):
@@ -134,10 +143,8 @@ class Unit(nn.Module):
 class SplitConv1D(SplitLinear):
     """Mixin for Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
-        weight = self._parameters["weight"]
-        assert weight is not None
-        return linear(x, weight.t(), bias)
+    def matrix(self) -> torch.Tensor:
+        return super().matrix().t()
 
 
 class SplitConv(SplitLinear, nn.modules.conv._ConvNd):
@@ -222,9 +229,9 @@ def split_linear(plan: Plan, module: torch.nn.Module, **how: Any) -> None:
     split_matrix(plan, module, SplitLinear, 0, 1, **how)
 
 
-def share_entry(plan: Plan, module: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
+def share_entry(plan: Plan, module: torch.nn.Module, layers: list[Any]) -> None:
     """Of the layers of a unit, whose mixin inherits from Unit, and theirs from SharedEntry."""
-    entered: dict = {}
+    entered = SharedInput(layers)
     for layer in (module, *layers):
         plan.change(layer, entered=entered)
     plan.change(module, planned=dict(module._modules))
