@@ -57,7 +57,7 @@ def _split(plan, module, ups, down, fused, dropouts):
     for name in dropouts:
         plan.swap_class(getattr(module, name), SplitDropout, features=features, part=parts[plan.axis.rank])
     plan.swap_class(module, Unit)
-    share_entry(plan, module, layers)
+    share_entry(plan, module, [layers])
 
 
 def _simple(module, others) -> bool:

@@ -74,7 +74,7 @@ def split_gpt2_attention(plan: Plan, module: Any) -> None:
         split_matrix(plan, projection, FusedHeads, 1, 0, by_output=True, parts=parts, fused=times, leaves=False)
         plan.change(projection, padding=0 if local else times * width)
     split_matrix(plan, module.c_proj, HeadsBack, 1, 0, by_output=False, parts=parts, enters=False)
-    share_entry(plan, module, list(fused))
+    share_entry(plan, module, [[projection] for projection in fused])
     divide_heads(plan, module, heads)
     plan.change(module, split_size=local or width)
 

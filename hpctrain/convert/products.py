@@ -229,10 +229,11 @@ def split_linear(plan: Plan, module: torch.nn.Module, **how: Any) -> None:
     split_matrix(plan, module, SplitLinear, 0, 1, **how)
 
 
-def share_entry(plan: Plan, module: torch.nn.Module, layers: list[Any]) -> None:
-    """Of the layers of a unit, whose mixin inherits from Unit, and theirs from SharedEntry."""
-    entered = SharedInput(layers)
-    for layer in (module, *layers):
+def share_entry(plan: Plan, module: torch.nn.Module, groups: list[list[Any]]) -> None:
+    """Of the layers of a unit, in groups that take the same input; its mixin inherits from Unit, theirs from
+    SharedEntry."""
+    entered = SharedInput(groups)
+    for layer in (module, *(layer for group in groups for layer in group)):
         plan.change(layer, entered=entered)
     plan.change(module, planned=dict(module._modules))
 

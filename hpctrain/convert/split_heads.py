@@ -203,7 +203,6 @@ def _split_projections(plan, module, found, out):
     layers = [getattr(module, projection.name) for projection in found.projections]
     if any(plan.is_shared(layer.weight) for layer in (*layers, out)) or any(map(is_hooked, module.children())):
         return
-    outer = [layer for projection, layer in zip(found.projections, layers) if not projection.inner]
     if on_box:
         entered, group = Entered(plan.grid, over_tokens=False), found.heads // found.key_heads
         for projection, layer in zip(found.projections, layers):
@@ -216,7 +215,11 @@ def _split_projections(plan, module, found, out):
             _split_projection(plan, projection, layer, found, queries, keys)
         parts = [slice(part.start * found.width, part.stop * found.width) for part in queries]
         split_linear(plan, out, by_output=False, parts=parts, enters=False)
-        share_entry(plan, module, outer)
+        outer = [(projection, layer) for projection, layer in zip(found.projections, layers) if not projection.inner]
+        apart = _may_attend_to_others(module)
+        of_queries = [layer for projection, layer in outer if apart and projection.layout == "queries"]
+        others = [layer for _, layer in outer if layer not in of_queries]
+        share_entry(plan, module, [of_queries, others])
     for name in (*found.norms, *found.biases):
         child = getattr(module, name)
         if name in found.norms:
@@ -229,6 +232,12 @@ def _split_projections(plan, module, found, out):
     divide_heads(plan, module, queries, mixin)
     part, kept = queries[plan.axis.rank], keys[plan.axis.rank]
     plan.change(module, **local_attributes(module, found, part.stop - part.start, kept.stop - kept.start))
+
+
+def _may_attend_to_others(module) -> bool:
+    """Whether keys and values may be made from another sequence, as of an encoder."""
+    _, _, *others = inspect.signature(type(module).forward).parameters
+    return any(name.endswith("states") for name in others)
 
 
 def _split_projection(plan, projection, layer, found, queries, keys):
