@@ -103,7 +103,7 @@ class Box:
         weight = self.job.itemsize * k * n
         read, added = self.cold(weight), self.added * weight / self.machine.device.optimizer_rate
         gradient = self.product(k, m, n) + 2 * read + added
-        once = read if m else 0.0
+        once = read / self.z if m else 0.0  # its part of the weight; what is gathered has just been written
         computes = [self.product(m, k, n) + once, self.product(m, n, k) + once, gradient]
         if x * y * self.z == 1:
             return computes, [0.0, 0.0, 0.0]
