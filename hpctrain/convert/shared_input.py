@@ -13,6 +13,8 @@ from hpctrain.grid import Axis
 
 
 class EnteringLayer(Protocol):
+    """A `SharedEntry` of products.py."""
+
     axis: Axis
 
     def matrix_and_bias(self) -> WeightAndBias: ...
@@ -37,7 +39,7 @@ class SharedInput:
         return self._inside[id(x)][1]
 
     def multiply(self, x: torch.Tensor, layer: EnteringLayer) -> torch.Tensor:
-        """What the layer makes of what came inside."""
+        """What the layer makes of what came inside; without gradients it is made for this layer alone."""
         made = self._made.setdefault(id(x), {})
         if layer not in made and torch.is_grad_enabled():
             several = [each for each in self._group[layer] if each.matrix_and_bias()[0].shape[1] == x.shape[-1]]
