@@ -15,7 +15,7 @@ RANKS = {"checkpoint": 500}  # a save and a resume of 10,000 take minutes: by th
 def test_below_the_limits(part):
     ranks = RANKS.get(part, 10_000)
     command = warm([sys.executable, "benchmarks/ten_thousand.py", "--parts", part, "--ranks", str(ranks)])
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=460)
     rows = [json.loads(line) for line in ended.stdout.splitlines()]
     above = [row for row in rows if row["limit"] is not None and row["value"] > row["limit"]]
     assert (ended.returncode, above) == (0, []), ended.stderr
