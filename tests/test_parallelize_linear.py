@@ -66,10 +66,10 @@ def test_gradients_of_gradients():
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
 
 
-def several(dtype=torch.float64):
+def several():
     torch.manual_seed(1)
     shapes = (2, 3, 5), (4, 5), (4,), (6, 5), (2, 5), (2,)
-    x, *others = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    x, *others = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     return x, [(others[0], others[1]), (others[2], None), (others[3], others[4])]
 
 

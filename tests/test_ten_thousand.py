@@ -8,7 +8,7 @@ import pytest
 from running import ROOT, warm
 
 PARTS = sorted(path.stem.removeprefix("ten_thousand_") for path in (ROOT / "benchmarks").glob("ten_thousand_*.py"))
-RANKS = {"checkpoint": 500}  # a save and a resume of 10,000 take minutes: by the command
+RANKS = {"checkpoint": 1_000}  # a save and a resume of 10,000 take minutes: by the command
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -42,8 +42,9 @@ class SharedInput:
         """What the layer makes of what came inside; without gradients it is made for this layer alone."""
         made = self._made.setdefault(id(x), {})
         if layer not in made and torch.is_grad_enabled():
-            several = [each for each in self._group[layer] if each.matrix_and_bias()[0].shape[1] == x.shape[-1]]
-            made.update(zip(several, linears(x, [each.matrix_and_bias() for each in several])))
+            group = {each: each.matrix_and_bias() for each in self._group[layer]}
+            several = {each: of_it for each, of_it in group.items() if of_it[0].shape[1] == x.shape[-1]}
+            made.update(zip(several, linears(x, list(several.values()))))
         y, made[layer] = made.get(layer), None
         return linear(x, *layer.matrix_and_bias()) if y is None else y
 
