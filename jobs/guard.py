@@ -153,15 +153,25 @@ def conclude(status: int, stop: Stop, requeues: bool) -> int:
     if task := os.environ.get("SLURM_ARRAY_TASK_ID"):  # of an array the number may be that of the whole
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
     done = "not begun" if unheard else "saved"
-    if job and not stop.reasons & set(ENDINGS):
+    if job and not stop.reasons & set(ENDINGS) and not cancelled(job):
         say(f"{done}; requeueing job {job}", file=1)
-        import subprocess
-
-        if subprocess.run(["scontrol", "requeue", job], check=False).returncode == 0:
+        if scontrol("requeue", job).returncode == 0:
             time.sleep(60)  # Slurm ends this job
     else:  # a cancelled job is not to come back
         say(f"{done}; the same command with --resume goes on from there", file=1)
     return status
+
+
+def cancelled(job: str) -> bool:
+    """Whether Slurm is ending the job: it signals process by process, and the ranks may have heard and ended first."""
+    facts = scontrol("show", "job", job, capture_output=True, text=True)
+    return facts.returncode == 0 and "JobState=RUNNING" not in facts.stdout
+
+
+def scontrol(*arguments: str, **settings):
+    import subprocess  # slow, and seldom wanted
+
+    return subprocess.run(["scontrol", *arguments], check=False, **settings)
 
 
 def pending(process: int) -> set:

@@ -59,6 +59,7 @@ SelectType=select/cons_tres
 MpiDefault=none
 ReturnToService=2
 KillWait=2
+MinJobAge=3600
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP

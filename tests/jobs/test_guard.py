@@ -27,11 +27,14 @@ def guarded(tmp_path):
     """guarded(script, ...) starts a script in the place of the ranks, by supervise.sh; it has said "up"."""
     jobs = []
 
-    def begin(script, program="jobs/supervise.sh", up=True, **environment):
+    def begin(script, program="jobs/supervise.sh", up=True, state="RUNNING", **environment):
         path = tmp_path / "ranks.sh"
         path.write_text(script)
         scontrol = tmp_path / "scontrol"
-        scontrol.write_text('#!/bin/sh\necho "asked to $*"\nexit 1\n')  # the real one ends the job
+        scontrol.write_text(
+            f'#!/bin/sh\n[ "$1 $2" = "show job" ] && exec echo "JobId=$3 JobState={state} Reason=None"\n'
+            'echo "asked to $*"\nexit 1\n'  # the real one ends the job
+        )
         scontrol.chmod(0o755)
         environment = {
             **os.environ, "HPCTRAIN_LAUNCHER": "env", "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "",
@@ -90,6 +93,15 @@ def test_the_warning_reaches_the_ranks(guarded, impatient, slurm, number, said, 
     assert ("requeue" in told) == ("requeue" in said)
     assert job.wait(10) == 85
     assert (tmp_path / "stderr").read_text().count("are told to save and to stop after their step") == 1
+
+
+@pytest.mark.parametrize(("state", "back"), [("RUNNING", True), ("CANCELLED", False), ("TIMEOUT", False)])
+def test_ranks_that_end_before_the_guard_hears_why(guarded, state, back):
+    """Slurm signals a job's processes one after another; a cancelled job is not to come back."""
+    job = guarded("echo up\nexit 85\n", state=state, **TASK)
+    told = job.stdout.read()
+    assert ("requeueing job 7_3\nasked to requeue 7_3\n" in told, RESUME in told) == (back, not back)
+    assert job.wait(10) == 85
 
 
 def test_outside_of_a_batch_job_nothing_is_requeued(guarded):
