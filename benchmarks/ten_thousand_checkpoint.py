@@ -27,13 +27,14 @@ NAMES = [f"{kind}/block-{n}.weight" for kind in ("model", "optimizer/exp_avg", "
          for n in range(PARAMETERS)]  # fmt: skip
 WHOLE = Shard((SIDE, SIDE), (slice(0, SIDE), slice(0, SIDE)))
 NUMBERS = torch.empty(SIDE, SIDE, device="meta")
+REPLICAS = [Entry(name, WHOLE, NUMBERS) for name in NAMES]
 SECONDS, MEMORY, FILES = 1.0, 100_000_000, 1000  # limits
 
 
 def entries(method, ranks, rank):
     """What a rank saves, and loads: of ddp all load everything."""
     if method == "ddp":
-        return replicas_part([Entry(name, WHOLE, NUMBERS) for name in NAMES], ranks, rank)
+        return replicas_part(REPLICAS, ranks, rank)
     mine = split(SIDE * SIDE, ranks, rank)
     parts = [(part, NUMBERS.view(-1)[: torch.Size(part.shape).numel()]) for part in
              rectangles(WHOLE, mine.start, mine.stop)]  # fmt: skip
@@ -160,7 +161,7 @@ def rows(ranks):
             for what, count in (("the same ranks", ranks), ("half as many", ranks // 2)):
                 wanted = entries(method, count, 1)
                 if method == "ddp":  # everybody loads all of it
-                    wanted = [Entry(name, WHOLE, NUMBERS) for name in NAMES]
+                    wanted = REPLICAS
                 (read, opened, pieces), seconds, memory = cost(functools.partial(find, folder, wanted))
                 case = f"{method}, resume on {what}"
                 yield row(f"{case}: seconds", seconds, "s", 3 * SECONDS)

@@ -60,15 +60,17 @@ def replicas_part(entries: list[Entry], parts: int, index: int) -> list[Entry]:
     writer = index * writers // parts
     if -(-writer * parts // writers) != index:
         return []
-    first, last, place = total * writer // writers, total * (writer + 1) // writers, 0
+    first, last, end = total * writer // writers, total * (writer + 1) // writers, 0
     chosen = [entry for entry in entries if not entry.shard.global_shape] if writer == 0 else []
     for entry in tensors:
+        begin, end = end, end + entry.tensor.nbytes
+        if max(first, begin) >= min(last, end):
+            continue
         rows = entry.shard.shape[0]
-        row = max(1, entry.tensor.nbytes // max(1, rows))
-        start, stop = (min(max(-(-(edge - place) // row), 0), rows) for edge in (first, last))
+        row = (end - begin) // rows
+        start, stop = (min(max(-(-(edge - begin) // row), 0), rows) for edge in (first, last))
         if start < stop:
             chosen.append(_rows(entry, start, stop))
-        place += entry.tensor.nbytes
     return chosen
 
 

@@ -296,6 +296,8 @@ def test_replicas_save_every_row_once(world, monkeypatch, least):
     shards = [Shard((30, 20), (slice(10, 30), slice(0, 9))), Shard((7,), (slice(0, 7),)), Shard((), ())]
     tensors = [torch.rand(shard.shape) for shard in shards]
     entries = [Entry(str(n), shard, tensor) for n, (shard, tensor) in enumerate(zip(shards, tensors))]
+    empty = (Shard((6, 5), slices) for slices in ((slice(6, 6), slice(0, 5)), (slice(0, 6), slice(5, 5))))
+    entries[1:1] = [Entry("nothing", shard, torch.empty(shard.shape)) for shard in empty]
     total = sum(tensor.nbytes for tensor in tensors[:2])
     for parts in (1, 2, 3, 7, 1000):
         found = [replicas_part(entries, parts, index) for index in range(parts)]
