@@ -19,11 +19,21 @@ def run_ranks(command: Sequence[str], timeout: float | None = None, **options: A
         subprocess.TimeoutExpired: after `timeout` seconds, likewise.
     """
     usual = [number for number in ENDINGS if signal.getsignal(number) == signal.SIG_DFL]
+    started, heard = False, []
+
+    def end(number, _):
+        heard.append(number)
+        if started:  # while it is being started nobody knows its id
+            raise SystemExit(128 + number)
+
     for number in usual:
-        signal.signal(number, _end)
+        signal.signal(number, end)
     try:
         with subprocess.Popen(command, **options) as job:
             try:
+                started = True
+                if heard:
+                    end(heard[0], None)
                 said = job.communicate(timeout=timeout)
             except BaseException:
                 job.terminate()
@@ -33,7 +43,3 @@ def run_ranks(command: Sequence[str], timeout: float | None = None, **options: A
     finally:
         for number in usual:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _end(number: int, _: object) -> None:
-    raise SystemExit(128 + number)

@@ -40,6 +40,22 @@ def test_ranks_end_with_the_command(tmp_path, number):
     assert not any((tmp_path / "out").iterdir())
 
 
+def test_a_signal_while_the_job_is_started(monkeypatch):
+    """It has a process then, whose id nobody knows yet."""
+    jobs, start = [], subprocess.Popen
+
+    def started(*command, **options):
+        jobs.append(start(*command, **options))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return jobs[0]
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    with pytest.raises(SystemExit, match="143"):
+        run_ranks(["sleep", "60"])
+    assert jobs[0].returncode == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_a_job_that_takes_too_long_ends():
     with pytest.raises(subprocess.TimeoutExpired):
         run_ranks(["sleep", "60"], 0.05)
