@@ -7,8 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hpctrain as ht
-from hpctrain.convert import linear as module
-from hpctrain.convert import shared_input
+from hpctrain.convert import boundary_products, linear, shared_input
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
@@ -52,11 +51,15 @@ def products(monkeypatch):
     """How many layers are multiplied for at a time."""
     found = []
 
-    def counted(x, layers):
-        found.append(len(layers))
-        return module.linears(x, layers)
+    def counted(function):
+        def call(x, layers, *axis):
+            found.append(len(layers))
+            return function(x, layers, *axis)
 
-    monkeypatch.setattr(shared_input, "linears", counted)
+        return call
+
+    monkeypatch.setattr(shared_input, "entering", counted(boundary_products.entering))
+    monkeypatch.setattr(shared_input, "linears", counted(linear.linears))
     return found
 
 
@@ -98,9 +101,9 @@ def test_without_gradients_each_by_itself(world, products):
     model = ht.parallelize(Model(OfItself).double(), tensor_grids(world)[0])
     with torch.no_grad():
         y = model(*OF_ITSELF)
-    assert not products
+    assert products == [1, 1, 1]
     torch.testing.assert_close(model(*OF_ITSELF), y, rtol=1e-12, atol=1e-12)
-    assert products == [3]
+    assert products == [1, 1, 1, 3]
 
 
 class Twice(nn.Module):
@@ -120,4 +123,4 @@ def test_a_layer_that_is_called_twice(world, products, recompute):
         return checkpoint(model, x, use_reentrant=False) if recompute else model(x)
 
     compare(Twice, tensor_grids(world)[0], [numbers(2, 5, 4)], run)
-    assert products == [2] * (1 + recompute)
+    assert products == [2, 1] * (1 + recompute)

@@ -46,10 +46,30 @@ def sum_of_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over all ranks, on every rank, with the same bits; in the order of memory of a contiguous tensor. As
     `comm.all_reduce`, also where an algorithm was chosen for the axis."""
     check_reducible(x.dtype, "sum")
-    memory = None if axis in axis.transport.reducers else shared_memory_for(x, axis, x.numel())
+    memory = _memory_for_sum(x, axis, x.numel())
     if memory is None:
         return reductions.all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
     return time_call(axis, "all_reduce", _sum, x, axis, memory)
+
+
+def summand_for(shape: tuple[int, ...], axis: Axis, like: torch.Tensor) -> torch.Tensor:
+    """Memory for this rank's summand, to be filled and given to `sum_of_summands` before anything else is sent along
+    the axis. All of it is shared memory at once, where it is on one node."""
+    memory = _memory_for_sum(like, axis, math.prod(shape))
+    return like.new_empty(shape) if memory is None else memory.buffer(math.prod(shape), like).view(shape)
+
+
+def sum_of_summands(summand: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """`sum_of_all` of what every rank wrote to its `summand_for`."""
+    check_reducible(summand.dtype, "sum")
+    memory = _memory_for_sum(summand, axis, summand.numel())
+    if memory is None:
+        return reductions.all_reduce(summand, axis)
+    return time_call(axis, "all_reduce", _sum_in_place, summand, axis, memory)
+
+
+def _memory_for_sum(like: torch.Tensor, axis: Axis, numel: int) -> SharedMemoryWorkspace | None:
+    return None if axis in axis.transport.reducers else shared_memory_for(like, axis, numel)
 
 
 def shared_memory_for(x: torch.Tensor, axis: Axis, numel: int) -> SharedMemoryWorkspace | None:
@@ -91,6 +111,17 @@ def _sum(x, axis, memory):
     out, flat = torch.empty_like(x, memory_format=torch.contiguous_format), x.reshape(-1)
     for given, place in zip(flat.split(PIECE), out.view(-1).split(PIECE)):
         memory.total(memory.buffer(len(given), given).copy_(given), place)
+    _count(x, axis)
+    return out
+
+
+def _sum_in_place(summand, axis, memory):
+    out = torch.empty_like(summand)
+    memory.total(summand.view(-1), out.view(-1))
+    _count(summand, axis)
+    return out
+
+
+def _count(x, axis):
     moved = 2 * (axis.size - 1) * x.nbytes // axis.size
     axis.transport.traffic.add(axis.name, "all_reduce", moved, moved)
-    return out

@@ -38,15 +38,15 @@ class FusedHeads(SharedEntry, SplitConv1D):
 
     padding: int
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
-        return F.pad(super().multiply(x, bias), (0, self.padding))
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, enters: bool):
+        return F.pad(super().multiply(x, bias, enters), (0, self.padding))
 
 
 class HeadsBack(SplitConv1D):
     """Mixin for GPT-2's projection of all heads back."""
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
-        return super().multiply(x[..., : len(self.weight)], bias)
+    def multiply_leaving(self, x: torch.Tensor, bias: torch.Tensor | None, start: int, shards: bool):
+        return super().multiply_leaving(x[..., : len(self.weight)], bias, start, shards)
 
 
 def split_gpt2_attention(plan: Plan, module: Any) -> None:

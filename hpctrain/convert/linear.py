@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,25 +21,63 @@ WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As F.linear, to rounding."""
     fast = x.dtype is torch.float32 and x.is_cpu and gemm.is_faster() and x.numel() * len(weight) >= _PAYS
-    if not (fast and _is_plain(x, [(weight, bias)])):
+    if not (fast and is_plain(x, [(weight, bias)])):
         return F.linear(x, weight, bias)
-    return _products(x, [(weight, bias)])[0]
+    return products(x, [(weight, bias)], x.shape[:-1])[0]
 
 
 def linears(x: torch.Tensor, layers: Sequence[WeightAndBias]) -> list[torch.Tensor]:
     """F.linear of one input by each, to rounding. Their gradients of the input are added up as they are multiplied."""
-    if len(layers) < 2 or not _is_plain(x, layers):
+    if len(layers) < 2 or not is_plain(x, layers):
         return [linear(x, weight, bias) for weight, bias in layers]
-    return _products(x, layers)
+    return products(x, layers, x.shape[:-1])
 
 
-def _products(x, layers):
-    found = _Linears.apply(x.flatten(0, -2), *(each for layer in layers for each in layer))
+class Way(Protocol):
+    """How a matrix comes into a divided unit, and how a sum of the ranks leaves it."""
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        """What has come in. Scratch memory; in a backward that is differentiated, memory of its own."""
+
+    def summand(self, rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        """To be filled, and given to `outside`, before anything else is sent."""
+
+    def outside(self, summand: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's."""
+
+    def leave(self, summand: torch.Tensor) -> torch.Tensor:
+        """The same, of any memory, differentiable."""
+
+
+class _Inside:
+    """Of products in the middle of a unit, or of one rank."""
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def summand(self, rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(rows, width)
+
+    def outside(self, summand: torch.Tensor) -> torch.Tensor:
+        return summand
+
+    leave = outside
+
+
+_INSIDE = _Inside()
+
+
+def products(
+    x: torch.Tensor, layers: Sequence[WeightAndBias], leading: Sequence[int], way: Way = _INSIDE
+) -> list[torch.Tensor]:
+    """`linears`, of what `is_plain`, whose results have these dims before their features. The input comes inside by the
+    way given, by which the sum of its gradients leaves."""
+    found = _Linears.apply(way, x.flatten(0, -2), *(each for layer in layers for each in layer))
     # as torch.matmul does: a hook on a view of which a part was changed in place crashes torch
-    return [torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1])) for y in found]
+    return [torch.ops.aten._unsafe_view(y, (*leading, y.shape[1])) for y in found]
 
 
-def _is_plain(x, layers) -> bool:
+def is_plain(x: torch.Tensor, layers: Sequence[WeightAndBias]) -> bool:
     """Not what another library follows from operation to operation, or torch would cast."""
     if x.dim() < 2 or type(x) is not torch.Tensor or torch.is_autocast_enabled(x.device.type):
         return False
@@ -48,30 +88,40 @@ def _is_plain(x, layers) -> bool:
     return torch._C._functorch.peek_interpreter_stack() is None
 
 
+def _summed(way: Way, factors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The sum of every rank's products a b."""
+    if torch.is_grad_enabled():
+        return way.leave(functools.reduce(torch.add, (gemm.mm(a, b) for a, b in factors)))
+    (a, b), *others = factors
+    summand = gemm.mm(a, b, out=way.summand(len(a), b.shape[1], a))
+    for a, b in others:
+        gemm.addmm(summand, a, b, out=summand)
+    return way.outside(summand)
+
+
 class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, *weights_and_biases):
+    def forward(ctx, way, x, *weights_and_biases):
         weights, biases = weights_and_biases[::2], weights_and_biases[1::2]
+        ctx.way = way
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
+        inside = way.inside(x)
         return tuple(
-            gemm.mm(x, weight.t()) if bias is None else gemm.addmm(bias, x, weight.t())
+            gemm.mm(inside, weight.t()) if bias is None else gemm.addmm(bias, inside, weight.t())
             for weight, bias in zip(weights, biases)
         )
 
     @staticmethod
     def backward(ctx, *grads):
+        x, *weights = ctx.saved_tensors  # a checkpoint runs the block once more for them, as whoever calls it
+        way, (_, needs_x, *needed) = ctx.way, ctx.needs_input_grad
         with local():
-            (x, *weights), (needs_x, *needed) = ctx.saved_tensors, ctx.needs_input_grad
-            of_x: torch.Tensor | None = None
+            inside = way.inside(x) if any(needed[::2]) else x
             others: list[torch.Tensor | None] = []
-            for grad, weight, needs_weight, needs_bias in zip(grads, weights, needed[::2], needed[1::2]):
-                if grad is None:  # nobody went on with this product
-                    others += [None, None]
-                    continue
-                if of_x is not None:
-                    of_x = gemm.addmm(of_x, grad, weight, out=None if torch.is_grad_enabled() else of_x)
-                elif needs_x:
-                    of_x = gemm.mm(grad, weight)
-                others += [gemm.mm(grad.t(), x) if needs_weight else None, grad.sum(0) if needs_bias else None]
-            return of_x, *others
+            for grad, needs_weight, needs_bias in zip(grads, needed[::2], needed[1::2]):
+                known = grad is not None  # somebody went on with this product
+                others.append(gemm.mm(grad.t(), inside) if known and needs_weight else None)
+                others.append(grad.sum(0) if known and needs_bias else None)
+            factors = [(grad, weight) for grad, weight in zip(grads, weights) if grad is not None]
+            return None, _summed(way, factors) if needs_x else None, *others

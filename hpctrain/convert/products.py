@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpctrain.convert.boundary import gather, take
+from hpctrain.convert.boundary_products import entering, leaving
 from hpctrain.convert.gathering_again import gathering_again
 from hpctrain.convert.hooks import check_global_hooks, check_hooks
 from hpctrain.convert.linear import WeightAndBias, linear
-from hpctrain.convert.sharded_activation import enter, leave, whole
+from hpctrain.convert.sharded_activation import enter, whole
 from hpctrain.convert.sharding import local
 from hpctrain.convert.shared_input import SharedInput
 from hpctrain.grid import Axis
@@ -64,22 +65,20 @@ class SplitLinear(nn.Module):
     def _run(self, x, enters, leaves):
         axis, bias = self.axis, self._parameters["bias"]
         if self.by_output:
-            x = self.enter(x) if enters else x
-            with gathering_again(x):
-                y = self.multiply(x, bias)
-            return gather(y, axis, self.counts, x.dim() + self.feature_dim) if leaves else y
-        dim = x.dim() + self.feature_dim
-        y = self.multiply(take(x, axis, self.counts, dim) if enters else x, None)
-        if bias is not None:  # each rank adds its part of the bias to its summand
-            start = 0 if axis.size == 1 else shard_of(bias).slices[0].start  # of any tensor, as functional_call gives
-            y.narrow(dim, start, len(bias)).add_(bias.view(-1, *[1] * (-1 - self.feature_dim)))
-        return leave(y, axis, self.shards and not enters)
+            y = self.multiply(x, bias, enters)
+            return gather(y, axis, self.counts, y.dim() + self.feature_dim) if leaves else y
+        x = take(x, axis, self.counts, x.dim() - 1) if enters else x
+        # each rank adds its part of the bias to its summand; of any tensor, as functional_call gives
+        start = 0 if bias is None or axis.size == 1 else shard_of(bias).slices[0].start
+        return self.multiply_leaving(x, bias, start, self.shards and not enters)
 
-    def enter(self, x: torch.Tensor):
-        return enter(x, self.axis)
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, enters: bool):
+        if not enters:
+            return linear(x, self.matrix(), bias)
+        return entering(x, [(self.matrix(), bias)], self.axis)[0]
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
-        return linear(x, self.matrix(), bias)
+    def multiply_leaving(self, x: torch.Tensor, bias: torch.Tensor | None, start: int, shards: bool):
+        return leaving(x, self.matrix(), bias, start, self.axis, shards)
 
     def matrix(self) -> torch.Tensor:
         """The weight as (out, in)."""
@@ -96,11 +95,8 @@ class SharedEntry(SplitLinear):
 
     entered: SharedInput
 
-    def enter(self, x: torch.Tensor):
-        return self.entered.enter(x, self)
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
-        return self.entered.multiply(x, self)
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, enters: bool):
+        return self.entered.multiply(x, self) if enters else super().multiply(x, bias, enters)
 
     def matrix_and_bias(self) -> WeightAndBias:
         return self.matrix(), self._parameters["bias"]
@@ -162,13 +158,18 @@ class SplitConv(SplitLinear, nn.modules.conv._ConvNd):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return SplitLinear.forward(self, x)  # which stands behind nn.Conv1d where an heir's forward calls this
 
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, enters: bool):
+        inside = self.enter(x)
+        with gathering_again(inside):
+            return self.convolve(inside, bias)
+
     def enter(self, x: torch.Tensor):
         if self.input_counts is None:
             return enter(x, self.axis)
         x = whole(x)
         return take(x, self.axis, self.input_counts, x.dim() + self.feature_dim)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
+    def convolve(self, x: torch.Tensor, bias: torch.Tensor | None):
         groups, self.groups = self.groups, self.local_groups
         try:
             if len(self.weight):

@@ -7,7 +7,9 @@ from typing import Protocol
 
 import torch
 
-from hpctrain.convert.linear import WeightAndBias, linear, linears
+from hpctrain.convert.boundary_products import entering
+from hpctrain.convert.gathering_again import gathering_again
+from hpctrain.convert.linear import WeightAndBias, linears
 from hpctrain.convert.sharded_activation import enter
 from hpctrain.grid import Axis
 
@@ -29,24 +31,29 @@ class SharedInput:
 
     def __init__(self, groups: list[list[EnteringLayer]]):
         self._group = {layer: group for group in groups for layer in group}
+        self._groups = sum(map(bool, groups))
         self._inside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of an input: it, what came inside
-        # by the id of what came inside: what was made of it; None once it was taken, as it may be changed in place
-        self._made: dict[int, dict[EnteringLayer, torch.Tensor | None]] = {}
-
-    def enter(self, x: torch.Tensor, layer: EnteringLayer) -> torch.Tensor:
-        if id(x) not in self._inside:
-            self._inside[id(x)] = x, enter(x, layer.axis)
-        return self._inside[id(x)][1]
+        # by the id of an input: it, what was made of it; None once it was taken, as it may be changed in place
+        self._made: dict[int, tuple[torch.Tensor, dict[EnteringLayer, torch.Tensor | None]]] = {}
 
     def multiply(self, x: torch.Tensor, layer: EnteringLayer) -> torch.Tensor:
-        """What the layer makes of what came inside; without gradients it is made for this layer alone."""
-        made = self._made.setdefault(id(x), {})
+        """What the layer makes of an input; without gradients it is made for this layer alone."""
+        _, made = self._made.setdefault(id(x), (x, {}))
         if layer not in made and torch.is_grad_enabled():
             group = {each: each.matrix_and_bias() for each in self._group[layer]}
             several = {each: of_it for each, of_it in group.items() if of_it[0].shape[1] == x.shape[-1]}
-            made.update(zip(several, linears(x, list(several.values()))))
+            made.update(zip(several, self._products(x, list(several.values()), layer.axis)))
         y, made[layer] = made.get(layer), None
-        return linear(x, *layer.matrix_and_bias()) if y is None else y
+        return self._products(x, [layer.matrix_and_bias()], layer.axis)[0] if y is None else y
+
+    def _products(self, x, layers, axis):
+        if self._groups == 1 and torch.is_grad_enabled():
+            return entering(x, layers, axis)
+        if id(x) not in self._inside:  # once for all groups and layers
+            self._inside[id(x)] = x, enter(x, axis)
+        _, inside = self._inside[id(x)]
+        with gathering_again(inside):
+            return linears(inside, layers)
 
     def clear(self) -> None:
         self._inside.clear()

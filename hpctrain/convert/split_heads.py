@@ -166,8 +166,8 @@ class SharedHead(SharedEntry):
 
     needed: slice | torch.Tensor
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None):
-        part = super().multiply(x, bias)
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, enters: bool):
+        part = super().multiply(x, bias, enters)
         whole = functional.all_gather(part.flatten(0, -2).t(), self.axis, self.counts).t()
         return whole[:, self.needed].contiguous().unflatten(0, part.shape[:-1])
 

@@ -36,6 +36,11 @@ class TokenRows:
         """The first row of this rank."""
         return self._ranges[self.axis.rank][0]
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the ranks' rows lie one after another by rank."""
+        return self._ranges == tuple(sorted(self._ranges))
+
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's. Adjoint: `gather`."""
         return boundary.take(self._by_rank(whole), self.axis, self.counts, 0)
@@ -57,14 +62,12 @@ class TokenRows:
         return _ranges(self.count, self.axis.x.size, self.axis.y.size, self.axis.z.size)
 
     def _by_rank(self, x):
-        ranges = self._ranges
-        return x if ranges == tuple(sorted(ranges)) else torch.cat([x[start:stop] for start, stop in ranges])
+        return x if self.in_order else torch.cat([x[start:stop] for start, stop in self._ranges])
 
     def _in_order(self, x):
-        ranges = self._ranges
-        if ranges == tuple(sorted(ranges)):
+        if self.in_order:
             return x
-        parts = x.split(self.counts)
+        parts, ranges = x.split(self.counts), self._ranges
         return torch.cat([parts[rank] for rank in sorted(range(len(ranges)), key=lambda rank: ranges[rank])])
 
 
