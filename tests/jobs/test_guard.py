@@ -99,8 +99,8 @@ def test_the_warning_reaches_the_ranks(guarded, impatient, slurm, number, said, 
 def test_ranks_that_end_before_the_guard_hears_why(guarded, state, back):
     """Slurm signals a job's processes one after another; a cancelled job is not to come back."""
     job = guarded("echo up\nexit 85\n", state=state, **TASK)
-    told = job.stdout.read()
-    assert ("requeueing job 7_3\nasked to requeue 7_3\n" in told, RESUME in told) == (back, not back)
+    output = job.stdout.read()
+    assert ("requeueing job 7_3\nasked to requeue 7_3\n" in output, RESUME in output) == (back, not back)
     assert job.wait(10) == 85
 
 
