@@ -1,37 +1,41 @@
 """What a plan says beside what is measured: every grid of 1, 2 and 4 ranks of three jobs on this machine.
 
-    python benchmarks/planner.py                                     all of it, 16 minutes on 2 quiet cores
+    python benchmarks/planner.py                                     all of it, half an hour on 2 cores
     python benchmarks/planner.py --jobs compute --ranks 1,2 --rounds 1 --machine here.toml
 
-First `hpctrain machine` measures the machine, where --machine gives no file of it.
-In each round one MPI job for each number of ranks measures all grids of all jobs once. A measurement is that of
-`hpctrain scale`, a median over --steps; the least of the rounds counts, as what others do to the machine only adds to a
-time, and the rounds of a grid lie minutes apart, as what others do lasts for a minute at times. Memory is the largest
-resident set of a rank of a job that has this grid alone, after the others: what other grids leave in the heap is up to
-5 % of it.
+In each round the machine is measured as by `hpctrain machine`, where --machine gives no file of it, and then one MPI
+job for each number of ranks measures all grids of all jobs once: what the hour does to the one, it does to the others.
+The machine's file, of the medians of the rounds, is written to --output. A measurement is that of `hpctrain scale`, a
+median over --steps; the least of the rounds counts, as what others do to the machine only adds to a time, and the
+rounds of a grid lie minutes apart, as what others do lasts for a minute at times. Memory is the largest resident set of
+a rank of a job that has this grid alone, after the others: what other grids leave in the heap is up to 5 % of it.
 The plan's choice is the grid that is predicted to be the fastest.
 
 Prints one JSON object a line: of each grid `{"benchmark": "planner", "case", "ranks", "grid", "predicted", "measured",
-"memory_predicted", "memory_measured", "bytes_exact", "rounds"}`; of each job and number of ranks `{"regret",
-"rank_correlation", "within_10_percent", "memory_within_7_percent", "chosen", "best"}`, where regret is the chosen
-grid's measured seconds over the best's, less one.
+"memory_predicted", "memory_measured", "bytes_exact", "rounds"}`, of which the last are the seconds of each; of each job
+and number of ranks `{"regret", "rank_correlation", "within_10_percent", "memory_within_7_percent", "chosen", "best"}`,
+where regret is the chosen grid's measured seconds over the best's, less one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from hpctrain.cli.machine import Measuring, described
 from hpctrain.config import Config, load_config
 from hpctrain.grid_shape import all_grids
 from hpctrain.plan import Machine, predict
 
 ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER = os.environ.get("MPIRUN") or str(ROOT / "jobs/mpirun.sh")
 JOBS = {  # of sizes that divide evenly: bytes are exact where they do
     "compute": ["model.layers=4", "model.width=384", "model.heads=8", "model.context=128", "train.batch=8",
                 "model.vocabulary=320"],
@@ -57,34 +61,30 @@ def grids(job: list[str], ranks: int) -> list[list[str]]:
     return found
 
 
-def measured_machine(ranks: list[int]) -> Machine:
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch, "here.toml")
-        counts = ",".join(map(str, sorted({1, *ranks})))
-        command = [sys.executable, "-m", "hpctrain", "machine", "-o", str(out), "--ranks", counts]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # limits each of its jobs
-        return Machine.load(out)
-
-
-def measured(cases: dict[int, list[list[str]]], rounds: int, steps: int) -> dict[int, list[list[dict]]]:
+def measured(
+    cases: dict[int, list[list[str]]], rounds: int, steps: int, measuring: Callable[[Path], Measuring] | None
+) -> tuple[dict[int, list[list[dict]]], str]:
     """Of each number of ranks' cases, the figures of `hpctrain.scale.measure` in each round; memory is that of a job
-    of its own."""
-    launcher = os.environ.get("MPIRUN") or str(ROOT / "jobs/mpirun.sh")
+    of its own. And the machine file, of as many rounds in between."""
     found: dict[int, list[list[dict]]] = {ranks: [[] for _ in each] for ranks, each in cases.items()}
+    of_machine: list[list[dict]] = []
     with tempfile.TemporaryDirectory() as scratch:
         out, spec, empty = (Path(scratch, name) for name in ("out.json", "spec.json", "empty.toml"))
         text = json.dumps([str(ROOT / "README.md")])
         data = [f"data.path={scratch}/data.h5", f"data.text={text}", f"run.out={scratch}"]
         empty.write_text("")
+        machine = measuring(Path(scratch)) if measuring else None
 
         def job(ranks: int, *worker: str):
             subprocess.run(
-                [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", *worker], check=True, timeout=LIMIT,
+                [LAUNCHER, "-n", str(ranks), sys.executable, "-m", "mpi4py", *worker], check=True, timeout=LIMIT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
             )  # fmt: skip
             return json.loads(out.read_text())
 
         for number in range(rounds):
+            if machine:
+                of_machine.append([figures for _, figures in machine.a_round()])
             for ranks, each in cases.items():
                 spec.write_text(json.dumps([[*case, *data, f"run.name={number}-{n}"] for n, case in enumerate(each)]))
                 once = job(ranks, __file__, "--worker", str(spec), str(out), "--steps", str(steps))
@@ -94,7 +94,7 @@ def measured(cases: dict[int, list[list[str]]], rounds: int, steps: int) -> dict
             for case, of_case in zip(each, found[ranks]):
                 alone = job(ranks, "-m", "hpctrain.scale.measure", str(out), "1", str(empty), *case, *data)
                 of_case[:] = [figures | {"memory": alone["memory"]} for figures in of_case]
-    return found
+    return found, described(of_machine) if machine else ""
 
 
 def work(spec: str, out: str, steps: int) -> None:
@@ -157,7 +157,7 @@ def row(name: str, config: Config, machine: Machine, each: list[dict]) -> dict:
         "measured": round(best["step_seconds"], 5),
         "memory_predicted": round(prediction.memory_bytes), "memory_measured": each[0]["memory"],
         "bytes_exact": received == {axis: nbytes for axis, nbytes in prediction.bytes.items() if nbytes},
-        "rounds": len(each),
+        "rounds": [round(figures["step_seconds"], 5) for figures in each],
         "parts_predicted": {part: round(taken, 5) for part, taken in prediction.parts.items() if taken},
         "parts_measured": {part: round(taken, 5) for part, taken in best["seconds"].items() if taken},
     }  # fmt: skip
@@ -165,7 +165,8 @@ def row(name: str, config: Config, machine: Machine, each: list[dict]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--machine", metavar="M.toml", help="of `hpctrain machine` (measured first)")
+    parser.add_argument("--machine", metavar="M.toml", help="of `hpctrain machine` (measured as well)")
+    parser.add_argument("--output", metavar="M.toml", default="here.toml", help="for what was measured (here.toml)")
     parser.add_argument("--jobs", type=lambda text: text.split(","), default=list(JOBS), help=f"of {', '.join(JOBS)}")
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
@@ -176,12 +177,16 @@ def main() -> None:
     if options.worker:
         work(*options.worker, options.steps)
         return
-    machine = Machine.load(options.machine) if options.machine else measured_machine(options.ranks)
     cases = {
         ranks: {name: grids(JOBS[name], ranks)[: options.limit] for name in options.jobs} for ranks in options.ranks
     }
     every = {ranks: [case for each in of_ranks.values() for case in each] for ranks, of_ranks in cases.items()}
-    found = measured(every, options.rounds, options.steps)
+    counts = sorted({1, *options.ranks})
+    measuring = None if options.machine else functools.partial(Measuring, LAUNCHER, counts)
+    found, text = measured(every, options.rounds, options.steps, measuring)
+    if text:
+        Path(options.output).write_text(text)
+    machine = Machine.load(options.machine or options.output)
     for ranks, of_ranks in cases.items():
         rest = iter(found[ranks])
         for name, each in of_ranks.items():

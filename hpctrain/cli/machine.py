@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,24 +49,43 @@ def run(options: argparse.Namespace) -> None:
     launcher = launcher_path()
     if launcher is None:
         raise ValueError("nothing starts ranks here: neither $MPIRUN nor mpirun; source jobs/env.sh of a checkout")
-    from hpctrain.plan.describe import machine_toml
-    from hpctrain.plan.in_training import in_training
-
     rounds: list[list[dict]] = []
     beside = Path(options.output).resolve().parent  # where all nodes see it
     with tempfile.TemporaryDirectory(prefix=".machine-", dir=beside) as folder:
-        least = {"cores": cores.find().count, **_memory(launcher, Path(folder))}
+        measuring = Measuring(launcher, counts, Path(folder))
         for number in range(options.rounds):
-            own = Path(folder, str(number))
-            own.mkdir()
             rounds.append([])
-            for count in counts:
-                figures = _measured(launcher, count, own, "hpctrain.plan.measure")
-                rounds[-1].append(figures | _steps(launcher, count, own) | least)
+            for count, figures in measuring.a_round():
+                rounds[-1].append(figures)
                 print(f"round {number + 1} of {options.rounds}, {count} ranks: measured", flush=True)
-    text = machine_toml(in_training(_medians(rounds)), time.strftime("%Y-%m-%d"), socket.gethostname())
-    Path(options.output).write_text(text, encoding="utf-8")
+    Path(options.output).write_text(described(rounds), encoding="utf-8")
     print(f"{options.output}: `hpctrain plan CONFIG.toml --machine {options.output}`")
+
+
+class Measuring:
+    """Of numbers of ranks on this machine, in a folder that all its nodes see."""
+
+    def __init__(self, launcher: str, counts: Sequence[int], folder: Path):
+        self._launcher, self._counts, self._folder = launcher, counts, folder
+        self._once = {"cores": cores.find().count, **_memory(launcher, folder)}
+        self._rounds = 0
+
+    def a_round(self) -> Iterator[tuple[int, dict]]:
+        """Each number of ranks, and its figures."""
+        own = self._folder / str(self._rounds)
+        own.mkdir()
+        self._rounds += 1
+        for count in self._counts:
+            figures = _measured(self._launcher, count, own, "hpctrain.plan.measure")
+            yield count, figures | _steps(self._launcher, count, own) | self._once
+
+
+def described(rounds: list[list[dict]]) -> str:
+    """The machine file of the figures of each round, of which medians count."""
+    from hpctrain.plan.describe import machine_toml
+    from hpctrain.plan.in_training import in_training
+
+    return machine_toml(in_training(_medians(rounds)), time.strftime("%Y-%m-%d"), socket.gethostname())
 
 
 def _medians(rounds: list) -> Any:
