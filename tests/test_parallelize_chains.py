@@ -6,6 +6,7 @@ from parallelize_checks import compare, held_once, numbers, tensor_grids
 from torch import nn
 
 import hpctrain as ht
+from hpctrain.convert.chains import Chained
 
 pytestmark = pytest.mark.mpi
 
@@ -67,3 +68,27 @@ def test_shared_layer(world):
 
     for grid in tensor_grids(world):
         compare(make, grid, [numbers(4, 6)])
+
+
+class OlderFiles(nn.Sequential):
+    """As torchvision's MLPBlock, whose layers had other names once."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *others):
+        if local_metadata.get("version", 1) < 2:
+            for place, name in (("0", "up"), ("2", "down")):
+                state_dict[f"{prefix}{place}.weight"] = state_dict.pop(f"{prefix}{name}.weight")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+
+def test_a_sequence_that_reads_older_files(world):
+    """Is divided as any other, and reads them."""
+    grid = ht.Grid(tensor=world.size)
+    layers = [nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False)]
+    model = ht.parallelize(OlderFiles(*layers).double(), grid)
+    assert isinstance(model, Chained)
+    assert model.divided
+    up, down = numbers(8, 4, seed=1), numbers(4, 8, seed=2)
+    model.load_state_dict({"up.weight": up, "down.weight": down})
+    torch.testing.assert_close(model(numbers(3, 4)), (numbers(3, 4) @ up.t()).tanh() @ down.t())

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from hpctrain.convert.boundary import gather, leave
+from hpctrain.convert.boundary_products import entering
 from hpctrain.convert.box import split_pair
 from hpctrain.convert.dropout import SplitDropout, kept
-from hpctrain.convert.linear import linear, linears
 from hpctrain.convert.plain import altered, is_plain, is_pointwise
 from hpctrain.convert.products import SplitLinear, split_linear, split_matrix
 from hpctrain.convert.sharded_activation import enter
@@ -59,13 +58,14 @@ class SplitMultiheadAttention(torch.nn.MultiheadAttention):
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # torch's own words
         if query.is_nested:
             raise ValueError("nn.MultiheadAttention of a parallelized model takes no nested tensors; pass padded ones")
-        q, k, v = _once(lambda x: enter(x, self.axis), query, key, value)
         batched = query.dim() == 3
+        q, k, v = self._project(query, key, value)
         if not batched:
-            q, k, v = _once(lambda x: x.unsqueeze(0), q, k, v)
+            q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         elif not self.batch_first:
-            q, k, v = _once(lambda x: x.transpose(0, 1), q, k, v)
-        q, k, v = self._project(q, k, v)
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        heads = self.part.stop - self.part.start, self.head_dim
+        q, k, v = (x.unflatten(-1, heads).transpose(1, 2) for x in (q, k, v))
         mask = self._mask(attn_mask, key_padding_mask, len(q), q.dtype)
         dropout = self.dropout if self.training else 0.0
         if dropout or need_weights or not q.shape[1]:  # of no heads, torch's kernel leaves the mask out of the graph
@@ -91,19 +91,20 @@ class SplitMultiheadAttention(torch.nn.MultiheadAttention):
         return out, weights if batched else weights.squeeze(0)
 
     def _project(self, *inputs):
-        """Queries, keys and values of this rank's heads, (batch, head, length, width)."""
+        """Queries, keys and values of this rank's heads, whose features lie side by side. Those of one input are made
+        together."""
         with local():
             if self._qkv_same_embed_dim:
                 weights = self.in_proj_weight.chunk(3)
             else:
                 weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
             biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            if all(x is inputs[0] for x in inputs):
-                projected = linears(inputs[0], list(zip(weights, biases)))
-            else:
-                projected = [linear(*each) for each in zip(inputs, weights, biases)]
-            heads = self.part.stop - self.part.start, self.head_dim
-            return [x.unflatten(-1, heads).transpose(1, 2) for x in projected]
+            made: dict[int, torch.Tensor] = {}
+            for x in inputs:
+                of_it = [n for n, other in enumerate(inputs) if other is x]
+                if of_it[0] not in made:
+                    made.update(zip(of_it, entering(x, [(weights[n], biases[n]) for n in of_it], self.axis)))
+            return [made[n] for n in range(3)]
 
     def _mask(self, attn_mask, key_padding_mask, batch, dtype):
         """Both masks as numbers to add, for this rank's heads: (batch, heads or 1, length, length); or None."""
@@ -116,12 +117,6 @@ class SplitMultiheadAttention(torch.nn.MultiheadAttention):
             key_padding_mask = _to_add(key_padding_mask, dtype).view(batch, 1, 1, -1)
             attn_mask = key_padding_mask if attn_mask is None else attn_mask + key_padding_mask
         return attn_mask
-
-
-def _once(function: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> list[torch.Tensor]:
-    """Of each of them, which may be the same one."""
-    found = {id(x): function(x) for x in {id(x): x for x in given}.values()}
-    return [found[id(x)] for x in given]
 
 
 def enter_learned(mask: torch.Tensor, axis: Axis):

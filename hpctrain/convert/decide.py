@@ -27,6 +27,7 @@ from hpctrain.convert.initial import check_buffers
 from hpctrain.convert.plain import altered, is_of_huggingface, works_as
 from hpctrain.convert.plan import Plan, Refused
 from hpctrain.convert.rules import split_by_rule
+from hpctrain.convert.tanh_gelu import fuse_tanh_gelu
 
 # What divides a module of this type, or of an heir that works as it. Those of Hugging Face go by name, as transformers
 # need not be there.
@@ -101,7 +102,10 @@ def decide(model: nn.Module, plan: Plan, trunk: nn.Module | None) -> None:
                 plan.change(module, activation_relu_or_gelu=0)  # keeps torch from its fused kernel, for whole weights
             if isinstance(module, nn.TransformerEncoder):
                 encoder.pad_encoder(plan, module)
-            if module in plan.claimed or not _owns(module):
+            if module in plan.claimed:
+                continue
+            if not _owns(module):
+                fuse_tanh_gelu(plan, module)
                 continue
             if owner is None and (root := _root(module)):
                 plan.roots[module] = root

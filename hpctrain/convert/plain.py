@@ -28,6 +28,9 @@ _HARMLESS = {
     "_reset_parameters",
 }  # fmt: skip
 
+# Of a module without weights, which only renames those of its children.
+_OLDER_FILES = {"_version", "_load_from_state_dict"}
+
 
 def works_as(kind: type, base: type, own: str = "") -> bool:
     """Whether modules of type `kind` compute what those of type `base` do: `base` itself, or heirs that change nothing
@@ -39,6 +42,8 @@ def works_as(kind: type, base: type, own: str = "") -> bool:
     if not issubclass(kind, base):
         return False
     names = {*dir(base), "weight", "bias"} - _HARMLESS - {own}
+    if base is nn.Sequential:
+        names -= _OLDER_FILES
     heirs = (other for other in kind.__mro__ if other not in base.__mro__)
     return all(names.isdisjoint(vars(heir)) for heir in heirs)
 

@@ -58,8 +58,8 @@ class ShardedModule(torch.nn.Module):
                 destination[prefix + name] = part_of_weight(entry, parameter.sharding, StateShard)
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
-        """Takes whole weights and, from a state dict of this rank, parts."""
-        state_dict = dict(state_dict)
+        """Takes whole weights and, from a state dict of this rank, parts. `state_dict` is torch's copy, in which a
+        module may rename what its children read."""
         for name, parameter in self._parameters.items():
             given = state_dict.get(prefix + name)
             if isinstance(parameter, ShardedParameter) and given is not None:
