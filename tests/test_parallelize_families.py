@@ -35,6 +35,15 @@ FAMILIES = {  # what: (model of the zoo, other options, name of the attention's 
     "deepseek v3 of whole queries": ("deepseek_v3", {"q_lora_rank": None}, "DeepseekV3Attention"),
     "swin": ("swin", {}, "SwinAttention"),
     "gemma2": ("gemma2", {"attn_implementation": "eager", "attn_logit_softcapping": 2.0}, "Gemma2Attention"),
+    "distilbert": ("distilbert", {}, "DistilBertSelfAttention"),
+    "roformer": ("roformer", {}, "RoFormerSelfAttention"),
+    "megatron-bert": ("megatron-bert", {}, "MegatronBertSelfAttention"),
+    "esm": ("esm", {}, "EsmSelfAttention"),
+    "rembert": ("rembert", {}, "RemBertSelfAttention"),
+    "modernbert": ("modernbert", {}, "ModernBertAttention"),
+    "dinov3": (
+        "dinov3_vit", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, "DINOv3ViTAttention",
+    ),
 }  # fmt: skip
 OF_FOUR = {"t5", "falcon with alibi", "deepseek v3", "swin"}  # of biases, slopes, latent keys and windows
 NONE_WITHOUT_HEADS = {"deepseek v2", "swin"}  # theirs is left to its layers where a rank would have no head

@@ -83,6 +83,24 @@ def test_blocks(world, case):
         assert [name for name in ("a", "b") if not getattr(getattr(model, name, None), "leaves", True)] == divided
 
 
+RESIDUALS = {  # of blocks that are given what they add
+    "added": (block(lambda m, x, r: r + m.outer(m.out(m.a(x).relu())), layers="a out"), ["a"]),
+    "normed": (block(lambda m, x, r: m.out(F.silu(m.a(x)) * m.b(x)) + F.layer_norm(r, (4,))), ["a", "b"]),
+    "within": (block(lambda m, x, r: m.out(m.a(x + r).relu()), layers="a out"), []),
+    "in the hidden features": (block(lambda m, x, r: m.out(m.a(x) * r.sum(-1, keepdim=True)), layers="a out"), []),
+    "three": (block(lambda m, x, r, s=0.0: r + m.out(m.a(x).relu()) + s, layers="a out"), []),
+}
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("case", RESIDUALS)
+def test_residuals(world, case):
+    make, divided = RESIDUALS[case]
+    for grid in tensor_grids(world):
+        model = compare(make, grid, [numbers(2, 3, 4), numbers(2, 3, 4, seed=5)])
+        assert [name for name in ("a", "b") if not getattr(getattr(model, name, None), "leaves", True)] == divided
+
+
 def encoder():
     return nn.TransformerEncoderLayer(4, 2, 7, dropout=0.0)
 

@@ -15,6 +15,7 @@ from hpctrain.convert import (
     families,
     feed_forward,
     huggingface,
+    intermediate,
     norms,
     products,
     recurrent,
@@ -55,14 +56,19 @@ _UNITS: dict[type | str, Callable[[Plan, Any], None]] = {
     **dict.fromkeys((nn.TransformerEncoderLayer, nn.TransformerDecoderLayer), attention.split_feed_forward),
     "GPT2Attention": huggingface.split_gpt2_attention,
     "GPT2MLP": huggingface.split_gpt2_mlp,
-    **dict.fromkeys(families.BERT_ATTENTION, split_heads.split_bert_attention),
     **dict.fromkeys(families.FEED_FORWARD, huggingface.split_layer_feed_forward),
+}
+# The same of those that have such children.
+_UNITS_BY_CHILDREN: dict[tuple[str, str], Callable[[Plan, Any], None]] = {
+    ("intermediate", "output"): intermediate.split_intermediate,
+    ("self", "output"): split_heads.split_bert_attention,
 }
 # Those of them that are divided together, where that is not all that is in the module. Of chains it is each pair.
 _PARTS: dict[Any, Callable[[Any], Iterable[nn.Module]]] = {
     chains.split_chain: lambda module: (),
     attention.split_feed_forward: lambda module: (module.linear1, module.dropout, module.linear2),
     split_heads.split_bert_attention: lambda module: (*module.self.modules(), module.output.dense),
+    intermediate.split_intermediate: lambda module: (*module.intermediate.modules(), module.output.dense),
     huggingface.split_layer_feed_forward: huggingface.feed_forward_pair,
 }
 # Modules whose weight is divided even where their forward is another around that of the type.
@@ -136,7 +142,7 @@ def _unit(plan, module):
     divides = plan.replicated.isdisjoint(module.modules())
     if divides and split_by_rule(plan, module):
         return
-    if unit := _found(_UNITS, module):
+    if unit := _found(_UNITS, module) or _by_children(module):
         if divides or (unit in _PARTS and plan.replicated.isdisjoint(_PARTS[unit](module))):
             unit(plan, module)
     elif not divides:
@@ -164,6 +170,10 @@ def _found(table, module):
         if base in table and works_as(kind, base):
             return table[base]
     return table.get(kind.__name__) if is_of_huggingface(module) else None
+
+
+def _by_children(module):
+    return next((unit for names, unit in _UNITS_BY_CHILDREN.items() if module._modules.keys() >= {*names}), None)
 
 
 def _owns(module) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hpctrain.convert.plain import altered, is_hooked, takes_one_argument
+from hpctrain.convert.plain import altered, is_hooked, takes_arguments
 
 _PARTS = (slice(0, 3), slice(3, 7))  # of the twin's hidden features
 FEATURES = _PARTS[-1].stop
@@ -102,7 +102,7 @@ def sorted_form(module: nn.Module) -> ExpertForm | None:
     """Of a module whose forward takes as many tokens for each of its experts, one expert after the other, alone."""
     weights = {name: weight.shape for name, weight in module._parameters.items() if weight is not None}
     stacks = [name for name, shape in weights.items() if len(shape) == 3]
-    if len(stacks) != 2 or not takes_one_argument(module):
+    if len(stacks) != 2 or not takes_arguments(module, 1):
         return None
     for (up, down), transposed, (fused, unit) in itertools.product(
         itertools.permutations(stacks), (False, True), ((1, 1), (2, 1), (1, 2))

@@ -2,7 +2,8 @@
 
 A block is recognised by what it computes. A tiny twin of it, with random numbers in the place of its linear layers, is
 run whole, and in two parts that divide the hidden features; where the parts add up to the whole, the features do not
-meet each other before the last layer, and ranks can have different ones.
+meet each other before the last layer, and ranks can have different ones. A second argument counts once: the residual
+that a block adds itself.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from torch import nn
 
 from hpctrain.convert.box import split_block
 from hpctrain.convert.dropout import SplitDropout
-from hpctrain.convert.plain import altered, is_hooked, is_plain, takes_one_argument
+from hpctrain.convert.plain import altered, is_hooked, is_one_of, takes_arguments
 from hpctrain.convert.products import SharedEntry, Unit, share_entry, split_linear, split_matrix
 from hpctrain.convert.twins import TwinLinear
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
 
+_LINEARS = nn.Linear, "FalconLinear"
 _PARTS = (slice(0, 5), slice(5, 13))  # of the twin's hidden features; no sizes that others are likely to have
 
 
 def split_feed_forward_block(plan: Plan, module: nn.Module) -> None:
     """Leaves alone what is none."""
     children = dict(module.named_children())
-    linears = [name for name, child in children.items() if is_plain(child, nn.Linear)]
+    linears = [name for name, child in children.items() if is_one_of(child, _LINEARS)]
     others = [child for name, child in children.items() if name not in linears]
     if not 2 <= len(linears) <= 3 or not _simple(module, others) or any(map(is_hooked, children.values())):
         return
@@ -61,13 +63,13 @@ def _split(plan, module, ups, down, fused, dropouts):
 
 
 def _simple(module, others) -> bool:
-    """No weights but those of the linear layers, and a forward of one argument."""
+    """No weights but those of the linear layers, and a forward of one argument, or of a residual as well."""
     own = any(value is not None for value in (*module._parameters.values(), *module._buffers.values()))
     if own or altered(module) or isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return False
     if any(value is not None for other in others for value in (*other.parameters(), *other.buffers())):
         return False
-    return takes_one_argument(module)
+    return takes_arguments(module, 1) or takes_arguments(module, 2)
 
 
 def _fits(ups, down, fused) -> bool:
@@ -90,13 +92,14 @@ def _divides(module, ups, down, fused):
 
     weights = {name: (numbers(fused, hidden, first.in_features), numbers(fused, hidden)) for name in ups}
     out, bias = numbers(last.out_features, hidden), numbers(last.out_features)
-    x = numbers(2, 3, first.in_features)
+    x, residual = numbers(2, 3, first.in_features), numbers(2, 3, last.out_features)
     seen: dict[str, int] = {}
 
     def run(part, training):
         layers = {name: TwinLinear(*(w[:, part].flatten(0, 1) for w in weights[name])) for name in ups}
         layers[down] = TwinLinear(out[:, part], bias * (part.start == 0))
-        return _twin(module, layers, seen, training)(x)
+        others = [] if takes_arguments(module, 1) else [residual * (part.start == 0)]
+        return _twin(module, layers, seen, training)(x, *others)
 
     state = torch.get_rng_state()
     with torch.no_grad():
@@ -121,6 +124,7 @@ def _treats_rows_alone(module, ups, down, fused) -> bool:
     chance = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(fused * hidden, width, generator=chance, dtype=torch.float64) for name in ups}
     x = torch.randn(2, 3, width, generator=chance, dtype=torch.float64)
+    others = [] if takes_arguments(module, 1) else [x.new_zeros(2, 3, getattr(module, down).out_features)]
     found: list[torch.Tensor] = []
     state = torch.get_rng_state()
     with torch.no_grad():
@@ -129,7 +133,7 @@ def _treats_rows_alone(module, ups, down, fused) -> bool:
                 for rows in (None, few):
                     layers: dict[str, nn.Module] = {name: _RowsOf(weights[name], rows) for name in ups}
                     layers[down] = _Last(getattr(module, down).out_features, found)
-                    _twin(module, layers, {}, training)(x)
+                    _twin(module, layers, {}, training)(x, *others)
         except Exception:  # as it asks for the shape of all
             return False
         finally:

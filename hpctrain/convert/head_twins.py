@@ -47,7 +47,7 @@ def local_attributes(module: nn.Module, found: Heads, heads: int, key_heads: int
     where it has none, reads its configuration."""
     counts = {**dict.fromkeys(HEADS, heads), **dict.fromkeys(KEY_HEADS, key_heads)}
     counts["num_key_value_groups"] = heads // max(1, key_heads)
-    counts["attn_dim"] = heads * found.width
+    counts["attn_dim"] = counts["all_head_size"] = heads * found.width
     own: dict[str, Any] = {name: n for name, n in counts.items() if isinstance(getattr(module, name, None), int)}
     config = getattr(module, "config", None)
     thirds = any(projection.layout == "thirds" for projection in found.projections)
@@ -78,10 +78,12 @@ def _probe(module, found, one_key, index):
         one_key: the twin has one key head, which all parts share.
     """
     known = inspect.signature(type(module).forward).parameters
+    turned = "position_embeddings" in known
     ways = itertools.product(
         (None, "additive", "boolean") if known.keys() & {"attention_mask", "attn_mask", "mask"} else (None,),
         ("given", None) if "alibi" in known else (None,),
-        ("tuple", "complex") if hasattr(module, "qk_rope_head_dim") else ("tuple",),
+        ("pair", "alike", *(["complex"] if hasattr(module, "qk_rope_head_dim") else [])) if turned else ("pair",),
+        (True, False) if "encoder_hidden_states" in known else (False,),
     )
     fits, may_be_none = False, True
     state = torch.get_rng_state()
@@ -178,7 +180,7 @@ class _Twins:
         return torch.allclose(together, whole, rtol=1e-9, atol=1e-9)
 
     def _arguments(self, known, part, queries):
-        mask, alibi, turned = self.way
+        mask, alibi, turned, of_others = self.way
         width = getattr(self.module, "rotary_ndims", getattr(self.module, "qk_rope_head_dim", self.found.width))
         angles = self.angles[..., :width]
         boolean = torch.arange(_LENGTH) <= torch.arange(_LENGTH).view(1, 1, -1, 1)
@@ -192,8 +194,12 @@ class _Twins:
             "position_ids": torch.arange(_LENGTH).unsqueeze(0),
             "position_embeddings": (angles.cos(), angles.sin()),
         }
+        if turned == "alike":  # for all sequences
+            given["position_embeddings"] = angles[0].cos(), angles[0].sin()
         if turned == "complex":
             given["position_embeddings"] = torch.polar(torch.ones_like(angles), angles)[..., ::2]
+        if not of_others:  # which some take of the same length alone
+            del given["encoder_hidden_states"]
         if part.start:  # what is added to the output is there once
             given["residual"] = torch.zeros_like(given["residual"])
         arguments = {name: given[name] for name, _ in known if name in given}

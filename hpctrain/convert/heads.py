@@ -14,10 +14,12 @@ from torch import nn
 
 from hpctrain.convert.plain import altered, is_hooked, is_of_huggingface, is_plain
 
-_SEPARATE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
+_SEPARATE = (
+    ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin"),
+)  # fmt: skip
 _FUSED = ("query_key_value", "qkv_proj", "Wqkv", "qkv")
 _LATENT = ("kv_a_proj_with_mqa", "kv_b_proj")
-_OUT = ("o_proj", "out_proj", "dense", "o", "proj")
+_OUT = ("o_proj", "out_proj", "dense", "o", "proj", "out_lin", "Wo")
 _WIDTH = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 # Attributes that forwards may read
 HEADS = ("num_heads", "num_attention_heads", "n_heads")

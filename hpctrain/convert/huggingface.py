@@ -92,15 +92,13 @@ def split_gpt2_mlp(plan: Plan, module: Any) -> None:
 
 def feed_forward_pair(module: Any) -> tuple[nn.Module, nn.Module]:
     """Of a transformer layer: up and down."""
-    if hasattr(module, "fc1"):
-        return module.fc1, module.fc2
-    return module.intermediate.dense, module.output.dense
+    return module.fc1, module.fc2
 
 
 def split_layer_feed_forward(plan: Plan, module: Any) -> None:
-    """The pair of linear layers that a transformer layer has of its own, or in `intermediate` and `output`."""
+    """The pair of linear layers that a transformer layer has of its own."""
     up, down = feed_forward_pair(module)
-    activation = module.activation_fn if hasattr(module, "fc1") else module.intermediate.intermediate_act_fn
+    activation = module.activation_fn
     pair = all(is_plain(linear, nn.Linear) and not plan.is_shared(linear.weight) for linear in (up, down))
     if not pair or not is_pointwise(activation) or getattr(module, "activation_dropout", False):
         return

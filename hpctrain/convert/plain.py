@@ -65,10 +65,10 @@ def altered(module: nn.Module) -> str:
     return "its forward was replaced" if "forward" in vars(module) else ""
 
 
-def takes_one_argument(module: nn.Module) -> bool:
-    """Whether that is all that its forward takes."""
+def takes_arguments(module: nn.Module, count: int) -> bool:
+    """Whether so many are all that its forward takes."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return len(parameters) == count and all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters)
 
 
 def is_of_huggingface(module: nn.Module) -> bool:

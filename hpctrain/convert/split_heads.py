@@ -17,10 +17,12 @@ from torch.utils._pytree import tree_map
 from hpctrain.comm import functional
 from hpctrain.convert.boundary import enter, gather
 from hpctrain.convert.box import Entered, split_down, split_up
+from hpctrain.convert.handed_on import hands_on
 from hpctrain.convert.head_dropout import HeadDropout
 from hpctrain.convert.head_twins import local_attributes
+from hpctrain.convert.intermediate import takes_it_alone
 from hpctrain.convert.norms import entered_weights
-from hpctrain.convert.plain import is_hooked, is_plain
+from hpctrain.convert.plain import is_hooked
 from hpctrain.convert.products import SharedEntry, SplitLinear, Unit, share_entry, split_linear, split_matrix
 from hpctrain.convert.sequence import use_context_attention
 from hpctrain.convert.sharded_activation import ShardedActivation
@@ -180,14 +182,11 @@ def split_attention(plan: Plan, module: torch.nn.Module) -> None:
 
 
 def split_bert_attention(plan: Plan, module: Any) -> None:
-    """Attention whose projection back is in `output`."""
+    """Attention whose projection back is in `output`; leaves alone what is none."""
+    if not hands_on(module, "self", "output", several=True) or not takes_it_alone(module.output):
+        return
     found, out = plan.attentions.heads(module.self), module.output.dense
-    if (
-        found is not None
-        and not found.out
-        and is_plain(out, nn.Linear)
-        and out.in_features == found.heads * found.width
-    ):
+    if found is not None and not found.out and out.in_features == found.heads * found.width:
         _split_projections(plan, module.self, found, out)
 
 

@@ -1,0 +1,148 @@
+"""Two layers of BERT's kind, of modules that another hands on from one to the other: the feed-forward pair, whose first
+is in `intermediate` and whose last in `output`, and the projection back of attention, in `output` as well.
+
+What these compute is seen of tiny twins, and who else is given what lies between, of the source (`handed_on`).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hpctrain.convert.box import split_pair
+from hpctrain.convert.handed_on import hands_on
+from hpctrain.convert.plain import altered, is_hooked, is_plain, takes_arguments
+from hpctrain.convert.products import split_linear
+from hpctrain.convert.twins import TwinLinear
+
+if TYPE_CHECKING:
+    from hpctrain.convert.plan import Plan
+
+_HIDDEN, _WIDTH, _FEW = 13, 6, slice(2, 5)  # of a twin: features between and outside, some of its six tokens
+
+
+def feed_forward_pair(module: Any) -> tuple[nn.Linear, nn.Linear] | None:
+    """`intermediate.dense` and `output.dense`, where they are such a pair."""
+    up, down = (_layer(module._modules.get(name)) for name in ("intermediate", "output"))
+    if up is None or down is None or up.out_features != down.in_features:
+        return None
+    if not hands_on(module, "intermediate", "output") or not takes_it_alone(module.output):
+        return None
+    return (up, down) if _treats_features_alone(module.intermediate) else None
+
+
+def split_intermediate(plan: Plan, module: Any) -> None:
+    pair = feed_forward_pair(module)
+    if pair is None or any(plan.is_shared(layer.weight) or layer in plan.claimed for layer in pair):
+        return
+    up, down = pair
+    if plan.box:
+        split_pair(plan, up, down)
+    else:
+        split_linear(plan, up, by_output=True, leaves=False)
+        split_linear(plan, down, by_output=False, enters=False)
+    plan.change(down, between=tuple(each for each in module.intermediate.modules() if each is not up))
+
+
+def takes_it_alone(module: nn.Module) -> bool:
+    """Whether the first argument of its forward goes into `dense` as it is, and nowhere else."""
+    dense = _layer(module)
+    if dense is None or not (takes_arguments(module, 1) or takes_arguments(module, 2)):
+        return False
+    chance = torch.Generator().manual_seed(0)
+    inner = [torch.randn(2, 3, _HIDDEN, generator=chance) for _ in range(2)]
+    residual = [torch.randn(2, 3, _WIDTH, generator=chance)] if takes_arguments(module, 2) else []
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def run(x, training):
+        twin = _twin(module, {name: _Same() for name in module._modules} | {"dense": _Noting(seen)}, training)
+        return twin(x, *residual)
+
+    with torch.no_grad():
+        try:
+            results = [[run(x, training) for x in inner] for training in (False, True)]
+        except Exception:  # whatever it does with its layers, it is not this
+            return False
+    given = [x for x, _ in seen]
+    alike = all(isinstance(a, torch.Tensor) and torch.equal(a, b) for a, b in results)
+    return alike and len(given) == 4 and all(x is inner[n % 2] for n, x in enumerate(given))
+
+
+def _layer(module: nn.Module | None) -> nn.Linear | None:
+    """Its `dense`, where its other children have no matrices and nobody looks at what it makes."""
+    if module is None or altered(module):
+        return None
+    dense = module._modules.get("dense")
+    if dense is None or not is_plain(dense, nn.Linear):
+        return None
+    weights = [p for name, child in module._modules.items() if name != "dense" and child for p in child.parameters()]
+    own = [*module._parameters.values(), *module._buffers.values()]
+    if any(p.dim() > 1 for p in weights) or any(each is not None for each in own):
+        return None
+    return None if any(map(is_hooked, module.modules())) else dense
+
+
+def _treats_features_alone(module: nn.Module) -> bool:
+    """Whether it makes each feature, and each token, by itself from what `dense` makes, and draws nothing."""
+    others = {name: child for name, child in module._modules.items() if name != "dense" and child}
+    if not takes_arguments(module, 1) or any([*child.parameters()] for child in others.values()):
+        return False
+    if any(isinstance(each, nn.Dropout) for each in module.modules()):
+        return False
+    chance = torch.Generator().manual_seed(0)
+    weight, bias = (torch.randn(shape, generator=chance, dtype=torch.float64) for shape in ((_HIDDEN, _WIDTH), _HIDDEN))
+    x = torch.randn(2, 3, _WIDTH, generator=chance, dtype=torch.float64)
+    few, part = x.flatten(0, 1)[None, _FEW], slice(4, 11)
+
+    def run(x, features, training):
+        children = {**copy.deepcopy(others), "dense": TwinLinear(weight[features], bias[features])}
+        return _twin(module, children, training)(x)
+
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        try:
+            for training in (False, True):
+                whole = run(x, slice(None), training)
+                some = run(x, part, training), run(few, slice(None), training)
+                expected = whole[..., part], whole.flatten(0, 1)[None, _FEW]
+                if not all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-9) for a, b in zip(some, expected)):
+                    return False
+                if not torch.equal(torch.get_rng_state(), state):
+                    return False
+        except Exception:  # whatever it does with its layers, it is not this
+            return False
+        finally:
+            torch.set_rng_state(state)
+    return whole.shape == (2, 3, _HIDDEN)
+
+
+def _twin(module: nn.Module, children: dict[str, nn.Module], training: bool) -> nn.Module:
+    """The module with other children; nothing that it does reaches the module itself."""
+    twin = copy.copy(module)
+    twin.__dict__ = {**vars(module), "_modules": children, "training": training}
+    for child in children.values():
+        child.train(training)
+    return twin
+
+
+class _Noting(nn.Module):
+    """In the place of a layer: notes what it is given, and makes the same of everything."""
+
+    def __init__(self, seen: list):
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.ones(*x.shape[:-1], _WIDTH)
+        self.seen.append((x, made))
+        return made
+
+
+class _Same(nn.Module):
+    """In the place of a norm or a dropout: what is given, as another tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
