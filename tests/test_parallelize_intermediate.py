@@ -1,5 +1,7 @@
 """Feed-forward pairs of BERT's kind, in two modules that a third hands on from one to the other."""
 
+import types
+
 import pytest
 from parallelize_checks import compare, held_once, numbers, tensor_grids
 from torch import nn
@@ -83,6 +85,15 @@ class OneName(Layer):
         return 2 * x
 
 
+class InAMethod(Layer):
+    def forward(self, x):
+        return self.run(x)
+
+    def run(self, x):
+        made = self.intermediate(x)
+        return self.output(made, x)
+
+
 class Between(Layer):
     def forward(self, x):
         made = self.intermediate(x)
@@ -119,7 +130,11 @@ class Elsewhere(Layer):
         return x
 
 
-TAKEN = {"a layer": Layer, "of one name": OneName}
+class OfAnHeir(InAMethod):
+    pass
+
+
+TAKEN = {"a layer": Layer, "of one name": OneName, "in a method": InAMethod, "of an heir": OfAnHeir}
 LEFT = {
     **{kind.__name__: lambda kind=kind: Layer(kind) for kind in (Dropped, Drawn, Met)},
     **{kind.__name__: lambda kind=kind: Layer(output=kind) for kind in (Normed, Remembered)},
@@ -177,6 +192,22 @@ def test_hooks_that_come_later(world, path):
     model.get_submodule(path).register_forward_hook(lambda module, args, output: None)
     with pytest.raises(ValueError, match="hook"):
         model(numbers(2, 3, WIDTH).float())
+
+
+@pytest.mark.ranks(2)
+def test_a_method_of_an_object(world):
+    """Nobody knows what it does with what lies between."""
+
+    def forward(layer, x):
+        made = layer.intermediate(x)
+        return layer.output(made, x) + made.mean()
+
+    def make():
+        layer = InAMethod()
+        layer.run = types.MethodType(forward, layer)
+        return layer
+
+    assert not stays_divided(compare(make, ht.Grid(tensor=2), [numbers(2, 3, WIDTH)]))
 
 
 @pytest.mark.ranks(2)

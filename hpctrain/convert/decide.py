@@ -63,12 +63,18 @@ _UNITS_BY_CHILDREN: dict[tuple[str, str], Callable[[Plan, Any], None]] = {
     ("intermediate", "output"): intermediate.split_intermediate,
     ("self", "output"): split_heads.split_bert_attention,
 }
+
+
+def _dense(module):
+    return [child for name, child in module.named_children() if name == "dense"]
+
+
 # Those of them that are divided together, where that is not all that is in the module. Of chains it is each pair.
 _PARTS: dict[Any, Callable[[Any], Iterable[nn.Module]]] = {
     chains.split_chain: lambda module: (),
     attention.split_feed_forward: lambda module: (module.linear1, module.dropout, module.linear2),
-    split_heads.split_bert_attention: lambda module: (*module.self.modules(), module.output.dense),
-    intermediate.split_intermediate: lambda module: (*module.intermediate.modules(), module.output.dense),
+    split_heads.split_bert_attention: lambda module: (*module.self.modules(), *_dense(module.output)),
+    intermediate.split_intermediate: lambda module: (*module.intermediate.modules(), *_dense(module.output)),
     huggingface.split_layer_feed_forward: huggingface.feed_forward_pair,
 }
 # Modules whose weight is divided even where their forward is another around that of the type.
@@ -173,7 +179,8 @@ def _found(table, module):
 
 
 def _by_children(module):
-    return next((unit for names, unit in _UNITS_BY_CHILDREN.items() if module._modules.keys() >= {*names}), None)
+    children = {name for name, child in module._modules.items() if child is not None}
+    return next((unit for names, unit in _UNITS_BY_CHILDREN.items() if children.issuperset(names)), None)
 
 
 def _owns(module) -> bool:

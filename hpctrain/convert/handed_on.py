@@ -6,30 +6,33 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Hashable
-from typing import Any, cast
+from types import FunctionType
+from typing import Any
 
 from torch import nn
 
 
 def hands_on(module: nn.Module, giver: str, taker: str, several: bool = False) -> bool:
     """Whether it calls `self.giver` and, in the statement that follows, `self.taker` with its result, or the first of
-    `several` results, before all else, each in one place of its type's own source, and uses it no more.
+    `several` results, before all else, each in one place of its methods' source, and uses it no more.
 
     >>> hands_on(nn.TransformerEncoderLayer(8, 2), "linear1", "linear2")
     False
     """
-    return _hands_on(cast(Hashable, type(module)), giver, taker, several)
+    kind, of_torch = type(module), vars(nn.Module).values()
+    methods = {name: inspect.getattr_static(kind, name) for name in dir(kind) if name != "__init__"}
+    methods = {name: each for name, each in methods.items() if inspect.isfunction(each) and each not in of_torch}
+    if not methods.keys().isdisjoint(vars(module)):  # somebody put others in their place
+        return False
+    return _hands_on(tuple(methods.values()), giver, taker, several)
 
 
 @functools.cache
-def _hands_on(kind: Hashable, giver: str, taker: str, several: bool) -> bool:
+def _hands_on(functions: tuple[FunctionType, ...], giver: str, taker: str, several: bool) -> bool:
     try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cast(type, kind)))).body
-    except (OSError, TypeError, SyntaxError, ValueError):  # nobody has it
+        methods = [ast.parse(textwrap.dedent(inspect.getsource(each))).body[0] for each in functions]
+    except (OSError, TypeError, SyntaxError):  # nobody has it
         return False
-    methods = [each for each in getattr(tree, "body", ()) if isinstance(each, ast.FunctionDef)]
-    methods = [each for each in methods if each.name != "__init__"]
     if any(sum(_is_child(node, name) for each in methods for node in ast.walk(each)) != 1 for name in (giver, taker)):
         return False
     for method in methods:
@@ -38,7 +41,7 @@ def _hands_on(kind: Hashable, giver: str, taker: str, several: bool) -> bool:
         for node in ast.walk(method):
             body = getattr(node, "body", None)
             for first, second in zip(body, body[1:]) if isinstance(body, list) else ():
-                if _calls(first, giver) and _calls(second, taker):
+                if isinstance(first, ast.Assign) and _calls(first, giver) and _calls(second, taker):
                     return _goes_nowhere_else(method, first, second, several)
     return False
 
@@ -53,15 +56,16 @@ def _is_child(node, name):
 
 
 def _calls(statement, name):
-    """Whether it is an assignment of what the child makes, to one name or several."""
-    if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
+    """Whether it returns what the child makes, or assigns it to one name or several."""
+    if not isinstance(statement, (ast.Assign, ast.Return)):
         return False
-    call, target = statement.value, statement.targets[0]
-    names = target.elts if isinstance(target, ast.Tuple) else [target]
-    return isinstance(call, ast.Call) and _is_child(call.func, name) and all(isinstance(n, ast.Name) for n in names)
+    call, targets = statement.value, getattr(statement, "targets", [])
+    names = targets[0].elts if targets and isinstance(targets[0], ast.Tuple) else targets
+    well = len(targets) <= 1 and all(isinstance(each, ast.Name) for each in names)
+    return well and isinstance(call, ast.Call) and _is_child(call.func, name)
 
 
-def _goes_nowhere_else(method: ast.FunctionDef, first: Any, second: Any, several: bool) -> bool:
+def _goes_nowhere_else(method: ast.stmt, first: Any, second: Any, several: bool) -> bool:
     """Whether the result of the first call, or the first of its results, is the second's first argument alone."""
     target = first.targets[0]
     unpacked = isinstance(target, ast.Tuple)
@@ -73,7 +77,7 @@ def _goes_nowhere_else(method: ast.FunctionDef, first: Any, second: Any, several
     if several != (unpacked or one_of_several) or (unpacked and one_of_several):
         return False
     passed: list[Any] = [given.value if one_of_several else given]
-    again = second.targets[0]
+    (again,) = getattr(second, "targets", [None])
     if isinstance(again, ast.Name) and again.id == name:  # it is something else afterwards
         passed += [node for node in ast.walk(method) if getattr(node, "lineno", 0) > second.end_lineno]
     elif one_of_several:  # and its others are whatever they are
