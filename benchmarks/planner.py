@@ -20,13 +20,11 @@ where regret is the chosen grid's measured seconds over the best's, less one.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.cli.machine import Measuring, described
@@ -62,7 +60,7 @@ def grids(job: list[str], ranks: int) -> list[list[str]]:
 
 
 def measured(
-    cases: dict[int, list[list[str]]], rounds: int, steps: int, measuring: Callable[[Path], Measuring] | None
+    cases: dict[int, list[list[str]]], rounds: int, steps: int, with_machine: bool
 ) -> tuple[dict[int, list[list[dict]]], str]:
     """Of each number of ranks' cases, the figures of `hpctrain.scale.measure` in each round; memory is that of a job
     of its own. And the machine file, of as many rounds in between."""
@@ -73,7 +71,7 @@ def measured(
         text = json.dumps([str(ROOT / "README.md")])
         data = [f"data.path={scratch}/data.h5", f"data.text={text}", f"run.out={scratch}"]
         empty.write_text("")
-        machine = measuring(Path(scratch)) if measuring else None
+        machine = Measuring(LAUNCHER, sorted({1, *cases}), Path(scratch)) if with_machine else None
 
         def job(ranks: int, *worker: str):
             subprocess.run(
@@ -181,9 +179,7 @@ def main() -> None:
         ranks: {name: grids(JOBS[name], ranks)[: options.limit] for name in options.jobs} for ranks in options.ranks
     }
     every = {ranks: [case for each in of_ranks.values() for case in each] for ranks, of_ranks in cases.items()}
-    counts = sorted({1, *options.ranks})
-    measuring = None if options.machine else functools.partial(Measuring, LAUNCHER, counts)
-    found, text = measured(every, options.rounds, options.steps, measuring)
+    found, text = measured(every, options.rounds, options.steps, with_machine=not options.machine)
     if text:
         Path(options.output).write_text(text)
     machine = Machine.load(options.machine or options.output)

@@ -13,7 +13,7 @@ from hpctrain.convert.boundary_products import entering
 from hpctrain.convert.box import split_pair
 from hpctrain.convert.dropout import SplitDropout, kept
 from hpctrain.convert.plain import altered, is_plain, is_pointwise
-from hpctrain.convert.products import SplitLinear, split_linear, split_matrix
+from hpctrain.convert.products import SplitLinear, split_matrix
 from hpctrain.convert.sharded_activation import enter
 from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis
@@ -160,12 +160,9 @@ def split_feed_forward(plan: Plan, module: torch.nn.TransformerEncoderLayer | to
     if not (linears and is_plain(module.dropout, torch.nn.Dropout) and is_pointwise(module.activation)):
         return
     features, activation = module.linear1.out_features, module.activation
+    between = (activation,) if isinstance(activation, torch.nn.Module) else ()
+    split_pair(plan, module.linear1, module.linear2, between, over_tokens=False)
     parts = plan.parts(features)
     if plan.box:
-        split_pair(plan, module.linear1, module.linear2, over_tokens=False)
         parts = [part for (part,) in plan.blocks(Layout.of((features,), {0: ("x", "y", "z")}))]
-    else:
-        split_linear(plan, module.linear1, by_output=True, leaves=False)
-        split_linear(plan, module.linear2, by_output=False, enters=False)
-    plan.change(module.linear2, between=(activation,) if isinstance(activation, torch.nn.Module) else ())
     plan.swap_class(module.dropout, SplitDropout, features=features, part=parts[plan.axis.rank])

@@ -23,7 +23,7 @@ from torch import nn
 from hpctrain.comm.functional import reshard
 from hpctrain.convert.gathering_again import gathering_again, once_more
 from hpctrain.convert.linear import linear
-from hpctrain.convert.products import SplitLinear, Unit
+from hpctrain.convert.products import SplitLinear, Unit, split_linear
 from hpctrain.convert.sharded_activation import ShardedActivation, of_rows, rows_in
 from hpctrain.convert.sharding import local
 from hpctrain.convert.token_rows import OVER
@@ -158,11 +158,18 @@ def split_block(plan: Plan, module: nn.Module, ups: list[nn.Module], down: nn.Mo
     plan.change(module, entered=entered, planned=dict(module._modules))
 
 
-def split_pair(plan: Plan, up: nn.Module, down: nn.Module, over_tokens: bool = True) -> None:
-    """Two layers that are no module of their own; see `Entered`."""
-    entered = EnteredOnce(plan.grid, over_tokens)
-    split_up(plan, up, entered)
-    split_down(plan, down, entered)
+def split_pair(
+    plan: Plan, up: nn.Module, down: nn.Module, between: tuple[nn.Module, ...], over_tokens: bool = True
+) -> None:
+    """Two layers that are no module of their own, and what is between them: on a box, see `Entered`, or in one line."""
+    if plan.box:
+        entered = EnteredOnce(plan.grid, over_tokens)
+        split_up(plan, up, entered)
+        split_down(plan, down, entered)
+    else:
+        split_linear(plan, up, by_output=True, leaves=False)
+        split_linear(plan, down, by_output=False, enters=False)
+    plan.change(down, between=between)
 
 
 def split_up(plan: Plan, layer: nn.Module, entered: Entered, fused: int = 1, unit: int = 1) -> None:

@@ -63,12 +63,6 @@ _UNITS_BY_CHILDREN: dict[tuple[str, str], Callable[[Plan, Any], None]] = {
     ("intermediate", "output"): intermediate.split_intermediate,
     ("self", "output"): split_heads.split_bert_attention,
 }
-
-
-def _dense(module):
-    return [child for name, child in module.named_children() if name == "dense"]
-
-
 # Those of them that are divided together, where that is not all that is in the module. Of chains it is each pair.
 _PARTS: dict[Any, Callable[[Any], Iterable[nn.Module]]] = {
     chains.split_chain: lambda module: (),
@@ -181,6 +175,10 @@ def _found(table, module):
 def _by_children(module):
     children = {name for name, child in module._modules.items() if child is not None}
     return next((unit for names, unit in _UNITS_BY_CHILDREN.items() if children.issuperset(names)), None)
+
+
+def _dense(module):
+    return [child for name, child in module.named_children() if name == "dense"]
 
 
 def _owns(module) -> bool:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hpctrain.convert.plain import altered, is_hooked, takes_arguments
+from hpctrain.convert.plain import altered, arguments, is_hooked
+from hpctrain.convert.twins import with_children
 
 _PARTS = (slice(0, 3), slice(3, 7))  # of the twin's hidden features
 FEATURES = _PARTS[-1].stop
@@ -72,14 +73,10 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
 
 
 def twin(module: nn.Module, stacks: dict[str, torch.Tensor], training: bool, **attributes: Any) -> Any:
-    """The module with other parameters; nothing that it does reaches the module itself."""
-    made = copy.copy(module)
-    made.__dict__ = {
-        **vars(module), **attributes, "training": training,
-        "_modules": {name: copy.deepcopy(child).train(training) for name, child in module.named_children()},
-        "_parameters": {name: nn.Parameter(stack) for name, stack in stacks.items()},
-    }  # fmt: skip
-    return made
+    """The module with other parameters."""
+    children = {name: copy.deepcopy(child) for name, child in module.named_children()}
+    parameters = {name: nn.Parameter(stack) for name, stack in stacks.items()}
+    return with_children(module, children, training, _parameters=parameters, **attributes)
 
 
 def has_nothing_else(module: nn.Module, names: tuple[str, ...]) -> bool:
@@ -102,7 +99,7 @@ def sorted_form(module: nn.Module) -> ExpertForm | None:
     """Of a module whose forward takes as many tokens for each of its experts, one expert after the other, alone."""
     weights = {name: weight.shape for name, weight in module._parameters.items() if weight is not None}
     stacks = [name for name, shape in weights.items() if len(shape) == 3]
-    if len(stacks) != 2 or not takes_arguments(module, 1):
+    if len(stacks) != 2 or arguments(module) != 1:
         return None
     for (up, down), transposed, (fused, unit) in itertools.product(
         itertools.permutations(stacks), (False, True), ((1, 1), (2, 1), (1, 2))

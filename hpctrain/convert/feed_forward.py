@@ -16,9 +16,9 @@ from torch import nn
 
 from hpctrain.convert.box import split_block
 from hpctrain.convert.dropout import SplitDropout
-from hpctrain.convert.plain import altered, is_hooked, is_one_of, takes_arguments
+from hpctrain.convert.plain import altered, arguments, is_hooked, is_one_of
 from hpctrain.convert.products import SharedEntry, Unit, share_entry, split_linear, split_matrix
-from hpctrain.convert.twins import TwinLinear
+from hpctrain.convert.twins import TwinLinear, with_children
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
@@ -69,7 +69,7 @@ def _simple(module, others) -> bool:
         return False
     if any(value is not None for other in others for value in (*other.parameters(), *other.buffers())):
         return False
-    return takes_arguments(module, 1) or takes_arguments(module, 2)
+    return arguments(module) in (1, 2)
 
 
 def _fits(ups, down, fused) -> bool:
@@ -92,14 +92,13 @@ def _divides(module, ups, down, fused):
 
     weights = {name: (numbers(fused, hidden, first.in_features), numbers(fused, hidden)) for name in ups}
     out, bias = numbers(last.out_features, hidden), numbers(last.out_features)
-    x, residual = numbers(2, 3, first.in_features), numbers(2, 3, last.out_features)
+    x, residuals = numbers(2, 3, first.in_features), [numbers(2, 3, last.out_features)] * (arguments(module) - 1)
     seen: dict[str, int] = {}
 
     def run(part, training):
         layers = {name: TwinLinear(*(w[:, part].flatten(0, 1) for w in weights[name])) for name in ups}
         layers[down] = TwinLinear(out[:, part], bias * (part.start == 0))
-        others = [] if takes_arguments(module, 1) else [residual * (part.start == 0)]
-        return _twin(module, layers, seen, training)(x, *others)
+        return _twin(module, layers, seen, training)(x, *(each * (part.start == 0) for each in residuals))
 
     state = torch.get_rng_state()
     with torch.no_grad():
@@ -124,7 +123,7 @@ def _treats_rows_alone(module, ups, down, fused) -> bool:
     chance = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(fused * hidden, width, generator=chance, dtype=torch.float64) for name in ups}
     x = torch.randn(2, 3, width, generator=chance, dtype=torch.float64)
-    others = [] if takes_arguments(module, 1) else [x.new_zeros(2, 3, getattr(module, down).out_features)]
+    residuals = [x.new_zeros(2, 3, getattr(module, down).out_features)] * (arguments(module) - 1)
     found: list[torch.Tensor] = []
     state = torch.get_rng_state()
     with torch.no_grad():
@@ -133,7 +132,7 @@ def _treats_rows_alone(module, ups, down, fused) -> bool:
                 for rows in (None, few):
                     layers: dict[str, nn.Module] = {name: _RowsOf(weights[name], rows) for name in ups}
                     layers[down] = _Last(getattr(module, down).out_features, found)
-                    _twin(module, layers, {}, training)(x, *others)
+                    _twin(module, layers, {}, training)(x, *residuals)
         except Exception:  # as it asks for the shape of all
             return False
         finally:
@@ -178,14 +177,11 @@ class _Seen(nn.Dropout):
 
 
 def _twin(module, layers, seen, training):
-    """The module with other layers; nothing that it does reaches the module itself."""
-    twin = copy.copy(module)
+    """The module with other layers."""
     children = {}
     for name, child in module.named_children():
         if name in layers:
             children[name] = layers[name]
         else:
-            other = _Seen(child.p, name, seen) if type(child) is nn.Dropout else copy.deepcopy(child)
-            children[name] = other.train(training)
-    twin.__dict__ = {**vars(module), "_modules": children, "training": training}
-    return twin
+            children[name] = _Seen(child.p, name, seen) if type(child) is nn.Dropout else copy.deepcopy(child)
+    return with_children(module, children, training)

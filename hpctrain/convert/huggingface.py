@@ -18,7 +18,6 @@ from hpctrain.convert.products import (
     SplitConv1D,
     share_entry,
     split_conv1d,
-    split_linear,
     split_matrix,
 )  # fmt: skip
 from hpctrain.convert.split_heads import divide_heads, heads_on_box
@@ -102,9 +101,4 @@ def split_layer_feed_forward(plan: Plan, module: Any) -> None:
     pair = all(is_plain(linear, nn.Linear) and not plan.is_shared(linear.weight) for linear in (up, down))
     if not pair or not is_pointwise(activation) or getattr(module, "activation_dropout", False):
         return
-    if plan.box:
-        split_pair(plan, up, down)
-    else:
-        split_linear(plan, up, by_output=True, leaves=False)
-        split_linear(plan, down, by_output=False, enters=False)
-    plan.change(down, between=(activation,) if isinstance(activation, nn.Module) else ())
+    split_pair(plan, up, down, between=(activation,) if isinstance(activation, nn.Module) else ())

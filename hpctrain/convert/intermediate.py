@@ -14,9 +14,8 @@ from torch import nn
 
 from hpctrain.convert.box import split_pair
 from hpctrain.convert.handed_on import hands_on
-from hpctrain.convert.plain import altered, is_hooked, is_plain, takes_arguments
-from hpctrain.convert.products import split_linear
-from hpctrain.convert.twins import TwinLinear
+from hpctrain.convert.plain import altered, arguments, is_hooked, is_plain
+from hpctrain.convert.twins import TwinLinear, with_children
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
@@ -39,26 +38,21 @@ def split_intermediate(plan: Plan, module: Any) -> None:
     if pair is None or any(plan.is_shared(layer.weight) or layer in plan.claimed for layer in pair):
         return
     up, down = pair
-    if plan.box:
-        split_pair(plan, up, down)
-    else:
-        split_linear(plan, up, by_output=True, leaves=False)
-        split_linear(plan, down, by_output=False, enters=False)
-    plan.change(down, between=tuple(each for each in module.intermediate.modules() if each is not up))
+    split_pair(plan, up, down, between=tuple(each for each in module.intermediate.modules() if each is not up))
 
 
 def takes_it_alone(module: nn.Module) -> bool:
     """Whether the first argument of its forward goes into `dense` as it is, and nowhere else."""
     dense = _layer(module)
-    if dense is None or not (takes_arguments(module, 1) or takes_arguments(module, 2)):
+    if dense is None or arguments(module) not in (1, 2):
         return False
     chance = torch.Generator().manual_seed(0)
     inner = [torch.randn(2, 3, _HIDDEN, generator=chance) for _ in range(2)]
-    residual = [torch.randn(2, 3, _WIDTH, generator=chance)] if takes_arguments(module, 2) else []
+    residual = [torch.randn(2, 3, _WIDTH, generator=chance)] * (arguments(module) - 1)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def run(x, training):
-        twin = _twin(module, {name: _Same() for name in module._modules} | {"dense": _Noting(seen)}, training)
+        twin = with_children(module, {**{name: _Same() for name in module._modules}, "dense": _Noting(seen)}, training)
         return twin(x, *residual)
 
     with torch.no_grad():
@@ -88,7 +82,7 @@ def _layer(module: nn.Module | None) -> nn.Linear | None:
 def _treats_features_alone(module: nn.Module) -> bool:
     """Whether it makes each feature, and each token, by itself from what `dense` makes, and draws nothing."""
     others = {name: child for name, child in module._modules.items() if name != "dense" and child}
-    if not takes_arguments(module, 1) or any([*child.parameters()] for child in others.values()):
+    if arguments(module) != 1 or any([*child.parameters()] for child in others.values()):
         return False
     if any(isinstance(each, nn.Dropout) for each in module.modules()):
         return False
@@ -99,7 +93,7 @@ def _treats_features_alone(module: nn.Module) -> bool:
 
     def run(x, features, training):
         children = {**copy.deepcopy(others), "dense": TwinLinear(weight[features], bias[features])}
-        return _twin(module, children, training)(x)
+        return with_children(module, children, training)(x)
 
     state = torch.get_rng_state()
     with torch.no_grad():
@@ -117,15 +111,6 @@ def _treats_features_alone(module: nn.Module) -> bool:
         finally:
             torch.set_rng_state(state)
     return whole.shape == (2, 3, _HIDDEN)
-
-
-def _twin(module: nn.Module, children: dict[str, nn.Module], training: bool) -> nn.Module:
-    """The module with other children; nothing that it does reaches the module itself."""
-    twin = copy.copy(module)
-    twin.__dict__ = {**vars(module), "_modules": children, "training": training}
-    for child in children.values():
-        child.train(training)
-    return twin
 
 
 class _Noting(nn.Module):

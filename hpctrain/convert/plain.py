@@ -65,10 +65,10 @@ def altered(module: nn.Module) -> str:
     return "its forward was replaced" if "forward" in vars(module) else ""
 
 
-def takes_arguments(module: nn.Module, count: int) -> bool:
-    """Whether so many are all that its forward takes."""
+def arguments(module: nn.Module) -> int:
+    """How many its forward takes, by place or by name; 0 where it takes any in another way."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return len(parameters) == count and all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters)
+    return len(parameters) * all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters)
 
 
 def is_of_huggingface(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hpctrain.convert.norms import GatheredByRows, WholeByRows, divide_longest, split_norm
-from hpctrain.convert.plain import altered, takes_arguments
+from hpctrain.convert.plain import altered, arguments
 from hpctrain.convert.plan import Plan
 from hpctrain.layers.norm import RMSNormFunction
 
@@ -85,7 +85,7 @@ def _name_of_eps(module: nn.Module) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None or is_lazy(weight) or weight.dim() != 1 or len(module._parameters) > 1:
         return None
-    if not takes_arguments(module, 1) or altered(module) or [*module.children(), *module.buffers()]:
+    if arguments(module) != 1 or altered(module) or [*module.children(), *module.buffers()]:
         return None
     chance = torch.Generator().manual_seed(0)
     numbers = torch.randn(len(weight), generator=chance)

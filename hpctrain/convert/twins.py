@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,3 +25,11 @@ class TwinLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, *self.numbers)
+
+
+def with_children(module: nn.Module, children: Mapping[str, nn.Module], training: bool, **attributes: Any) -> Any:
+    """The module with these children and attributes; nothing that it does reaches the module itself."""
+    twin = copy.copy(module)
+    modules = {name: child.train(training) for name, child in children.items()}
+    twin.__dict__ = {**vars(module), **attributes, "_modules": modules, "training": training}
+    return twin
