@@ -12,11 +12,11 @@ from hpctrain.convert import (
     attention,
     chains,
     encoder,
-    families,
     feed_forward,
     huggingface,
     intermediate,
     norms,
+    own_pairs,
     products,
     recurrent,
     rms_norm,
@@ -56,7 +56,6 @@ _UNITS: dict[type | str, Callable[[Plan, Any], None]] = {
     **dict.fromkeys((nn.TransformerEncoderLayer, nn.TransformerDecoderLayer), attention.split_feed_forward),
     "GPT2Attention": huggingface.split_gpt2_attention,
     "GPT2MLP": huggingface.split_gpt2_mlp,
-    **dict.fromkeys(families.FEED_FORWARD, huggingface.split_layer_feed_forward),
 }
 # The same of those that have such children.
 _UNITS_BY_CHILDREN: dict[tuple[str, str], Callable[[Plan, Any], None]] = {
@@ -69,7 +68,6 @@ _PARTS: dict[Any, Callable[[Any], Iterable[nn.Module]]] = {
     attention.split_feed_forward: lambda module: (module.linear1, module.dropout, module.linear2),
     split_heads.split_bert_attention: lambda module: (*module.self.modules(), *_dense(module.output)),
     intermediate.split_intermediate: lambda module: (*module.intermediate.modules(), *_dense(module.output)),
-    huggingface.split_layer_feed_forward: huggingface.feed_forward_pair,
 }
 # Modules whose weight is divided even where their forward is another around that of the type.
 _ROOTS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -145,11 +143,10 @@ def _unit(plan, module):
     if unit := _found(_UNITS, module) or _by_children(module):
         if divides or (unit in _PARTS and plan.replicated.isdisjoint(_PARTS[unit](module))):
             unit(plan, module)
-    elif not divides:
-        return
-    elif module not in plan.claimed and not split_experts(plan, module):
+    elif divides and module not in plan.claimed and not split_experts(plan, module):
         split_heads.split_attention(plan, module)
         feed_forward.split_feed_forward_block(plan, module)
+    own_pairs.split_own_pairs(plan, module)
 
 
 def _root(module) -> type | None:

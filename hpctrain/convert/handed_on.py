@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
-import functools
-import inspect
-import textwrap
-from types import FunctionType
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+
+from hpctrain.convert.sources import each_once, is_child, methods_of
+
+# Where statements run more than once, or not all of them, and where others may read what is assigned.
+_UNCLEAR = (ast.For, ast.While, ast.AsyncFor, ast.Try, ast.TryStar, ast.Global, ast.Nonlocal)
+_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.GeneratorExp)
 
 
 def hands_on(module: nn.Module, giver: str, taker: str, several: bool = False) -> bool:
@@ -19,40 +22,34 @@ def hands_on(module: nn.Module, giver: str, taker: str, several: bool = False) -
     >>> hands_on(nn.TransformerEncoderLayer(8, 2), "linear1", "linear2")
     False
     """
-    kind, of_torch = type(module), vars(nn.Module).values()
-    methods = {name: inspect.getattr_static(kind, name) for name in dir(kind) if name != "__init__"}
-    methods = {name: each for name, each in methods.items() if inspect.isfunction(each) and each not in of_torch}
-    if not methods.keys().isdisjoint(vars(module)):  # somebody put others in their place
-        return False
-    return _hands_on(tuple(methods.values()), giver, taker, several)
-
-
-@functools.cache
-def _hands_on(functions: tuple[FunctionType, ...], giver: str, taker: str, several: bool) -> bool:
-    try:
-        methods = [ast.parse(textwrap.dedent(inspect.getsource(each))).body[0] for each in functions]
-    except (OSError, TypeError, SyntaxError):  # nobody has it
-        return False
-    if any(sum(_is_child(node, name) for each in methods for node in ast.walk(each)) != 1 for name in (giver, taker)):
+    methods = methods_of(module)
+    if not each_once(methods, giver, taker):
         return False
     for method in methods:
-        if any(isinstance(node, (ast.For, ast.While, ast.AsyncFor)) for node in ast.walk(method)):
-            continue
-        for node in ast.walk(method):
-            body = getattr(node, "body", None)
-            for first, second in zip(body, body[1:]) if isinstance(body, list) else ():
+        for body in bodies(method.tree):
+            for first, second in zip(body, body[1:]):
                 if isinstance(first, ast.Assign) and _calls(first, giver) and _calls(second, taker):
-                    return _goes_nowhere_else(method, first, second, several)
+                    return _goes_nowhere_else(method.tree, first, second, several)
     return False
 
 
-def _is_child(node, name):
-    return (
-        isinstance(node, ast.Attribute)
-        and node.attr == name
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
+def bodies(method: Any) -> Iterator[list]:
+    """Every list of statements of a method of `self`, which run one after the other."""
+    arguments = method.args.args if isinstance(method, ast.FunctionDef) else []
+    nodes = [*ast.walk(method)]
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    if not arguments or arguments[0].arg != "self" or "self" in stored or any(isinstance(n, _UNCLEAR) for n in nodes):
+        return
+    later = _later(method)
+    for node in nodes:
+        lists = (getattr(node, name, None) for name in ("body", "orelse"))
+        yield from (each for each in lists if isinstance(each, list) and id(node) not in later)
+
+
+def _later(method: Any) -> set[int]:
+    """What runs whenever it is called."""
+    inner = [node for node in ast.walk(method) if isinstance(node, _LATER) and node is not method]
+    return {id(node) for each in inner for node in ast.walk(each)}
 
 
 def _calls(statement, name):
@@ -62,7 +59,7 @@ def _calls(statement, name):
     call, targets = statement.value, getattr(statement, "targets", [])
     names = targets[0].elts if targets and isinstance(targets[0], ast.Tuple) else targets
     well = len(targets) <= 1 and all(isinstance(each, ast.Name) for each in names)
-    return well and isinstance(call, ast.Call) and _is_child(call.func, name)
+    return well and isinstance(call, ast.Call) and is_child(call.func, name)
 
 
 def _goes_nowhere_else(method: ast.stmt, first: Any, second: Any, several: bool) -> bool:
@@ -77,16 +74,31 @@ def _goes_nowhere_else(method: ast.stmt, first: Any, second: Any, several: bool)
     if several != (unpacked or one_of_several) or (unpacked and one_of_several):
         return False
     passed: list[Any] = [given.value if one_of_several else given]
-    (again,) = getattr(second, "targets", [None])
-    if isinstance(again, ast.Name) and again.id == name:  # it is something else afterwards
-        passed += [node for node in ast.walk(method) if getattr(node, "lineno", 0) > second.end_lineno]
-    elif one_of_several:  # and its others are whatever they are
+    if one_of_several:  # and its others are whatever they are
         passed += [node.value for node in ast.walk(method) if isinstance(node, ast.Subscript) and _item(node, name)]
-    loads = [node for node in ast.walk(method) if isinstance(node, ast.Name) and node.id == name]
-    return all(
-        node in passed or not isinstance(node.ctx, ast.Load) or node.lineno < first.lineno or _within(node, first.value)
-        for node in loads
+    return not read_elsewhere(method, {name}, passed, [first, second], first.value)
+
+
+def read_elsewhere(method: Any, names: set[str], passed: list, statements: list, call: ast.AST) -> bool:
+    """Whether any of these names is read but at `passed`, from the first of these statements on: not in the `call`
+    there, which takes what was there before, nor after the last, where that makes something else of the name. Or is
+    assigned within a statement."""
+    first, last = statements[0], statements[-1]
+    targets = getattr(last, "targets", [])
+    again = targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
+    taken, later = {id(node) for node in (*passed, *ast.walk(call))}, _later(method)
+    if any(_assigns(node, names) for each in statements for node in ast.walk(each.value)):
+        return True
+    return any(
+        (id(node) in later or (node.lineno >= first.lineno and id(node) not in taken))
+        and not (node.id == again and node.lineno > last.end_lineno and id(node) not in later)
+        for node in ast.walk(method)
+        if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load)
     )
+
+
+def _assigns(node, names):
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names
 
 
 def _item(node, name):
@@ -95,8 +107,3 @@ def _item(node, name):
         return None
     index = node.slice.lower if isinstance(node.slice, ast.Slice) else node.slice
     return index.value if isinstance(index, ast.Constant) and isinstance(index.value, int) else None
-
-
-def _within(node, other):
-    """Of what it was before."""
-    return any(each is node for each in ast.walk(other))

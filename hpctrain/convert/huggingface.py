@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, and feed-forward pairs that are no module of their own: heads and hidden features divided.
+"""Hugging Face's GPT-2: heads and hidden features divided.
 
 Where a layer of a unit was exchanged, as for LoRA, the unit is left to its layers, each of which is divided by itself.
 """
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpctrain.convert.box import Entered, split_block, split_down, split_pair, split_up
+from hpctrain.convert.box import Entered, split_block, split_down, split_up
 from hpctrain.convert.plain import is_plain, is_pointwise
 from hpctrain.convert.products import (
     SharedEntry,
@@ -87,18 +87,3 @@ def split_gpt2_mlp(plan: Plan, module: Any) -> None:
         split_conv1d(plan, module.c_fc, by_output=True, leaves=False)
         split_conv1d(plan, module.c_proj, by_output=False, enters=False)
     plan.change(module.c_proj, between=(module.act,))
-
-
-def feed_forward_pair(module: Any) -> tuple[nn.Module, nn.Module]:
-    """Of a transformer layer: up and down."""
-    return module.fc1, module.fc2
-
-
-def split_layer_feed_forward(plan: Plan, module: Any) -> None:
-    """The pair of linear layers that a transformer layer has of its own."""
-    up, down = feed_forward_pair(module)
-    activation = module.activation_fn
-    pair = all(is_plain(linear, nn.Linear) and not plan.is_shared(linear.weight) for linear in (up, down))
-    if not pair or not is_pointwise(activation) or getattr(module, "activation_dropout", False):
-        return
-    split_pair(plan, up, down, between=(activation,) if isinstance(activation, nn.Module) else ())

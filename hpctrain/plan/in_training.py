@@ -91,8 +91,8 @@ def _delay(found: dict, machine: Machine) -> dict:
     equations, rest = [], []
     for job, taken in zip(jobs(found["ranks"]), found["together"], strict=True):
         none, one = (_predicted(job, machine, delay=delay).seconds for delay in (0.0, 1.0))
-        equations.append((one - none,))
-        rest.append(taken - none)
+        equations.append((one / none - 1,))  # as parts of a step: a long one tells no more than a short one
+        rest.append(taken / none - 1)
     if found["ranks"] == 1:
         return {}
     (delay,) = _least(equations, rest)

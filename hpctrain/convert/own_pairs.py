@@ -1,0 +1,123 @@
+"""Pairs of linear layers that a module calls one after the other, with an activation between them: the feed-forward
+pair that a transformer layer has of its own, next to its attention.
+
+What is between them is seen of the module's source (`handed_on`), and has to treat every feature by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from hpctrain.convert.box import split_pair
+from hpctrain.convert.handed_on import bodies, read_elsewhere
+from hpctrain.convert.plain import is_plain, is_pointwise
+from hpctrain.convert.sources import MethodSource, each_once, is_child, methods_of
+
+if TYPE_CHECKING:
+    from hpctrain.convert.plan import Plan
+
+_STATEMENTS = ast.Assign, ast.AugAssign, ast.Return
+
+
+def split_own_pairs(plan: Plan, module: nn.Module) -> None:
+    """Leaves alone what is no pair, and what drops features in between."""
+    layers = {n: child for n, child in module._modules.items() if child is not None and is_plain(child, nn.Linear)}
+    for (name, up), (last, down) in itertools.permutations(layers.items(), 2):
+        if any(each in plan.claimed or each in plan.replicated or plan.is_shared(each.weight) for each in (up, down)):
+            continue
+        widens = down.in_features == up.out_features >= max(up.in_features, down.out_features)
+        if widens and (between := modules_between(module, name, last)) is not None:
+            split_pair(plan, up, down, between)
+
+
+def modules_between(module: nn.Module, up: str, down: str) -> tuple[nn.Module, ...] | None:
+    """Those that treat what `self.up` makes, feature by feature, before `self.down` is given it, and nobody else.
+
+    >>> modules_between(nn.TransformerEncoderLayer(8, 2), "linear1", "linear2") is None
+    True
+    """
+    methods = methods_of(module)
+    if not each_once(methods, up, down):
+        return None
+    for method in methods:
+        for body in bodies(method.tree):
+            for place, statement in enumerate(body):
+                if isinstance(statement, _STATEMENTS) and _calls_of(statement, up):
+                    return _Way(module, method, up).followed(body[place:], down)
+    return None
+
+
+def _is_zero(p):
+    return isinstance(p, (int, float)) and p == 0
+
+
+def _calls_of(node, child):
+    return [each for each in ast.walk(node) if isinstance(each, ast.Call) and is_child(each.func, child)]
+
+
+class _Way:
+    """Of what one layer makes, statement by statement."""
+
+    def __init__(self, module: nn.Module, method: MethodSource, up: str):
+        self.module, self.method, self.up = module, method, up
+        self.between: list[nn.Module] = []
+        self.name, self.names = "", set[str]()
+        self.passed: list[ast.Name] = []
+
+    def followed(self, body: list, down: str) -> tuple[nn.Module, ...] | None:
+        (call,) = _calls_of(body[0], self.up)
+        for number, statement in enumerate(body):
+            if not isinstance(statement, _STATEMENTS) or statement.value is None:
+                return None
+            if ends := _calls_of(statement, down):
+                (end,) = ends
+                alone = len(end.args) == 1 and not end.keywords and self._is_it(end.args[0])
+                others = read_elsewhere(self.method.tree, self.names, self.passed, body[: number + 1], call)
+                return tuple(self.between) if alone and not others else None
+            targets = statement.targets if isinstance(statement, ast.Assign) else []
+            target = targets[0] if len(targets) == 1 else None
+            if not (isinstance(target, ast.Name) and self._is_it(statement.value)):
+                return None
+            self.name = target.id
+            self.names.add(self.name)
+        return None
+
+    def _is_it(self, node: ast.expr) -> bool:
+        """Whether the value has that layer's features, each treated by itself."""
+        if isinstance(node, ast.Name):
+            self.passed.append(node)
+            return bool(self.name) and node.id == self.name
+        if not isinstance(node, ast.Call) or not node.args:
+            return False
+        return is_child(node.func, self.up) or (self._is_it(node.args[0]) and self._treats_features_alone(node))
+
+    def _treats_features_alone(self, call: ast.Call) -> bool:
+        called = self._value(call.func)
+        if called is F.dropout:
+            p = next((each.value for each in call.keywords if each.arg == "p"), [*call.args[1:2], None][0])
+            return _is_zero(self._value(p))
+        if isinstance(called, nn.Module):
+            self.between.append(called)
+        if isinstance(called, nn.Dropout):
+            return is_plain(called, nn.Dropout) and _is_zero(called.p)
+        return is_pointwise(called)
+
+    def _value(self, node: ast.expr | None) -> Any:
+        """Of a constant, and of a name with dots that is known outside of the method and stays as it is; else None."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Attribute):
+            owner = self._value(node.value)
+            computed = hasattr(inspect.getattr_static(type(owner), node.attr, None), "__get__")
+            return None if computed else getattr(owner, node.attr, None)
+        if not isinstance(node, ast.Name):
+            return None
+        if node.id == "self":
+            return self.module
+        return None if node.id in self.method.local else self.method.known.get(node.id)
