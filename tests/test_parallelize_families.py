@@ -39,6 +39,7 @@ FAMILIES = {  # what: (model of the zoo, other options, name of the attention's 
     "roformer": ("roformer", {}, "RoFormerSelfAttention"),
     "megatron-bert": ("megatron-bert", {}, "MegatronBertSelfAttention"),
     "esm": ("esm", {}, "EsmSelfAttention"),
+    "mpnet": ("mpnet", {}, "MPNetSelfAttention"),
     "rembert": ("rembert", {}, "RemBertSelfAttention"),
     "modernbert": ("modernbert", {}, "ModernBertAttention"),
     "dinov3": (

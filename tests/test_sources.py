@@ -266,3 +266,24 @@ def test_a_class_without_source():
     made = space["Made"]()
     made.up, made.down = nn.Linear(4, 9), nn.Linear(9, 4)
     assert modules_between(made, "up", "down") is None
+
+
+FAMILIES = {
+    "albert": ("AlbertLayer", "ffn", "ffn_output"),
+    "bart": ("BartDecoderLayer", "fc1", "fc2"),
+    "convnext": ("ConvNextLayer", "pwconv1", "pwconv2"),
+    "opt": ("OPTDecoderLayer", "fc1", "fc2"),
+    "whisper": ("WhisperEncoderLayer", "fc1", "fc2"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    """Of Hugging Face's layers, as they are written and decorated there."""
+    transformers = pytest.importorskip("transformers")
+    name, up, down = FAMILIES[family]
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(family))
+    layers = [module for module in model.modules() if type(module).__name__ == name]
+    assert layers
+    assert all(modules_between(layer, up, down) is not None for layer in layers)

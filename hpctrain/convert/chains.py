@@ -9,7 +9,7 @@ from torch import nn
 
 from hpctrain.convert.dropout import drop
 from hpctrain.convert.plain import POINTWISE, is_hooked, is_plain
-from hpctrain.convert.products import SplitLinear, split_linear
+from hpctrain.convert.products import SplitLinear, pair_pays, split_linear
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
@@ -41,7 +41,7 @@ class Chained(nn.Sequential):
 
 
 def split_chain(plan: Plan, module: nn.Sequential) -> None:
-    """Find pairs of linear layers whose hidden features are at least as many as those that go in and out."""
+    """Find pairs of linear layers."""
     divided: dict[int, tuple[int, slice]] = {}
     first: tuple[int, nn.Linear] | None = None
     between: list[int] = []
@@ -49,7 +49,7 @@ def split_chain(plan: Plan, module: nn.Sequential) -> None:
         if child in plan.replicated:
             first = None
         elif is_plain(child, nn.Linear) and child not in plan.claimed and not plan.is_shared(child.weight):
-            if first is not None and first[1].out_features >= max(first[1].in_features, child.out_features):
+            if first is not None and pair_pays(first[1].out_features, child.out_features):
                 start, up = first
                 split_linear(plan, up, by_output=True)
                 split_linear(plan, child, by_output=False)

@@ -17,7 +17,7 @@ from torch import nn
 from hpctrain.convert.box import split_block
 from hpctrain.convert.dropout import SplitDropout
 from hpctrain.convert.plain import altered, arguments, is_hooked, is_one_of
-from hpctrain.convert.products import SharedEntry, Unit, share_entry, split_linear, split_matrix
+from hpctrain.convert.products import SharedEntry, Unit, pair_pays, share_entry, split_linear, split_matrix
 from hpctrain.convert.twins import TwinLinear, with_children
 
 if TYPE_CHECKING:
@@ -74,9 +74,8 @@ def _simple(module, others) -> bool:
 
 def _fits(ups, down, fused) -> bool:
     hidden, width = down.in_features, ups[0].in_features
-    return all(up.in_features == width and up.out_features == fused * hidden for up in ups) and hidden >= max(
-        width, down.out_features
-    )
+    fit = all(up.in_features == width and up.out_features == fused * hidden for up in ups)
+    return fit and pair_pays(hidden, down.out_features)
 
 
 def _divides(module, ups, down, fused):

@@ -84,6 +84,7 @@ def _probe(module, found, one_key, index):
         ("given", None) if "alibi" in known else (None,),
         ("pair", "alike", *(["complex"] if hasattr(module, "qk_rope_head_dim") else [])) if turned else ("pair",),
         (True, False) if "encoder_hidden_states" in known else (False,),
+        (True, False) if "position_bias" in known else (False,),
     )
     fits, may_be_none = False, True
     state = torch.get_rng_state()
@@ -166,7 +167,7 @@ class _Twins:
         result = (result, None) if isinstance(result, torch.Tensor) else result
         width = _FEATURES if found.out else heads * found.width
         shapes = {(2, heads, _LENGTH, found.width), *self.calls}
-        well = isinstance(result, tuple) and len(result) in (2, 3) and len(self.calls) <= 1
+        well = isinstance(result, tuple) and 1 <= len(result) <= 3 and len(self.calls) <= 1
         well = well and all(shape[:3] == (2, heads, _LENGTH) for shape in shapes)
         well = well and all(s[:2] == (2, heads) and len(s) == 4 or s == (2, _LENGTH, _FEATURES) for s in mode.dropped)
         if not well or not isinstance(result[0], torch.Tensor) or result[0].shape != (2, _LENGTH, width):
@@ -180,7 +181,7 @@ class _Twins:
         return torch.allclose(together, whole, rtol=1e-9, atol=1e-9)
 
     def _arguments(self, known, part, queries):
-        mask, alibi, turned, of_others = self.way
+        mask, alibi, turned, of_others, biased = self.way
         width = getattr(self.module, "rotary_ndims", getattr(self.module, "qk_rope_head_dim", self.found.width))
         angles = self.angles[..., :width]
         boolean = torch.arange(_LENGTH) <= torch.arange(_LENGTH).view(1, 1, -1, 1)
@@ -198,6 +199,8 @@ class _Twins:
             given["position_embeddings"] = angles[0].cos(), angles[0].sin()
         if turned == "complex":
             given["position_embeddings"] = torch.polar(torch.ones_like(angles), angles)[..., ::2]
+        if biased:
+            given["position_bias"] = self.scores[:1, queries]
         if not of_others:  # which some take of the same length alone
             del given["encoder_hidden_states"]
         if part.start:  # what is added to the output is there once

@@ -15,6 +15,7 @@ from torch import nn
 from hpctrain.convert.box import split_pair
 from hpctrain.convert.handed_on import hands_on
 from hpctrain.convert.plain import altered, arguments, is_hooked, is_plain
+from hpctrain.convert.products import pair_pays
 from hpctrain.convert.twins import TwinLinear, with_children
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def feed_forward_pair(module: Any) -> tuple[nn.Linear, nn.Linear] | None:
     """`intermediate.dense` and `output.dense`, where they are such a pair."""
     up, down = (_layer(module._modules.get(name)) for name in ("intermediate", "output"))
     if up is None or down is None or up.out_features != down.in_features:
+        return None
+    if not pair_pays(up.out_features, down.out_features):
         return None
     if not hands_on(module, "intermediate", "output") or not takes_it_alone(module.output):
         return None

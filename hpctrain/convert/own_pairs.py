@@ -17,6 +17,7 @@ from torch import nn
 from hpctrain.convert.box import split_pair
 from hpctrain.convert.handed_on import bodies, read_elsewhere
 from hpctrain.convert.plain import is_plain, is_pointwise
+from hpctrain.convert.products import pair_pays
 from hpctrain.convert.sources import MethodSource, each_once, is_child, methods_of
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ def split_own_pairs(plan: Plan, module: nn.Module) -> None:
     for (name, up), (last, down) in itertools.permutations(layers.items(), 2):
         if any(each in plan.claimed or each in plan.replicated or plan.is_shared(each.weight) for each in (up, down)):
             continue
-        widens = down.in_features == up.out_features >= max(up.in_features, down.out_features)
-        if widens and (between := modules_between(module, name, last)) is not None:
+        fit = up.out_features == down.in_features and pair_pays(up.out_features, down.out_features)
+        if fit and (between := modules_between(module, name, last)) is not None:
             split_pair(plan, up, down, between)
 
 

@@ -87,6 +87,15 @@ class SplitLinear(nn.Module):
         return weight
 
 
+def pair_pays(hidden: int, out: int) -> bool:
+    """Whether ranks receive less where a layer of so many output features and the one that takes them are a pair.
+
+    Alone, the first gathers its output; the second sums the gradient of its input, and gathers its output. Of a pair,
+    the second sums its output.
+    """
+    return 2 * out < 3 * hidden + out
+
+
 class SharedEntry(SplitLinear):
     """Mixin for one of several layers of a unit that take the same input.
 

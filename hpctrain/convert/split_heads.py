@@ -65,14 +65,15 @@ class SplitAttention(Unit):
             kwargs[name] = value
         with HeadDropout(self.heads, self.part, self.grid) if self.training else contextlib.nullcontext():
             given = super().forward(**kwargs)
-        out, *others, weights = given if isinstance(given, tuple) else (given, None)
+        results = given if isinstance(given, tuple) else (given,)
+        out, *others, weights = results if len(results) > 1 else (*results, None)
         learned += [vars(child).pop("output") for child in self.children() if isinstance(child, HeadBias)]
         if not here:  # torch's kernel leaves what is added to no scores out of the graph
             out = _depends_on(out, sum(each[:0].sum() for each in learned))
         wanted = self._forward_hooks or kwargs.get("output_attentions")  # hooks: Hugging Face's, to collect them
         if weights is not None:
             weights = gather(weights[:, :here], self.axis, self.counts, 1) if wanted else None
-        return (out, *others, weights) if isinstance(given, tuple) else out
+        return (out, *others, weights)[: len(given)] if isinstance(given, tuple) else out
 
     def _inside(self, name, value, known):
         """Each rank's heads give a part of the gradient of what is learned, as a position bias is."""
