@@ -92,3 +92,16 @@ def test_dropout(world, zoo, name):
     states = world.allgather(torch.get_rng_state())
     assert all(torch.equal(states[0], other) for other in states)
     check_gradients(model, serial, model.hpctrain_grid)
+
+
+@pytest.mark.ranks(2)
+def test_a_tuple_of_one(world, zoo):
+    """MPNet's attention gives its weights where they are asked for, and else a tuple of its output."""
+    model, inputs = zoo.make("mpnet")
+    model = ht.parallelize(model.eval(), ht.Grid(tensor=2))
+    (attention, *_) = (each for each in model.modules() if type(each).__name__ == "SplitMPNetSelfAttention")
+    x = torch.randn(2, 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (out,) = attention(x)
+    again, weights = attention(x, output_attentions=True)
+    assert torch.equal(out, again)
+    assert weights.shape == (2, attention.heads, 5, 5)

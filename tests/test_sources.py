@@ -153,6 +153,18 @@ class Bound(Pair):
         self.score = types.MethodType(outside, self)
 
 
+class Exchanged(Base):
+    def __init__(self):
+        super().__init__()
+        self.run = functools.partial(outside, self)
+
+    def forward(self, x):
+        return self.run(x)
+
+    def run(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
 class RaisingProperty(Base):
     @property
     def act(self):
@@ -243,7 +255,7 @@ class Global(Base):
 
 LEFT = [
     OfAnother, AskedByAnHeir, AskedByName, OwnFunction, OwnImport, closure(softmax), AProperty, AStaticMethod,
-    PartOfAMethod, AnotherSelf, ByString, ByComputedString, AmongChildren, Given, InAList, InALambda, Bound,
+    PartOfAMethod, AnotherSelf, ByString, ByComputedString, AmongChildren, Given, InAList, InALambda, Bound, Exchanged,
     RaisingProperty, ModalProperty, Comprehension, Walrus, Generator, Swallowed, Wrapped, Weighed, InnerSelf,
     DroppedByTensors, Global,
 ]  # fmt: skip
