@@ -179,6 +179,21 @@ def test_microbatches_without_sequences():
         assert each[2].seconds - each[0].seconds == pytest.approx(four - one, rel=0.1)
 
 
+def test_gradients_of_zeros_are_summed_over_z():
+    """Of four microbatches two have no sequence; each is summed over z nevertheless, where that is not put off."""
+
+    def tensor(method, microbatches):
+        overrides = "grid.data=2", "grid.tensor=[1,1,2]", "train.batch=4", f"train.microbatches={microbatches}"
+        job, choice = read(config(*overrides, f"data_parallel.method={method}"))
+        made = Estimator(job, CPU)
+        return made.estimate(choice).parts["tensor"], 8 * made.parts(choice).z_sums[0]
+
+    for method, times in (("zero2", 4), ("zero1", 1)):
+        (one, sums), (four, _) = (tensor(method, microbatches) for microbatches in (1, 4))
+        assert 0 < sums < one
+        assert four == pytest.approx(4 * (one - sums) + times * sums)
+
+
 def test_ranks_without_rows_lend_their_cores(tmp_path):
     """Of two sequences on four ranks of z, two have none: the others compute as if they were two, but for launches and
     gradients of zeros."""

@@ -114,22 +114,31 @@ class Estimator(Division):
         last = len(each) - 1
         return [(alike, count, s == 0, s == last) for s, (alike, count) in enumerate(each)]
 
-    def _passes(self, found: Parts, layers: tuple[int, int], first: bool, last: bool) -> list[Pass]:
+    def _passes(
+        self, choice: Choice, found: Parts, layers: tuple[int, int], first: bool, last: bool
+    ) -> tuple[Pass, Pass, Pass]:
+        """Forward, input gradient and weight gradient, this with its sum over z where that is not put off."""
         parts = [*zip(found.blocks, layers)] + [(found.embedding, 1)] * first + [(found.head, 1)] * last
-        return [
+        forward, inputs, weights = (
             Pass.total((getattr(part, name), count) for part, count in parts)
             for name in ("forward", "input_gradient", "weight_gradient")
-        ]
+        )
+        if not self.sums_once(choice):
+            weights = weights._replace(tensor=weights.tensor + self._z_sums(found, layers))
+        return forward, inputs, weights
+
+    def _z_sums(self, found: Parts, layers: tuple[int, int]) -> float:
+        return sum(count * each for count, each in zip(layers, found.z_sums)) * self.machine.learned.tensor
 
     def _make_idle(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> Pass:
         """What a microbatch takes a rank that has none of its rows: its gradients are zeros, which are added."""
         found = self.parts(choice, empty=True)
-        return Pass.total((each, 1) for each in self._passes(found, layers, first, last))
+        return Pass.total((each, 1) for each in self._passes(choice, found, layers, first, last))
 
     def _make_stage(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> Stage:
         job, device, learned = self.job, self.machine.device, self.machine.learned
         found = self.parts(choice)
-        forward, inputs, weights = self._passes(found, layers, first, last)
+        forward, inputs, weights = self._passes(choice, found, layers, first, last)
         elements = self.elements(choice, layers, first, last)
         experts, net = self.expert_elements(choice, layers), self.network
         group, copies = self.groups(choice)
@@ -148,11 +157,7 @@ class Estimator(Division):
             return seconds * learned.data
 
         scatter, gather = over_data(net.reduce_scatter, job.comm), over_data(net.all_gather, job.itemsize)
-        z_sums = sum(count * each for count, each in zip(layers, found.z_sums)) * learned.tensor
         method, updated, forward_data, backward_data = choice.method, elements + experts, 0.0, 0.0
-        once = self.sums_once(choice)
-        if not once:
-            weights = weights._replace(tensor=weights.tensor + z_sums)
         if method == "zero1":
             sums = scatter + gather
         elif method == "zero2":
@@ -174,7 +179,8 @@ class Estimator(Division):
             table = job.comm * job.costs.vocabulary * job.costs.width / math.prod(choice.box)
             sums += 2 * net.message(table, math.prod(choice.box) * (choice.pipeline - 1)) * learned.data
         update = updated * update_seconds(job, self.machine)
-        return Stage(forward, inputs, weights, forward_data, backward_data, sums, z_sums if once else 0.0, update)
+        z_sums = self._z_sums(found, layers) if self.sums_once(choice) else 0.0
+        return Stage(forward, inputs, weights, forward_data, backward_data, sums, z_sums, update)
 
     # Pipelines
 
