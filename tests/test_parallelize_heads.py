@@ -7,6 +7,7 @@ from parallelize_checks import boxes, compare, numbers, tensor_grids
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+import hpctrain as ht
 from hpctrain.convert.box import BoxDown
 from hpctrain.convert.tiled_attention import TiledAttention
 
@@ -145,3 +146,37 @@ def test_attention_of_others(world, shards):
         assert isinstance(model.proj, BoxDown) == (shards and grid.tensor.z.size > 1)
     compare(lambda: Vision(3), grid, inputs[:1], shard_activations=shards)  # a rank of four has none
     assert type(compare(lambda: Wider(6), grid, inputs[:1])).__name__ == "Wider"
+
+
+class OfDiffusers(nn.Module):
+    """As the attention of diffusers: another object computes, the projection back is in a list, and nothing but the
+    number of heads tells their width."""
+
+    __module__ = "diffusers.models.attention"
+
+    def __init__(self, scale=False):
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = nn.Linear(12, 12), nn.Linear(12, 12, bias=False), nn.Linear(12, 12)
+        self.to_out, self.heads, self.scale = nn.ModuleList([nn.Linear(12, 12), nn.Dropout(0.2)]), 3, scale
+        self.processor = _process
+
+    def forward(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **others):
+        return self.processor(self, hidden_states, encoder_hidden_states)
+
+
+def _process(layer, x, others):
+    others = x if others is None else others
+    made = layer.to_q(x), layer.to_k(others), layer.to_v(others)
+    q, k, v = (y.unflatten(-1, (layer.heads, y.shape[-1] // max(1, layer.heads))).transpose(1, 2) for y in made)
+    y = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    y = layer.to_out[1](layer.to_out[0](y))
+    return y * y.shape[1] + x if layer.scale else y
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("scale", [False, True])
+def test_attention_of_diffusers(world, scale):
+    grid, inputs = ht.Grid(tensor=world.size), [numbers(2, 5, 12), numbers(2, 4, 12, seed=2)]
+    for given in (inputs[:1], inputs):
+        model = compare(lambda: OfDiffusers(scale), grid, given)
+        assert (model.to_q.leaves, model.to_out[0].enters) == (scale, scale)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import hpctrain as ht
+from hpctrain.convert.box import BoxUp
 from hpctrain.shard import split_sizes
 
 pytestmark = pytest.mark.mpi
@@ -244,3 +245,58 @@ def test_registering(attention):
         ht.register_rule("Attention", lambda module: None)
     with pytest.raises(ValueError, match="Attention has a rule already"):
         ht.register_rule(attention, lambda module: None)
+
+
+class GatedLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 14)
+
+    def forward(self, x):
+        x, gate = self.proj(x).chunk(2, -1)
+        return x * F.gelu(gate)
+
+
+class Deep(nn.Module):
+    """As the feed-forward blocks of diffusers, whose layers are called in turn."""
+
+    def __init__(self, first=GatedLayer, p=0.2):
+        super().__init__()
+        self.net = nn.ModuleList([first(), *[nn.Dropout(p)] * (p > 0), nn.Linear(7, 4), nn.Dropout(0.1)])
+
+    def forward(self, x, *arguments, **options):
+        for module in self.net:
+            x = module(x)
+        return x
+
+
+class NormedLayer(GatedLayer):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(7)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(("first", "divided"), [(GatedLayer, True), (NormedLayer, False)])
+def test_layers_of_layers(world, first, divided):
+    for grid in tensor_grids(world):
+        model = compare(lambda: Deep(first), grid, [numbers(2, 3, 4)])
+        assert model.net[0].proj.leaves != divided
+
+
+@pytest.mark.ranks(4)
+def test_layers_of_layers_on_a_box(world):
+    model = compare(lambda: Deep(p=0.0), ht.Grid(tensor=(1, 2, 2)), [numbers(2, 3, 4)], shard_activations=True)
+    assert isinstance(model.net[0].proj, BoxUp)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("path", ["net.0", "net.1", "net.0.proj"])
+def test_hooks_on_layers_of_layers(world, path):
+    model = ht.parallelize(nn.Sequential(Deep(), nn.LayerNorm(4)), ht.Grid(tensor=2))
+    model[0].get_submodule(path).register_forward_hook(lambda module, arguments, y: None)
+    with pytest.raises(ValueError, match=r"^a hook on .* which ht.parallelize divided together with others, would be"):
+        model(torch.ones(2, 3, 4))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpctrain.convert.own_pairs import modules_between
+from hpctrain.convert.own_pairs import between
 
 act = F.gelu
 
@@ -263,13 +263,13 @@ LEFT = [
 
 @pytest.mark.parametrize("kind", [Pair, AtTheMargin, InContext, TwoNames])
 def test_what_is_read(kind):
-    assert modules_between(kind(), "up", "down") == ()
+    assert between(kind(), "up", "down") == ("forward", ())
 
 
 @pytest.mark.parametrize("kind", LEFT)
 def test_what_is_not_seen_through(kind):
     """Each uses what lies between the layers in another way, or may."""
-    assert modules_between(kind(), "up", "down") is None
+    assert between(kind(), "up", "down") is None
 
 
 def test_a_class_without_source():
@@ -277,7 +277,7 @@ def test_a_class_without_source():
     exec("class Made(nn.Module):\n    def forward(self, x):\n        return self.down(F.gelu(self.up(x)))", space)
     made = space["Made"]()
     made.up, made.down = nn.Linear(4, 9), nn.Linear(9, 4)
-    assert modules_between(made, "up", "down") is None
+    assert between(made, "up", "down") is None
 
 
 FAMILIES = {
@@ -298,4 +298,4 @@ def test_families(family):
         model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(family))
     layers = [module for module in model.modules() if type(module).__name__ == name]
     assert layers
-    assert all(modules_between(layer, up, down) is not None for layer in layers)
+    assert all(between(layer, up, down) is not None for layer in layers)

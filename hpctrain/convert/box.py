@@ -23,7 +23,8 @@ from torch import nn
 from hpctrain.comm.functional import reshard
 from hpctrain.convert.gathering_again import gathering_again, once_more
 from hpctrain.convert.linear import linear
-from hpctrain.convert.products import SplitLinear, Unit, split_linear
+from hpctrain.convert.products import SplitLinear, Unit, enclose, split_linear
+from hpctrain.convert.running import Running
 from hpctrain.convert.sharded_activation import ShardedActivation, of_rows, rows_in
 from hpctrain.convert.sharding import local
 from hpctrain.convert.token_rows import OVER
@@ -155,12 +156,13 @@ def split_block(plan: Plan, module: nn.Module, ups: list[nn.Module], down: nn.Mo
         split_up(plan, layer, entered, fused)
     split_down(plan, down, entered)
     plan.swap_class(module, Unit)
-    plan.change(module, entered=entered, planned=dict(module._modules))
+    enclose(plan, module, entered, ups)
 
 
 def split_pair(
-    plan: Plan, up: nn.Module, down: nn.Module, between: tuple[nn.Module, ...], over_tokens: bool = True
-) -> None:
+    plan: Plan, up: nn.Module, down: nn.Module, between: tuple[nn.Module, ...], running: Running,
+    over_tokens: bool = True,
+) -> None:  # fmt: skip
     """Two layers that are no module of their own, and what is between them: on a box, see `Entered`, or in one line."""
     if plan.box:
         entered = EnteredOnce(plan.grid, over_tokens)
@@ -169,6 +171,7 @@ def split_pair(
     else:
         split_linear(plan, up, by_output=True, leaves=False)
         split_linear(plan, down, by_output=False, enters=False)
+    plan.change(up, running=running)
     plan.change(down, between=between)
 
 

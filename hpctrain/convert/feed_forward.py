@@ -1,4 +1,4 @@
-"""Feed-forward blocks of whatever class: one or two linear layers up, an activation, one down.
+"""Feed-forward blocks of whatever class: one or two linear layers up, an activation, one down, at whatever depth.
 
 A block is recognised by what it computes. A tiny twin of it, with random numbers in the place of its linear layers, is
 run whole, and in two parts that divide the hidden features; where the parts add up to the whole, the features do not
@@ -9,7 +9,8 @@ that a block adds itself.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,22 +25,25 @@ if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
 
 _LINEARS = nn.Linear, "FalconLinear"
+_MOST = 12  # modules within a block
 _PARTS = (slice(0, 5), slice(5, 13))  # of the twin's hidden features; no sizes that others are likely to have
 
 
 def split_feed_forward_block(plan: Plan, module: nn.Module) -> None:
     """Leaves alone what is none."""
-    children = dict(module.named_children())
-    linears = [name for name, child in children.items() if is_one_of(child, _LINEARS)]
-    others = [child for name, child in children.items() if name not in linears]
-    if not 2 <= len(linears) <= 3 or not _simple(module, others) or any(map(is_hooked, children.values())):
+    inner = dict(islice(module.named_modules(), 1, _MOST + 2))
+    linears = [path for path, child in inner.items() if is_one_of(child, _LINEARS)]
+    others = [child for path, child in inner.items() if path not in linears]
+    if not 2 <= len(linears) <= 3 or len(inner) > _MOST or not _simple(module, others):
         return
-    if any(plan.is_shared(p) for p in module.parameters()) or not plan.claimed.isdisjoint(children.values()):
+    if any(map(is_hooked, inner.values())) or any(_in_a_chain(module, path) for path in linears):
+        return
+    if any(plan.is_shared(p) for p in module.parameters()) or not plan.claimed.isdisjoint(inner.values()):
         return
     for down in reversed(linears):
-        ups = [name for name in linears if name != down]
+        ups = [path for path in linears if path != down]
         for fused in (1, 2):
-            if _fits([children[name] for name in ups], children[down], fused):
+            if _fits([inner[path] for path in ups], inner[down], fused):
                 dropouts = _divides(module, ups, down, fused)
                 if dropouts is not None:
                     _split(plan, module, ups, down, fused, dropouts)
@@ -47,29 +51,39 @@ def split_feed_forward_block(plan: Plan, module: nn.Module) -> None:
 
 
 def _split(plan, module, ups, down, fused, dropouts):
+    layers, last = [module.get_submodule(path) for path in ups], module.get_submodule(down)
+    deeper = [child for child in module.modules() if child not in (module, *module.children(), *layers, last)]
+    plan.change(last, between=tuple(deeper))  # the unit looks at its children
     if plan.box and not dropouts and _treats_rows_alone(module, ups, down, fused):
-        split_block(plan, module, [getattr(module, name) for name in ups], getattr(module, down), fused)
+        split_block(plan, module, layers, last, fused)
         return
-    features = getattr(module, down).in_features
+    features = last.in_features
     parts = plan.parts(features)
-    layers = [getattr(module, name) for name in ups]
     for layer in layers:
         split_matrix(plan, layer, SharedEntry, 0, 1, by_output=True, parts=parts, fused=fused, leaves=False)
-    split_linear(plan, getattr(module, down), by_output=False, parts=parts, enters=False)
-    for name in dropouts:
-        plan.swap_class(getattr(module, name), SplitDropout, features=features, part=parts[plan.axis.rank])
+    split_linear(plan, last, by_output=False, parts=parts, enters=False)
+    for path in dropouts:
+        plan.swap_class(module.get_submodule(path), SplitDropout, features=features, part=parts[plan.axis.rank])
     plan.swap_class(module, Unit)
     share_entry(plan, module, [layers])
 
 
 def _simple(module, others) -> bool:
     """No weights but those of the linear layers, and a forward of one argument, or of a residual as well."""
-    own = any(value is not None for value in (*module._parameters.values(), *module._buffers.values()))
-    if own or altered(module) or isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+    if altered(module) or isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return False
-    if any(value is not None for other in others for value in (*other.parameters(), *other.buffers())):
+    if any(
+        value is not None
+        for each in (module, *others)
+        for value in (*each._parameters.values(), *each._buffers.values())
+    ):
         return False
     return arguments(module) in (1, 2)
+
+
+def _in_a_chain(module, path) -> bool:
+    """Whose layers may be called by themselves (`chains`)."""
+    return isinstance(module.get_submodule(path.rpartition(".")[0]), nn.Sequential)
 
 
 def _fits(ups, down, fused) -> bool:
@@ -80,7 +94,7 @@ def _fits(ups, down, fused) -> bool:
 
 def _divides(module, ups, down, fused):
     """The names of the dropouts that see hidden features, where the parts add up; else None."""
-    first, last = getattr(module, ups[0]), getattr(module, down)
+    first, last = module.get_submodule(ups[0]), module.get_submodule(down)
     hidden = _PARTS[-1].stop
     if hidden in (first.in_features, last.out_features):  # nobody could tell what a dropout sees
         return None
@@ -118,11 +132,12 @@ def _divides(module, ups, down, fused):
 
 def _treats_rows_alone(module, ups, down, fused) -> bool:
     """Whether the block makes of some tokens, in one row, what it makes of them among others, up to its last layer."""
-    width, hidden, few = getattr(module, ups[0]).in_features, _PARTS[-1].stop, slice(2, 5)
+    width, out = module.get_submodule(ups[0]).in_features, module.get_submodule(down).out_features
+    hidden, few = _PARTS[-1].stop, slice(2, 5)
     chance = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(fused * hidden, width, generator=chance, dtype=torch.float64) for name in ups}
     x = torch.randn(2, 3, width, generator=chance, dtype=torch.float64)
-    residuals = [x.new_zeros(2, 3, getattr(module, down).out_features)] * (arguments(module) - 1)
+    residuals = [x.new_zeros(2, 3, out)] * (arguments(module) - 1)
     found: list[torch.Tensor] = []
     state = torch.get_rng_state()
     with torch.no_grad():
@@ -130,7 +145,7 @@ def _treats_rows_alone(module, ups, down, fused) -> bool:
             for training in (False, True):
                 for rows in (None, few):
                     layers: dict[str, nn.Module] = {name: _RowsOf(weights[name], rows) for name in ups}
-                    layers[down] = _Last(getattr(module, down).out_features, found)
+                    layers[down] = _Last(out, found)
                     _twin(module, layers, {}, training)(x, *residuals)
         except Exception:  # as it asks for the shape of all
             return False
@@ -176,11 +191,9 @@ class _Seen(nn.Dropout):
 
 
 def _twin(module, layers, seen, training):
-    """The module with other layers."""
-    children = {}
-    for name, child in module.named_children():
-        if name in layers:
-            children[name] = layers[name]
-        else:
-            children[name] = _Seen(child.p, name, seen) if type(child) is nn.Dropout else copy.deepcopy(child)
-    return with_children(module, children, training)
+    """The module with other layers, at whatever depth."""
+    known: dict[int, Any] = {id(module.get_submodule(path)): layer for path, layer in layers.items()}
+    for path, child in module.named_modules():
+        if type(child) is nn.Dropout:
+            known[id(child)] = _Seen(child.p, path, seen)
+    return with_children(module, {n: copy.deepcopy(child, known) for n, child in module.named_children()}, training)

@@ -15,22 +15,22 @@ _UNCLEAR = (ast.For, ast.While, ast.AsyncFor, ast.Try, ast.TryStar, ast.Global, 
 _LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.GeneratorExp)
 
 
-def hands_on(module: nn.Module, giver: str, taker: str, several: bool = False) -> bool:
-    """Whether it calls `self.giver` and, in the statement that follows, `self.taker` with its result, or the first of
-    `several` results, before all else, each in one place of its methods' source, and uses it no more.
+def hands_on(module: nn.Module, giver: str, taker: str, several: bool = False) -> str:
+    """The method that calls `self.giver` and, in the statement that follows, `self.taker` with its result, or the first
+    of `several` results, before all else, each in one place of all methods' source, and uses it no more; or "".
 
     >>> hands_on(nn.TransformerEncoderLayer(8, 2), "linear1", "linear2")
-    False
+    ''
     """
     methods = methods_of(module)
     if not each_once(methods, giver, taker):
-        return False
+        return ""
     for method in methods:
         for body in bodies(method.tree):
             for first, second in zip(body, body[1:]):
                 if isinstance(first, ast.Assign) and _calls(first, giver) and _calls(second, taker):
-                    return _goes_nowhere_else(method.tree, first, second, several)
-    return False
+                    return method.name if _goes_nowhere_else(method.tree, first, second, several) else ""
+    return ""
 
 
 def bodies(method: Any) -> Iterator[list]:

@@ -230,6 +230,7 @@ class _Twins:
     def _twin(self, layers, heads, key_heads, training):
         """The module with other layers; nothing that it does reaches the module itself."""
         children = {}
+        deeper = {id(self.module.get_submodule(path)): layer for path, layer in layers.items() if "." in path}
         for name, child in self.children.items():
             if name in layers:
                 children[name] = layers[name]
@@ -238,7 +239,7 @@ class _Twins:
                 weights = {key: nn.Parameter(value) for key, value in self.norms[name].items()}
                 children[name].__dict__ = {**vars(child), "_parameters": weights, "training": training}
             else:
-                children[name] = copy.deepcopy(child).train(training)
+                children[name] = copy.deepcopy(child, deeper).train(training)
         twin: nn.Module = object.__new__(self.kind)
         own = local_attributes(self.module, self.found, heads, key_heads)
         self.calls: list[tuple] = []

@@ -6,7 +6,7 @@ What a module's layers are called gives candidates; `head_twins` tells by runnin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +16,14 @@ from hpctrain.convert.plain import altered, is_hooked, is_of_huggingface, is_pla
 
 _SEPARATE = (
     ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin"),
+    ("to_q", "to_k", "to_v"),
 )  # fmt: skip
 _FUSED = ("query_key_value", "qkv_proj", "Wqkv", "qkv")
 _LATENT = ("kv_a_proj_with_mqa", "kv_b_proj")
-_OUT = ("o_proj", "out_proj", "dense", "o", "proj", "out_lin", "Wo")
+_OUT = ("o_proj", "out_proj", "dense", "o", "proj", "out_lin", "Wo", "to_out.0")
 _WIDTH = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 # Attributes that forwards may read
-HEADS = ("num_heads", "num_attention_heads", "n_heads")
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 # All that forwards of others than Hugging Face's may take
 _ARGUMENTS = {"x", "attn_mask", "mask", "is_causal"}
@@ -95,13 +96,16 @@ class Heads:
 
 def candidates(module: nn.Module) -> Iterator[Heads]:
     """What the module may be, by the names and sizes of its layers."""
-    children: Mapping[str, nn.Module] = dict(module.named_children())
+    children = dict(module.named_children())
     own = any(value is not None for value in module._parameters.values())
     if own or altered(module) or not (is_of_huggingface(module) or _takes_known(module)):
         return
-    out = next((name for name in _OUT if name in children), "")
+    out = next((path for path in _OUT if _is_linear(_inner(module, path))), "")
+    holder, _, _ = out.partition(".")  # which has a dropout besides
+    if holder != out and any(type(child) is not nn.Dropout for child in [*children.pop(holder).children()][1:]):
+        return
     for projections, heads, key_heads, width in _projections(module, children, out):
-        linears = [*(projection.name for projection in projections), *([out] if out else [])]
+        linears = [*(projection.name for projection in projections), *([out] if out in children else [])]
         others = {n: c for n, c in children.items() if n not in linears and type(c) is not nn.Dropout}
         biases = tuple(name for name, child in others.items() if _is_bias(name, child))
         norms = tuple(n for n, c in others.items() if n not in biases and any(True for _ in c.parameters()))
@@ -116,11 +120,13 @@ def _takes_known(module) -> bool:
 
 def _projections(module, children, out):
     """(projections, heads, key heads, features of a head before `out`) that the sizes allow."""
-    width = next((getattr(module, name) for name in _WIDTH if isinstance(getattr(module, name, None), int)), None)
     names = next((names for names in _SEPARATE if all(name in children for name in names)), None)
     sizes = {name: child.out_features for name, child in children.items() if isinstance(child, nn.Linear)}
+    width, heads = (_number(module, each) for each in (_WIDTH, HEADS))
+    if not width and heads and names and names[0] in sizes:
+        width = sizes[names[0]] // heads
     fused = next((name for name in _FUSED if name in sizes), None)
-    last = getattr(children[out], "in_features", None) if out else None
+    last = getattr(_inner(module, out), "in_features", None) if out else None
     if all(name in sizes for name in _LATENT) and last:
         yield from _latent(module, sizes, last)
     elif names and width and all(name in sizes for name in names):
@@ -138,7 +144,7 @@ def _projections(module, children, out):
 
 
 def _latent(module, sizes, last):
-    heads = next((getattr(module, name) for name in HEADS if isinstance(getattr(module, name, None), int)), 0)
+    heads = _number(module, HEADS)
     query = "q_b_proj" if "q_b_proj" in sizes else "q_proj"
     if not heads or query not in sizes or any(n % heads for n in (sizes[query], sizes["kv_b_proj"], last)):
         return
@@ -154,6 +160,18 @@ def _latent(module, sizes, last):
 
 def _fits(queries, keys, width) -> bool:
     return keys > 0 and queries % keys == 0 == keys % width
+
+
+def _number(module, names) -> int:
+    """The first of these attributes that is a whole number; 0 where there is none."""
+    return next((getattr(module, name) for name in names if isinstance(getattr(module, name, None), int)), 0)
+
+
+def _inner(module, path):
+    """The module there, or None."""
+    for name in path.split("."):
+        module = None if module is None else module._modules.get(name)
+    return module
 
 
 def _is_linear(child) -> bool:

@@ -16,6 +16,7 @@ from hpctrain.convert.plain import is_plain, is_pointwise
 from hpctrain.convert.products import (
     SharedEntry,
     SplitConv1D,
+    enclose,
     share_entry,
     split_conv1d,
     split_matrix,
@@ -64,7 +65,8 @@ def split_gpt2_attention(plan: Plan, module: Any) -> None:
         split_down(plan, module.c_proj, entered, width)
         divide_heads(plan, module, heads)
         part = heads[plan.axis.rank]
-        plan.change(module, entered=entered, planned=dict(module._modules), split_size=(part.stop - part.start) * width)
+        enclose(plan, module, entered, fused)
+        plan.change(module, split_size=(part.stop - part.start) * width)
         return
     parts = [slice(part.start * width, part.stop * width) for part in heads]
     part = parts[plan.axis.rank]
@@ -85,5 +87,6 @@ def split_gpt2_mlp(plan: Plan, module: Any) -> None:
         split_block(plan, module, [module.c_fc], module.c_proj)
     else:
         split_conv1d(plan, module.c_fc, by_output=True, leaves=False)
+        plan.change(module.c_fc, running=plan.running(module, "forward"))
         split_conv1d(plan, module.c_proj, by_output=False, enters=False)
     plan.change(module.c_proj, between=(module.act,))

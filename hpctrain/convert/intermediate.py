@@ -24,24 +24,19 @@ if TYPE_CHECKING:
 _HIDDEN, _WIDTH, _FEW = 13, 6, slice(2, 5)  # of a twin: features between and outside, some of its six tokens
 
 
-def feed_forward_pair(module: Any) -> tuple[nn.Linear, nn.Linear] | None:
-    """`intermediate.dense` and `output.dense`, where they are such a pair."""
+def split_intermediate(plan: Plan, module: Any) -> None:
+    """`intermediate.dense` and `output.dense`; leaves alone what is no such pair."""
     up, down = (_layer(module._modules.get(name)) for name in ("intermediate", "output"))
     if up is None or down is None or up.out_features != down.in_features:
-        return None
-    if not pair_pays(up.out_features, down.out_features):
-        return None
-    if not hands_on(module, "intermediate", "output") or not takes_it_alone(module.output):
-        return None
-    return (up, down) if _treats_features_alone(module.intermediate) else None
-
-
-def split_intermediate(plan: Plan, module: Any) -> None:
-    pair = feed_forward_pair(module)
-    if pair is None or any(plan.is_shared(layer.weight) or layer in plan.claimed for layer in pair):
         return
-    up, down = pair
-    split_pair(plan, up, down, between=tuple(each for each in module.intermediate.modules() if each is not up))
+    if not pair_pays(up.out_features, down.out_features):
+        return
+    if any(plan.is_shared(layer.weight) or layer in plan.claimed for layer in (up, down)):
+        return
+    method = hands_on(module, "intermediate", "output")
+    if method and takes_it_alone(module.output) and _treats_features_alone(module.intermediate):
+        between = tuple(each for each in module.intermediate.modules() if each is not up)
+        split_pair(plan, up, down, between, plan.running(module, method))
 
 
 def takes_it_alone(module: nn.Module) -> bool:

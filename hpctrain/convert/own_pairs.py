@@ -33,14 +33,16 @@ def split_own_pairs(plan: Plan, module: nn.Module) -> None:
         if any(each in plan.claimed or each in plan.replicated or plan.is_shared(each.weight) for each in (up, down)):
             continue
         fit = up.out_features == down.in_features and pair_pays(up.out_features, down.out_features)
-        if fit and (between := modules_between(module, name, last)) is not None:
-            split_pair(plan, up, down, between)
+        if fit and (way := between(module, name, last)) is not None:
+            method, modules = way
+            split_pair(plan, up, down, modules, plan.running(module, method))
 
 
-def modules_between(module: nn.Module, up: str, down: str) -> tuple[nn.Module, ...] | None:
-    """Those that treat what `self.up` makes, feature by feature, before `self.down` is given it, and nobody else.
+def between(module: nn.Module, up: str, down: str) -> tuple[str, tuple[nn.Module, ...]] | None:
+    """The method that gives `self.down`, and nobody else, what `self.up` makes, and the modules that treat it before,
+    feature by feature; None where there is none.
 
-    >>> modules_between(nn.TransformerEncoderLayer(8, 2), "linear1", "linear2") is None
+    >>> between(nn.TransformerEncoderLayer(8, 2), "linear1", "linear2") is None
     True
     """
     methods = methods_of(module)
@@ -50,7 +52,8 @@ def modules_between(module: nn.Module, up: str, down: str) -> tuple[nn.Module, .
         for body in bodies(method.tree):
             for place, statement in enumerate(body):
                 if isinstance(statement, _STATEMENTS) and _calls_of(statement, up):
-                    return _Way(module, method, up).followed(body[place:], down)
+                    modules = _Way(module, method, up).followed(body[place:], down)
+                    return None if modules is None else (method.name, modules)
     return None
 
 

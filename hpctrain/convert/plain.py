@@ -66,13 +66,15 @@ def altered(module: nn.Module) -> str:
 
 
 def arguments(module: nn.Module) -> int:
-    """How many its forward takes, by place or by name; 0 where it takes any in another way."""
+    """How many its forward takes, by place or by name, besides any number of others; 0 where it takes any in another
+    way."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return len(parameters) * all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters)
+    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return len(named) * all(each.kind is each.POSITIONAL_OR_KEYWORD for each in named)
 
 
 def is_of_huggingface(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("transformers.")
+    return type(module).__module__.startswith(("transformers.", "diffusers."))
 
 
 @overload

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from hpctrain.convert.alike_attention import Attentions
 from hpctrain.convert.initial import initial_numbers
 from hpctrain.convert.refusals import hook_refused
+from hpctrain.convert.running import Running, running_type
 from hpctrain.convert.sharded_module import ShardedModule, sharded_type
 from hpctrain.convert.sharded_parameter import ReplicatedParameter, attach
 from hpctrain.convert.sharding import Sharding, hooked
@@ -68,6 +69,7 @@ class Plan:
         self._places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
         self._draws: dict[int, Callable] = {}
         self._changes: list[tuple[torch.nn.Module, type | None, dict[str, Any]]] = []
+        self._running: dict[torch.nn.Module, tuple[Running, set[str]]] = {}  # and the methods that note it
 
     def parts(self, length: int, unit: int = 1) -> list[slice]:
         """Every rank's range of `length`, balanced, cut at multiples of `unit`."""
@@ -153,6 +155,13 @@ class Plan:
         """Attributes alone."""
         self._changes.append((module, None, attributes))
 
+    def running(self, module: torch.nn.Module, method: str = "") -> Running:
+        """Of a unit whose layers a module calls: within this method of it, or as its class says."""
+        path = self.paths[module] or "the model"
+        running, methods = self._running.setdefault(module, (Running(f"{path}.{method}" if method else path), set()))
+        methods |= {method} - {""}
+        return running
+
     def close_unit(self) -> None:
         """What was changed since the last time is one unit."""
         fresh = dict.fromkeys(module for module, _, _ in self._changes[self._noted :])
@@ -236,6 +245,10 @@ class Plan:
                 module.path, module.sharded_weights = path or "the model itself", sharded_weights
             for name, value in attributes.items():
                 setattr(module, name, value)
+        for module, (running, methods) in self._running.items():
+            if methods:
+                module.__class__ = running_type(type(module), methods)
+            vars(module)["running"] = running
 
     @staticmethod
     def _cut(parameter, sharding):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from hpctrain.convert.boundary_products import entering, leaving
 from hpctrain.convert.gathering_again import gathering_again
 from hpctrain.convert.hooks import check_global_hooks, check_hooks
 from hpctrain.convert.linear import WeightAndBias, linear
+from hpctrain.convert.running import Running
 from hpctrain.convert.sharded_activation import enter, whole
 from hpctrain.convert.sharding import local
 from hpctrain.convert.shared_input import SharedInput
@@ -36,6 +38,7 @@ class SplitLinear(nn.Module):
         leaves: the output is made whole; otherwise it stays divided.
         shards: of what leaves a unit, each rank keeps some rows.
         between: what made the input of its part, in a unit that is no module of its own.
+        running: of its unit, which alone may call it where its output stays divided.
     """
 
     axis: Axis
@@ -47,6 +50,8 @@ class SplitLinear(nn.Module):
     feature_dim = -1  # of activations
     shards = False
     between: tuple[nn.Module, ...] = ()
+    running: Running | None = None
+    path: str
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not (self.enters and self.leaves):
@@ -54,6 +59,8 @@ class SplitLinear(nn.Module):
                 check_hooks(module)
             if self.axis.size > 1:
                 check_global_hooks()
+                if self.running is not None:
+                    self.running.check(self.path)
         return self.run(x, self.enters, self.leaves)
 
     def run(self, x: torch.Tensor, enters: bool, leaves: bool) -> torch.Tensor:
@@ -120,7 +127,7 @@ class Entrances(Protocol):
 class Unit(nn.Module):
     """Mixin for a module with layers of `SharedEntry`, of which it has `entered` as well.
 
-    Attributes: `planned`, {name: layer} as they were divided together.
+    Attributes: `planned`, {name: layer} as they were divided together; `running`, which they ask.
 
     Raises:
         ValueError: where one of them was exchanged since, as by LoRA, or has a hook: these would meet parts.
@@ -129,6 +136,7 @@ class Unit(nn.Module):
     path: str
     planned: dict[str, nn.Module]
     entered: Entrances
+    running: Running
 
     def forward(self, *args: Any, **kwargs: Any):
         if self._modules != self.planned:
@@ -140,7 +148,8 @@ class Unit(nn.Module):
             check_hooks(module, self.path)
         self.entered.clear()
         try:
-            return super().forward(*args, **kwargs)
+            with self.running:
+                return super().forward(*args, **kwargs)
         finally:
             self.entered.clear()
 
@@ -242,10 +251,17 @@ def split_linear(plan: Plan, module: torch.nn.Module, **how: Any) -> None:
 def share_entry(plan: Plan, module: torch.nn.Module, groups: list[list[Any]]) -> None:
     """Of the layers of a unit, in groups that take the same input; its mixin inherits from Unit, theirs from
     SharedEntry."""
-    entered = SharedInput(groups)
-    for layer in (module, *(layer for group in groups for layer in group)):
+    entered, layers = SharedInput(groups), [layer for group in groups for layer in group]
+    for layer in layers:
         plan.change(layer, entered=entered)
-    plan.change(module, planned=dict(module._modules))
+    enclose(plan, module, entered, layers)
+
+
+def enclose(plan: Plan, module: torch.nn.Module, entered: Entrances, layers: Iterable[torch.nn.Module]) -> None:
+    """The module, whose mixin inherits from Unit, is that of these layers, which leave what they make divided."""
+    plan.change(module, entered=entered, planned=dict(module._modules))
+    for layer in layers:
+        plan.change(layer, running=plan.running(module))
 
 
 def split_conv1d(plan: Plan, module: torch.nn.Module, **how: Any) -> None:

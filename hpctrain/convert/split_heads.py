@@ -23,7 +23,7 @@ from hpctrain.convert.head_twins import local_attributes
 from hpctrain.convert.intermediate import takes_it_alone
 from hpctrain.convert.norms import entered_weights
 from hpctrain.convert.plain import is_hooked
-from hpctrain.convert.products import SharedEntry, SplitLinear, Unit, share_entry, split_linear, split_matrix
+from hpctrain.convert.products import SharedEntry, SplitLinear, Unit, enclose, share_entry, split_linear, split_matrix
 from hpctrain.convert.sequence import use_context_attention
 from hpctrain.convert.sharded_activation import ShardedActivation
 from hpctrain.grid import Axis, Grid
@@ -179,7 +179,7 @@ def split_attention(plan: Plan, module: torch.nn.Module) -> None:
     """Attention with its projection back; leaves alone what is none."""
     found = plan.attentions.heads(module)
     if found is not None and found.out:
-        _split_projections(plan, module, found, getattr(module, found.out))
+        _split_projections(plan, module, found, module.get_submodule(found.out))
 
 
 def split_bert_attention(plan: Plan, module: Any) -> None:
@@ -209,7 +209,7 @@ def _split_projections(plan, module, found, out):
             fused, width = _widths(projection, found)
             split_up(plan, layer, entered, fused, width * (group if projection.layout == "queries" else 1))
         split_down(plan, out, entered, group * found.width)
-        plan.change(module, entered=entered, planned=dict(module._modules))
+        enclose(plan, module, entered, layers)
     else:
         for projection, layer in zip(found.projections, layers):
             _split_projection(plan, projection, layer, found, queries, keys)
