@@ -1,7 +1,5 @@
 """Pairs of linear layers in nn.Sequential: nothing is made whole between them, unless somebody looks."""
 
-import copy
-
 import pytest
 import torch
 from parallelize_checks import compare, held_once, numbers, tensor_grids
@@ -20,7 +18,7 @@ CHAINS = {
     ),
     "interrupted": lambda: nn.Sequential(nn.Linear(5, 9), nn.Softmax(-1), nn.Linear(9, 4), nn.LayerNorm(4)),
     "narrow": lambda: nn.Sequential(nn.Linear(5, 2), nn.ReLU(), nn.Linear(2, 5)),
-    "too narrow": lambda: nn.Sequential(nn.Linear(5, 2), nn.ReLU(), nn.Linear(2, 6)),
+    "wide": lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 20)),
     "nested": lambda: nn.Sequential(
         nn.Sequential(nn.Linear(5, 7), nn.SiLU(), nn.Linear(7, 7)), nn.ReLU(), nn.Linear(7, 2)
     ),
@@ -47,25 +45,26 @@ def test_bytes(world):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_the_fewest_bytes(world):
-    """A pair receives less than its layers alone while their features are more than a third of the output's."""
+    """Layers are a pair where that receives less than each of them alone."""
     grid = ht.Grid(tensor=world.size)
 
-    def sent(hidden, out):
+    def sent(into, hidden, out, pair):
         torch.manual_seed(0)
-        layers = nn.Linear(12, hidden), nn.ReLU(), nn.Linear(hidden, out)
-        found = []
-        for chain in (nn.Sequential(*layers), nn.Sequential(layers[0], nn.Identity(), nn.Sequential(*layers[1:]))):
-            model = ht.parallelize(copy.deepcopy(chain), grid, check_steps=0)
-            x = torch.ones(8, 12, requires_grad=True)
-            grid.transport.traffic.clear()
-            model(x).sum().backward()
-            found.append((isinstance(model, Chained), grid.transport.traffic.total("sent")))
-        return found
+        layers = nn.Linear(into, hidden), nn.ReLU(), nn.Linear(hidden, out)
+        chain = nn.Sequential(*layers) if pair else nn.Sequential(layers[0], nn.Identity(), nn.Sequential(*layers[1:]))
+        model = ht.parallelize(chain, grid, check_steps=0)
+        x = torch.ones(12, into, requires_grad=True)
+        grid.transport.traffic.clear()
+        model(x).sum().backward()
+        return isinstance(model, Chained), grid.transport.traffic.total("sent")
 
-    for hidden, pays in ((36, True), (13, True), (12, False), (1, False)):
-        (pair, of_pair), (_, of_layers) = sent(hidden, 36)
-        assert pair == pays
-        assert (of_pair < of_layers) == pays
+    for sizes in ((12, 36, 36), (12, 24, 36), (24, 12, 24), (36, 12, 12), (12, 12, 12), (12, 24, 84), (36, 12, 24)):
+        pair, of_pair = sent(*sizes, pair=True)
+        _, of_layers = sent(*sizes, pair=False)
+        assert (of_pair < of_layers) == pair
+        into, hidden, out = sizes
+        as_pair = 2 * (world.size - 1) * 12 * (into + out) * 4 // world.size
+        assert (as_pair < of_layers) == pair
 
 
 def test_modules_one_by_one(world):

@@ -104,4 +104,4 @@ def test_a_tuple_of_one(world, zoo):
     (out,) = attention(x)
     again, weights = attention(x, output_attentions=True)
     assert torch.equal(out, again)
-    assert weights.shape == (2, attention.heads, 5, 5)
+    assert weights.shape == (2, attention.all_heads, 5, 5)

@@ -5,7 +5,7 @@ import torch
 from context_checks import use_tiles
 from parallelize_checks import boxes, compare, numbers, tensor_grids
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
 import hpctrain as ht
 from hpctrain.convert.box import BoxDown
@@ -161,14 +161,15 @@ class OfDiffusers(nn.Module):
         self.processor = _process
 
     def forward(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **others):
-        return self.processor(self, hidden_states, encoder_hidden_states)
+        return self.processor(self, hidden_states, encoder_hidden_states, attention_mask)
 
 
-def _process(layer, x, others):
+def _process(layer, x, others, mask):
     others = x if others is None else others
     made = layer.to_q(x), layer.to_k(others), layer.to_v(others)
     q, k, v = (y.unflatten(-1, (layer.heads, y.shape[-1] // max(1, layer.heads))).transpose(1, 2) for y in made)
-    y = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    scores = q @ k.transpose(-1, -2) + (0 if mask is None else mask)
+    y = (dropout(scores.softmax(-1), 0.2, layer.training) @ v).transpose(1, 2).flatten(2)
     y = layer.to_out[1](layer.to_out[0](y))
     return y * y.shape[1] + x if layer.scale else y
 
@@ -176,7 +177,36 @@ def _process(layer, x, others):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("scale", [False, True])
 def test_attention_of_diffusers(world, scale):
-    grid, inputs = ht.Grid(tensor=world.size), [numbers(2, 5, 12), numbers(2, 4, 12, seed=2)]
+    """With dropout of probabilities, and a mask for each head."""
+    grid, mask = ht.Grid(tensor=world.size), numbers(2, 3, 5, 4, seed=3)
+    inputs = [numbers(2, 5, 12), numbers(2, 4, 12, seed=2), mask]
     for given in (inputs[:1], inputs):
         model = compare(lambda: OfDiffusers(scale), grid, given)
         assert (model.to_q.leaves, model.to_out[0].enters) == (scale, scale)
+
+
+class OfTwoStreams(OfDiffusers):
+    """Gives something else as its second result, as CogVideoX's does."""
+
+    def forward(self, hidden_states, encoder_hidden_states=None, **others):
+        return self.processor(self, hidden_states, None, None), hidden_states * 2
+
+
+class NormedOthers(OfDiffusers):
+    """A norm that is run for another sequence alone, of another width than the tiny twin's."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm_cross = nn.LayerNorm(12)
+
+    def forward(self, hidden_states, encoder_hidden_states=None, **others):
+        if encoder_hidden_states is not None:
+            encoder_hidden_states = self.norm_cross(encoder_hidden_states)
+        return self.processor(self, hidden_states, encoder_hidden_states, None)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [OfTwoStreams, NormedOthers])
+def test_attention_that_is_not_seen_through(world, kind):
+    model = compare(kind, ht.Grid(tensor=2), [numbers(2, 5, 12), numbers(2, 4, 12, seed=2)])
+    assert model.to_q.leaves

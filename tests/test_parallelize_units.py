@@ -260,6 +260,8 @@ class GatedLayer(nn.Module):
 class Deep(nn.Module):
     """As the feed-forward blocks of diffusers, whose layers are called in turn."""
 
+    __module__ = "diffusers.models.attention"
+
     def __init__(self, first=GatedLayer, p=0.2):
         super().__init__()
         self.net = nn.ModuleList([first(), *[nn.Dropout(p)] * (p > 0), nn.Linear(7, 4), nn.Dropout(0.1)])
@@ -300,3 +302,12 @@ def test_hooks_on_layers_of_layers(world, path):
     model[0].get_submodule(path).register_forward_hook(lambda module, arguments, y: None)
     with pytest.raises(ValueError, match=r"^a hook on .* which ht.parallelize divided together with others, would be"):
         model(torch.ones(2, 3, 4))
+
+
+@pytest.mark.ranks(2)
+def test_arguments_that_nobody_knows(world):
+    model = ht.parallelize(nn.Sequential(Deep(), nn.LayerNorm(4)), ht.Grid(tensor=2), check_steps=0)
+    model[0](torch.ones(2, 3, 4), scale=None)
+    for given, named in (((2.0,), {}), ((), {"scale": 2.0})):
+        with pytest.raises(ValueError, match="0 of a parallelized model takes no arguments but x; list it in rep"):
+            model[0](torch.ones(2, 3, 4), *given, **named)

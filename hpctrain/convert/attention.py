@@ -161,8 +161,8 @@ def split_feed_forward(plan: Plan, module: torch.nn.TransformerEncoderLayer | to
         return
     features, activation = module.linear1.out_features, module.activation
     between = (activation,) if isinstance(activation, torch.nn.Module) else ()
-    running = plan.running(module, "_ff_block")
-    split_pair(plan, module.linear1, module.linear2, between, running, over_tokens=False)
+    calls = plan.unit_calls(module, "_ff_block")
+    split_pair(plan, module.linear1, module.linear2, between, calls, over_tokens=False)
     parts = plan.parts(features)
     if plan.box:
         parts = [part for (part,) in plan.blocks(Layout.of((features,), {0: ("x", "y", "z")}))]

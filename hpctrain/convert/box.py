@@ -24,10 +24,10 @@ from hpctrain.comm.functional import reshard
 from hpctrain.convert.gathering_again import gathering_again, once_more
 from hpctrain.convert.linear import linear
 from hpctrain.convert.products import SplitLinear, Unit, enclose, split_linear
-from hpctrain.convert.running import Running
 from hpctrain.convert.sharded_activation import ShardedActivation, of_rows, rows_in
 from hpctrain.convert.sharding import local
 from hpctrain.convert.token_rows import OVER
+from hpctrain.convert.unit_calls import UnitCalls
 from hpctrain.grid import Grid
 from hpctrain.layout import Axes, Cut, Layout
 
@@ -156,11 +156,11 @@ def split_block(plan: Plan, module: nn.Module, ups: list[nn.Module], down: nn.Mo
         split_up(plan, layer, entered, fused)
     split_down(plan, down, entered)
     plan.swap_class(module, Unit)
-    enclose(plan, module, entered, ups)
+    enclose(plan, module, entered, [*ups, down])
 
 
 def split_pair(
-    plan: Plan, up: nn.Module, down: nn.Module, between: tuple[nn.Module, ...], running: Running,
+    plan: Plan, up: nn.Module, down: nn.Module, between: tuple[nn.Module, ...], calls: UnitCalls,
     over_tokens: bool = True,
 ) -> None:  # fmt: skip
     """Two layers that are no module of their own, and what is between them: on a box, see `Entered`, or in one line."""
@@ -171,8 +171,8 @@ def split_pair(
     else:
         split_linear(plan, up, by_output=True, leaves=False)
         split_linear(plan, down, by_output=False, enters=False)
-    plan.change(up, running=running)
-    plan.change(down, between=between)
+    plan.change(up, unit_calls=calls)
+    plan.change(down, unit_calls=calls, between=between)
 
 
 def split_up(plan: Plan, layer: nn.Module, entered: Entered, fused: int = 1, unit: int = 1) -> None:

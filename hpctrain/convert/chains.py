@@ -49,7 +49,7 @@ def split_chain(plan: Plan, module: nn.Sequential) -> None:
         if child in plan.replicated:
             first = None
         elif is_plain(child, nn.Linear) and child not in plan.claimed and not plan.is_shared(child.weight):
-            if first is not None and pair_pays(first[1].out_features, child.out_features):
+            if first is not None and pair_pays(first[1], child):
                 start, up = first
                 split_linear(plan, up, by_output=True)
                 split_linear(plan, child, by_output=False)

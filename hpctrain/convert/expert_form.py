@@ -99,7 +99,7 @@ def sorted_form(module: nn.Module) -> ExpertForm | None:
     """Of a module whose forward takes as many tokens for each of its experts, one expert after the other, alone."""
     weights = {name: weight.shape for name, weight in module._parameters.items() if weight is not None}
     stacks = [name for name, shape in weights.items() if len(shape) == 3]
-    if len(stacks) != 2 or arguments(module) != 1:
+    if len(stacks) != 2 or len(arguments(module)) != 1:
         return None
     for (up, down), transposed, (fused, unit) in itertools.product(
         itertools.permutations(stacks), (False, True), ((1, 1), (2, 1), (1, 2))

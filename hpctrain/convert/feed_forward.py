@@ -1,4 +1,4 @@
-"""Feed-forward blocks of whatever class: one or two linear layers up, an activation, one down, at whatever depth.
+"""Feed-forward blocks of whatever class: one or two linear layers up, an activation, one down; diffusers' at any depth.
 
 A block is recognised by what it computes. A tiny twin of it, with random numbers in the place of its linear layers, is
 run whole, and in two parts that divide the hidden features; where the parts add up to the whole, the features do not
@@ -17,7 +17,7 @@ from torch import nn
 
 from hpctrain.convert.box import split_block
 from hpctrain.convert.dropout import SplitDropout
-from hpctrain.convert.plain import altered, arguments, is_hooked, is_one_of
+from hpctrain.convert.plain import altered, arguments, is_hooked, is_of_diffusers, is_one_of
 from hpctrain.convert.products import SharedEntry, Unit, pair_pays, share_entry, split_linear, split_matrix
 from hpctrain.convert.twins import TwinLinear, with_children
 
@@ -31,12 +31,13 @@ _PARTS = (slice(0, 5), slice(5, 13))  # of the twin's hidden features; no sizes 
 
 def split_feed_forward_block(plan: Plan, module: nn.Module) -> None:
     """Leaves alone what is none."""
-    inner = dict(islice(module.named_modules(), 1, _MOST + 2))
+    deep = islice(module.named_modules(), 1, _MOST + 2) if is_of_diffusers(module) else module.named_children()
+    inner = dict(deep)
     linears = [path for path, child in inner.items() if is_one_of(child, _LINEARS)]
     others = [child for path, child in inner.items() if path not in linears]
     if not 2 <= len(linears) <= 3 or len(inner) > _MOST or not _simple(module, others):
         return
-    if any(map(is_hooked, inner.values())) or any(_in_a_chain(module, path) for path in linears):
+    if any(map(is_hooked, inner.values())):
         return
     if any(plan.is_shared(p) for p in module.parameters()) or not plan.claimed.isdisjoint(inner.values()):
         return
@@ -53,7 +54,8 @@ def split_feed_forward_block(plan: Plan, module: nn.Module) -> None:
 def _split(plan, module, ups, down, fused, dropouts):
     layers, last = [module.get_submodule(path) for path in ups], module.get_submodule(down)
     deeper = [child for child in module.modules() if child not in (module, *module.children(), *layers, last)]
-    plan.change(last, between=tuple(deeper))  # the unit looks at its children
+    plan.change(last, between=tuple(deeper), unit_calls=plan.unit_calls(module))  # the unit looks at its children
+    plan.change(module, named=None if arguments(module) else _arguments(module))
     if plan.box and not dropouts and _treats_rows_alone(module, ups, down, fused):
         split_block(plan, module, layers, last, fused)
         return
@@ -78,18 +80,18 @@ def _simple(module, others) -> bool:
         for value in (*each._parameters.values(), *each._buffers.values())
     ):
         return False
-    return arguments(module) in (1, 2)
+    return len(_arguments(module)) in (1, 2)
 
 
-def _in_a_chain(module, path) -> bool:
-    """Whose layers may be called by themselves (`chains`)."""
-    return isinstance(module.get_submodule(path.rpartition(".")[0]), nn.Sequential)
+def _arguments(module) -> list[str]:
+    """Of its forward; where that takes any number of others, the unit refuses them."""
+    return arguments(module, others=True)
 
 
 def _fits(ups, down, fused) -> bool:
     hidden, width = down.in_features, ups[0].in_features
     fit = all(up.in_features == width and up.out_features == fused * hidden for up in ups)
-    return fit and pair_pays(hidden, down.out_features)
+    return fit and pair_pays(ups[0], down)
 
 
 def _divides(module, ups, down, fused):
@@ -105,7 +107,7 @@ def _divides(module, ups, down, fused):
 
     weights = {name: (numbers(fused, hidden, first.in_features), numbers(fused, hidden)) for name in ups}
     out, bias = numbers(last.out_features, hidden), numbers(last.out_features)
-    x, residuals = numbers(2, 3, first.in_features), [numbers(2, 3, last.out_features)] * (arguments(module) - 1)
+    x, residuals = numbers(2, 3, first.in_features), [numbers(2, 3, last.out_features)] * (len(_arguments(module)) - 1)
     seen: dict[str, int] = {}
 
     def run(part, training):
@@ -137,7 +139,7 @@ def _treats_rows_alone(module, ups, down, fused) -> bool:
     chance = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(fused * hidden, width, generator=chance, dtype=torch.float64) for name in ups}
     x = torch.randn(2, 3, width, generator=chance, dtype=torch.float64)
-    residuals = [x.new_zeros(2, 3, out)] * (arguments(module) - 1)
+    residuals = [x.new_zeros(2, 3, out)] * (len(_arguments(module)) - 1)
     found: list[torch.Tensor] = []
     state = torch.get_rng_state()
     with torch.no_grad():

@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from hpctrain.convert.sources import each_once, is_child, methods_of
+from hpctrain.convert.sources import each_once, is_child, may_count, methods_of
 
-# Where statements run more than once, or not all of them, and where others may read what is assigned.
-_UNCLEAR = (ast.For, ast.While, ast.AsyncFor, ast.Try, ast.TryStar, ast.Global, ast.Nonlocal)
+# Where statements run more than once, or not all of them, or later; and where others may read what is assigned.
+_UNCLEAR = (
+    ast.For, ast.While, ast.AsyncFor, ast.Try, ast.TryStar, ast.Yield, ast.YieldFrom, ast.Await, ast.Global,
+    ast.Nonlocal,
+)  # fmt: skip
 _LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.GeneratorExp)
 
 
@@ -29,7 +32,8 @@ def hands_on(module: nn.Module, giver: str, taker: str, several: bool = False) -
         for body in bodies(method.tree):
             for first, second in zip(body, body[1:]):
                 if isinstance(first, ast.Assign) and _calls(first, giver) and _calls(second, taker):
-                    return method.name if _goes_nowhere_else(method.tree, first, second, several) else ""
+                    alone = _goes_nowhere_else(method.tree, first, second, several)
+                    return method.name if alone and may_count(module, methods, method) else ""
     return ""
 
 
@@ -47,7 +51,7 @@ def bodies(method: Any) -> Iterator[list]:
 
 
 def _later(method: Any) -> set[int]:
-    """What runs whenever it is called."""
+    """Ids of the nodes of inner functions, classes and generators, which may run at another time."""
     inner = [node for node in ast.walk(method) if isinstance(node, _LATER) and node is not method]
     return {id(node) for each in inner for node in ast.walk(each)}
 
@@ -80,9 +84,12 @@ def _goes_nowhere_else(method: ast.stmt, first: Any, second: Any, several: bool)
 
 
 def read_elsewhere(method: Any, names: set[str], passed: list, statements: list, call: ast.AST) -> bool:
-    """Whether any of these names is read but at `passed`, from the first of these statements on: not in the `call`
-    there, which takes what was there before, nor after the last, where that makes something else of the name. Or is
-    assigned within a statement."""
+    """Whether any of these names is read from the first of the statements on, by the order of lines, or assigned within
+    one of them.
+
+    Not counted are the places `passed`; those in `call`, of the first, which takes what the name was before; and those
+    after the last, where that assigns something else to the name.
+    """
     first, last = statements[0], statements[-1]
     targets = getattr(last, "targets", [])
     again = targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else None

@@ -11,6 +11,7 @@ import copy
 import inspect
 import itertools
 import sys
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +87,7 @@ def _probe(module, found, one_key, index):
         (True, False) if "encoder_hidden_states" in known else (False,),
         (True, False) if "position_bias" in known else (False,),
     )
-    fits, may_be_none = False, True
+    fits, may_be_none, run = False, True, set[str]()
     state = torch.get_rng_state()
     for way in ways:
         twins = _Twins(module, index.kind, found, one_key, way)
@@ -100,12 +101,13 @@ def _probe(module, found, one_key, index):
                 torch.set_rng_state(state)  # what draws random numbers does not add up
             if not twins.add_up(whole, *others):
                 return None
-            fits = True
+            fits, run = True, run | twins.ran
             try:
                 may_be_none &= twins.run(slice(0, 0)) is not None
             except Exception:  # of shapes that do not follow from nothing
                 may_be_none = False
-    return replace(found, may_be_none=may_be_none) if fits else None
+    # of a norm that no way of calling runs nobody knows what it is given
+    return replace(found, may_be_none=may_be_none) if fits and run >= {*found.norms} else None
 
 
 class _Twins:
@@ -114,6 +116,7 @@ class _Twins:
     def __init__(self, module: nn.Module, kind: type, found: Heads, one_key: bool, way: tuple):
         self.module, self.kind, self.found, self.one_key, self.way = module, kind, found, one_key, way
         self.children = dict(module.named_children())
+        self.ran: set[str] = set()  # norms
         group = 1 if one_key else found.heads // found.key_heads
         self.group, self.key_heads = group, 1 if one_key else _ALL.stop
         self.heads = _ALL.stop * group
@@ -168,6 +171,8 @@ class _Twins:
         width = _FEATURES if found.out else heads * found.width
         shapes = {(2, heads, _LENGTH, found.width), *self.calls}
         well = isinstance(result, tuple) and 1 <= len(result) <= 3 and len(self.calls) <= 1
+        if well and len(result) > 1 and result[-1] is not None:
+            shapes.add(tuple(result[-1].shape))  # the weights
         well = well and all(shape[:3] == (2, heads, _LENGTH) for shape in shapes)
         well = well and all(s[:2] == (2, heads) and len(s) == 4 or s == (2, _LENGTH, _FEATURES) for s in mode.dropped)
         if not well or not isinstance(result[0], torch.Tensor) or result[0].shape != (2, _LENGTH, width):
@@ -237,7 +242,9 @@ class _Twins:
             elif name in self.norms:
                 children[name] = copy.copy(child)
                 weights = {key: nn.Parameter(value) for key, value in self.norms[name].items()}
-                children[name].__dict__ = {**vars(child), "_parameters": weights, "training": training}
+                hooks = OrderedDict({0: lambda *_, name=name: self.ran.add(name)})
+                own = {"_parameters": weights, "training": training, "_forward_pre_hooks": hooks}
+                children[name].__dict__ = {**vars(child), **own}
             else:
                 children[name] = copy.deepcopy(child, deeper).train(training)
         twin: nn.Module = object.__new__(self.kind)

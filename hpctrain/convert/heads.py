@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hpctrain.convert.plain import altered, is_hooked, is_of_huggingface, is_plain
+from hpctrain.convert.plain import altered, is_hooked, is_of_diffusers, is_of_huggingface, is_plain
 
 _SEPARATE = (
     ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin"),
@@ -98,11 +98,17 @@ def candidates(module: nn.Module) -> Iterator[Heads]:
     """What the module may be, by the names and sizes of its layers."""
     children = dict(module.named_children())
     own = any(value is not None for value in module._parameters.values())
-    if own or altered(module) or not (is_of_huggingface(module) or _takes_known(module)):
+    known = is_of_huggingface(module) or is_of_diffusers(module) or _takes_known(module)
+    if own or altered(module) or not known:
         return
     out = next((path for path in _OUT if _is_linear(_inner(module, path))), "")
-    holder, _, _ = out.partition(".")  # which has a dropout besides
-    if holder != out and any(type(child) is not nn.Dropout for child in [*children.pop(holder).children()][1:]):
+    holder, _, _ = out.partition(".")
+    if (
+        holder != out
+        and any(  # of a list that has more than it and dropouts
+            type(child) is not nn.Dropout for child in [*children.pop(holder).children()][1:]
+        )
+    ):
         return
     for projections, heads, key_heads, width in _projections(module, children, out):
         linears = [*(projection.name for projection in projections), *([out] if out in children else [])]

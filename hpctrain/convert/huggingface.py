@@ -65,7 +65,7 @@ def split_gpt2_attention(plan: Plan, module: Any) -> None:
         split_down(plan, module.c_proj, entered, width)
         divide_heads(plan, module, heads)
         part = heads[plan.axis.rank]
-        enclose(plan, module, entered, fused)
+        enclose(plan, module, entered, [*fused, module.c_proj])
         plan.change(module, split_size=(part.stop - part.start) * width)
         return
     parts = [slice(part.start * width, part.stop * width) for part in heads]
@@ -87,6 +87,7 @@ def split_gpt2_mlp(plan: Plan, module: Any) -> None:
         split_block(plan, module, [module.c_fc], module.c_proj)
     else:
         split_conv1d(plan, module.c_fc, by_output=True, leaves=False)
-        plan.change(module.c_fc, running=plan.running(module, "forward"))
+        for layer in (module.c_fc, module.c_proj):
+            plan.change(layer, unit_calls=plan.unit_calls(module, "forward"))
         split_conv1d(plan, module.c_proj, by_output=False, enters=False)
     plan.change(module.c_proj, between=(module.act,))

@@ -29,24 +29,24 @@ def split_intermediate(plan: Plan, module: Any) -> None:
     up, down = (_layer(module._modules.get(name)) for name in ("intermediate", "output"))
     if up is None or down is None or up.out_features != down.in_features:
         return
-    if not pair_pays(up.out_features, down.out_features):
+    if not pair_pays(up, down):
         return
     if any(plan.is_shared(layer.weight) or layer in plan.claimed for layer in (up, down)):
         return
     method = hands_on(module, "intermediate", "output")
     if method and takes_it_alone(module.output) and _treats_features_alone(module.intermediate):
         between = tuple(each for each in module.intermediate.modules() if each is not up)
-        split_pair(plan, up, down, between, plan.running(module, method))
+        split_pair(plan, up, down, between, plan.unit_calls(module, method))
 
 
 def takes_it_alone(module: nn.Module) -> bool:
     """Whether the first argument of its forward goes into `dense` as it is, and nowhere else."""
     dense = _layer(module)
-    if dense is None or arguments(module) not in (1, 2):
+    if dense is None or len(arguments(module)) not in (1, 2):
         return False
     chance = torch.Generator().manual_seed(0)
     inner = [torch.randn(2, 3, _HIDDEN, generator=chance) for _ in range(2)]
-    residual = [torch.randn(2, 3, _WIDTH, generator=chance)] * (arguments(module) - 1)
+    residual = [torch.randn(2, 3, _WIDTH, generator=chance)] * (len(arguments(module)) - 1)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def run(x, training):
@@ -80,7 +80,7 @@ def _layer(module: nn.Module | None) -> nn.Linear | None:
 def _treats_features_alone(module: nn.Module) -> bool:
     """Whether it makes each feature, and each token, by itself from what `dense` makes, and draws nothing."""
     others = {name: child for name, child in module._modules.items() if name != "dense" and child}
-    if arguments(module) != 1 or any([*child.parameters()] for child in others.values()):
+    if len(arguments(module)) != 1 or any([*child.parameters()] for child in others.values()):
         return False
     if any(isinstance(each, nn.Dropout) for each in module.modules()):
         return False

@@ -133,7 +133,7 @@ def keep_by_rows(plan: Plan, module: torch.nn.Module) -> bool:
     token by itself, so that it is given the rows of a rank."""
     weights = list(module._parameters.values())
     width = len(weights[0]) if weights and weights[0] is not None and weights[0].dim() == 1 else 0
-    if not width or altered(module) or arguments(module) != 1 or [*module.children(), *module.buffers()]:
+    if not width or altered(module) or len(arguments(module)) != 1 or [*module.children(), *module.buffers()]:
         return False
     if any(weight is None or weight.shape != (width,) or plan.is_shared(weight) for weight in weights):
         return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -18,34 +19,41 @@ from hpctrain.convert.box import split_pair
 from hpctrain.convert.handed_on import bodies, read_elsewhere
 from hpctrain.convert.plain import is_plain, is_pointwise
 from hpctrain.convert.products import pair_pays
-from hpctrain.convert.sources import MethodSource, each_once, is_child, methods_of
+from hpctrain.convert.sources import MethodSource, each_once, is_child, may_count, methods_of
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
 
+_CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 _STATEMENTS = ast.Assign, ast.AugAssign, ast.Return
 
 
 def split_own_pairs(plan: Plan, module: nn.Module) -> None:
     """Leaves alone what is no pair, and what drops features in between."""
+    if isinstance(module, _CONTAINERS):
+        return
     layers = {n: child for n, child in module._modules.items() if child is not None and is_plain(child, nn.Linear)}
-    for (name, up), (last, down) in itertools.permutations(layers.items(), 2):
-        if any(each in plan.claimed or each in plan.replicated or plan.is_shared(each.weight) for each in (up, down)):
+    free = [n for n, each in layers.items() if not (each in plan.claimed or each in plan.replicated)]
+    fit = [
+        (up, down)
+        for up, down in itertools.permutations([n for n in free if not plan.is_shared(layers[n].weight)], 2)
+        if layers[up].out_features == layers[down].in_features and pair_pays(layers[up], layers[down])
+    ]
+    methods = methods_of(module) if fit else ()
+    once = {name for name in {*itertools.chain(*fit)} if each_once(methods, name)}
+    for up, down in fit:
+        if not once.issuperset((up, down)) or plan.claimed & {layers[up], layers[down]}:
             continue
-        fit = up.out_features == down.in_features and pair_pays(up.out_features, down.out_features)
-        if fit and (way := between(module, name, last)) is not None:
+        if (way := between(module, methods, up, down)) is not None:
             method, modules = way
-            split_pair(plan, up, down, modules, plan.running(module, method))
+            split_pair(plan, layers[up], layers[down], modules, plan.unit_calls(module, method))
 
 
-def between(module: nn.Module, up: str, down: str) -> tuple[str, tuple[nn.Module, ...]] | None:
+def between(
+    module: nn.Module, methods: Sequence[MethodSource], up: str, down: str
+) -> tuple[str, tuple[nn.Module, ...]] | None:
     """The method that gives `self.down`, and nobody else, what `self.up` makes, and the modules that treat it before,
-    feature by feature; None where there is none.
-
-    >>> between(nn.TransformerEncoderLayer(8, 2), "linear1", "linear2") is None
-    True
-    """
-    methods = methods_of(module)
+    feature by feature; None where there is none."""
     if not each_once(methods, up, down):
         return None
     for method in methods:
@@ -53,7 +61,7 @@ def between(module: nn.Module, up: str, down: str) -> tuple[str, tuple[nn.Module
             for place, statement in enumerate(body):
                 if isinstance(statement, _STATEMENTS) and _calls_of(statement, up):
                     modules = _Way(module, method, up).followed(body[place:], down)
-                    return None if modules is None else (method.name, modules)
+                    return None if modules is None or not may_count(module, methods, method) else (method.name, modules)
     return None
 
 

@@ -65,16 +65,22 @@ def altered(module: nn.Module) -> str:
     return "its forward was replaced" if "forward" in vars(module) else ""
 
 
-def arguments(module: nn.Module) -> int:
-    """How many its forward takes, by place or by name, besides any number of others; 0 where it takes any in another
-    way."""
+def arguments(module: nn.Module, others: bool = False) -> list[str]:
+    """Those that its forward takes, by place or by name; none where it takes any in another way, but for any number of
+    `others` where these are allowed."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    return len(named) * all(each.kind is each.POSITIONAL_OR_KEYWORD for each in named)
+    if others:
+        parameters = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    known = all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
+    return [each.name for each in parameters] if known else []
 
 
 def is_of_huggingface(module: nn.Module) -> bool:
-    return type(module).__module__.startswith(("transformers.", "diffusers."))
+    return type(module).__module__.startswith("transformers.")
+
+
+def is_of_diffusers(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("diffusers.")
 
 
 @overload

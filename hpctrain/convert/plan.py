@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 from hpctrain.convert.alike_attention import Attentions
 from hpctrain.convert.initial import initial_numbers
 from hpctrain.convert.refusals import hook_refused
-from hpctrain.convert.running import Running, running_type
 from hpctrain.convert.sharded_module import ShardedModule, sharded_type
 from hpctrain.convert.sharded_parameter import ReplicatedParameter, attach
 from hpctrain.convert.sharding import Sharding, hooked
+from hpctrain.convert.unit_calls import UnitCalls, counting_type
 from hpctrain.grid import Grid
 from hpctrain.grid_shape import TENSOR
 from hpctrain.layout import Layout, volume
@@ -69,7 +69,7 @@ class Plan:
         self._places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
         self._draws: dict[int, Callable] = {}
         self._changes: list[tuple[torch.nn.Module, type | None, dict[str, Any]]] = []
-        self._running: dict[torch.nn.Module, tuple[Running, set[str]]] = {}  # and the methods that note it
+        self._unit_calls: dict[torch.nn.Module, tuple[UnitCalls, set[str]]] = {}  # and the methods that it counts
 
     def parts(self, length: int, unit: int = 1) -> list[slice]:
         """Every rank's range of `length`, balanced, cut at multiples of `unit`."""
@@ -155,12 +155,13 @@ class Plan:
         """Attributes alone."""
         self._changes.append((module, None, attributes))
 
-    def running(self, module: torch.nn.Module, method: str = "") -> Running:
-        """Of a unit whose layers a module calls: within this method of it, or as its class says."""
+    def unit_calls(self, module: torch.nn.Module, method: str = "") -> UnitCalls:
+        """Those of the module's unit: of its `method`, which `apply` makes count, or else of its forward, which counts
+        by itself as a `Unit`."""
         path = self.paths[module] or "the model"
-        running, methods = self._running.setdefault(module, (Running(f"{path}.{method}" if method else path), set()))
+        calls, methods = self._unit_calls.setdefault(module, (UnitCalls(f"{path}.{method}" if method else path), set()))
         methods |= {method} - {""}
-        return running
+        return calls
 
     def close_unit(self) -> None:
         """What was changed since the last time is one unit."""
@@ -245,10 +246,10 @@ class Plan:
                 module.path, module.sharded_weights = path or "the model itself", sharded_weights
             for name, value in attributes.items():
                 setattr(module, name, value)
-        for module, (running, methods) in self._running.items():
+        for module, (calls, methods) in self._unit_calls.items():
             if methods:
-                module.__class__ = running_type(type(module), methods)
-            vars(module)["running"] = running
+                module.__class__ = counting_type(type(module), methods)
+            vars(module)["unit_calls"] = calls
 
     @staticmethod
     def _cut(parameter, sharding):

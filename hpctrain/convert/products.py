@@ -14,10 +14,10 @@ from hpctrain.convert.boundary_products import entering, leaving
 from hpctrain.convert.gathering_again import gathering_again
 from hpctrain.convert.hooks import check_global_hooks, check_hooks
 from hpctrain.convert.linear import WeightAndBias, linear
-from hpctrain.convert.running import Running
 from hpctrain.convert.sharded_activation import enter, whole
 from hpctrain.convert.sharding import local
 from hpctrain.convert.shared_input import SharedInput
+from hpctrain.convert.unit_calls import UnitCalls
 from hpctrain.grid import Axis
 from hpctrain.parameter import shard_of
 from hpctrain.shard import split_sizes
@@ -38,7 +38,7 @@ class SplitLinear(nn.Module):
         leaves: the output is made whole; otherwise it stays divided.
         shards: of what leaves a unit, each rank keeps some rows.
         between: what made the input of its part, in a unit that is no module of its own.
-        running: of its unit, which alone may call it where its output stays divided.
+        unit_calls: of its unit, within which alone it may be called where it takes or gives parts.
     """
 
     axis: Axis
@@ -50,7 +50,7 @@ class SplitLinear(nn.Module):
     feature_dim = -1  # of activations
     shards = False
     between: tuple[nn.Module, ...] = ()
-    running: Running | None = None
+    unit_calls: UnitCalls | None = None
     path: str
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,8 +59,8 @@ class SplitLinear(nn.Module):
                 check_hooks(module)
             if self.axis.size > 1:
                 check_global_hooks()
-                if self.running is not None:
-                    self.running.check(self.path)
+                if self.unit_calls is not None:
+                    self.unit_calls.check(self.path)
         return self.run(x, self.enters, self.leaves)
 
     def run(self, x: torch.Tensor, enters: bool, leaves: bool) -> torch.Tensor:
@@ -94,13 +94,19 @@ class SplitLinear(nn.Module):
         return weight
 
 
-def pair_pays(hidden: int, out: int) -> bool:
-    """Whether ranks receive less where a layer of so many output features and the one that takes them are a pair.
+def pair_pays(up: Any, down: Any) -> bool:
+    """Whether ranks receive less for each token where two linear layers, one after the other, are divided together.
 
-    Alone, the first gathers its output; the second sums the gradient of its input, and gathers its output. Of a pair,
-    the second sums its output.
+    Alone, a layer with more outputs than inputs is divided by output, which it gathers; backward it sums the gradient
+    of its input. Another one is divided by input: it sums its output, and gathers the gradient of its input. Of a pair,
+    `down` sums its output, and `up` the gradient of its input.
     """
-    return 2 * out < 3 * hidden + out
+    into, hidden, out = up.in_features, down.in_features, down.out_features
+    return 2 * (into + out) < _received_alone(into, hidden) + _received_alone(hidden, out)
+
+
+def _received_alone(into: int, out: int) -> int:
+    return out + 2 * into if out >= into else 2 * out + into
 
 
 class SharedEntry(SplitLinear):
@@ -127,16 +133,19 @@ class Entrances(Protocol):
 class Unit(nn.Module):
     """Mixin for a module with layers of `SharedEntry`, of which it has `entered` as well.
 
-    Attributes: `planned`, {name: layer} as they were divided together; `running`, which they ask.
+    Attributes: `planned`, {name: layer} as they were divided together; `unit_calls`, of it; `named`, the
+    arguments of its forward where it takes others besides.
 
     Raises:
-        ValueError: where one of them was exchanged since, as by LoRA, or has a hook: these would meet parts.
+        ValueError: where one of them was exchanged since, as by LoRA, or has a hook: these would meet parts; and for
+            arguments of which nobody knows what they do.
     """
 
     path: str
     planned: dict[str, nn.Module]
     entered: Entrances
-    running: Running
+    unit_calls: UnitCalls
+    named: list[str] | None = None
 
     def forward(self, *args: Any, **kwargs: Any):
         if self._modules != self.planned:
@@ -144,11 +153,18 @@ class Unit(nn.Module):
                 f"layers of {self.path}, which ht.parallelize divided together, were exchanged or added to; do it "
                 "before parallelize"
             )
+        if self.named is not None:
+            others = [*args[len(self.named) :], *(value for name, value in kwargs.items() if name not in self.named)]
+            if any(each is not None for each in others):
+                raise ValueError(
+                    f"{self.path} of a parallelized model takes no arguments but {', '.join(self.named)}; list it in "
+                    "replicate to leave it whole"
+                )
         for module in self.planned.values():
             check_hooks(module, self.path)
         self.entered.clear()
         try:
-            with self.running:
+            with self.unit_calls:
                 return super().forward(*args, **kwargs)
         finally:
             self.entered.clear()
@@ -261,7 +277,7 @@ def enclose(plan: Plan, module: torch.nn.Module, entered: Entrances, layers: Ite
     """The module, whose mixin inherits from Unit, is that of these layers, which leave what they make divided."""
     plan.change(module, entered=entered, planned=dict(module._modules))
     for layer in layers:
-        plan.change(layer, running=plan.running(module))
+        plan.change(layer, unit_calls=plan.unit_calls(module))
 
 
 def split_conv1d(plan: Plan, module: torch.nn.Module, **how: Any) -> None:

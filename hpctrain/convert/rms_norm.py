@@ -85,7 +85,7 @@ def _name_of_eps(module: nn.Module) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None or is_lazy(weight) or weight.dim() != 1 or len(module._parameters) > 1:
         return None
-    if arguments(module) != 1 or altered(module) or [*module.children(), *module.buffers()]:
+    if len(arguments(module)) != 1 or altered(module) or [*module.children(), *module.buffers()]:
         return None
     chance = torch.Generator().manual_seed(0)
     numbers = torch.randn(len(weight), generator=chance)

@@ -192,7 +192,7 @@ def _attend(
         )
     if hasattr(module, "current"):  # a block that is computed once more, after others were
         module.current.spans = hpctrain_context.spans
-    masks = drawn_mask(query, dropout, hpctrain_context, module.heads, module.part) if dropout else None
+    masks = drawn_mask(query, dropout, hpctrain_context, module.all_heads, module.part) if dropout else None
     context = dataclasses.replace(hpctrain_context, scale=scaling, dropout=masks)
     return attend(query, key, value, context).transpose(1, 2).contiguous(), None
 

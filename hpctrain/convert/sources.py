@@ -28,8 +28,8 @@ class MethodSource(NamedTuple):
 
 
 def methods_of(module: nn.Module) -> tuple[MethodSource, ...]:
-    """Every method that its type has besides nn.Module's, with what is around decorated ones and, where it asks for
-    them, those of the types that it inherits from; none where one cannot be read, or the object has others in place.
+    """Every method that its type has besides nn.Module's. With what is around decorated ones, and where a method asks
+    for them, those of types that it inherits from. None where one cannot be read, or the object has others in place.
 
     >>> [each.name for each in methods_of(nn.Tanh())]
     ['forward']
@@ -96,6 +96,17 @@ def each_once(methods: Iterable[MethodSource], *children: str) -> bool:
     if any(_kept_elsewhere(each.tree, children) for each in methods if each.name == "__init__"):
         return False
     return all(sum(_names(node, child) for node, _ in nodes) == 1 for child in children)
+
+
+def may_count(module: nn.Module, methods: Iterable[MethodSource], method: MethodSource) -> bool:
+    """Whether every call of a method goes to the attribute of its name: it is a function, has no other name, and no
+    other method asks for that of an inherited type."""
+    kind, name = type(module), method.name
+    value = inspect.getattr_static(kind, name)
+    names = [other for other in dir(kind) if inspect.getattr_static(kind, other, None) is value]
+    others = [other for other in methods if other.name not in (name, "__init__", "__init_subclass__")]
+    asked = any(name in _asked_of_others(other.tree) for other in others)
+    return inspect.isfunction(value) and names == [name] and not asked
 
 
 def is_child(node: Any, name: str) -> bool:

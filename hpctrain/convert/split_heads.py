@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 class SplitAttention(Unit):
     """Mixin for an attention module.
 
-    Attributes: `axis`, of `grid`; `heads`, of all ranks; `part`, the query heads of this rank; `counts`, query heads by
-    rank; `arguments`, the names of the forward's.
+    Attributes: `axis`, of `grid`; `all_heads`, the number over all ranks; `part`, the query heads of this rank;
+    `counts`, query heads by rank; `arguments`, the names of the forward's.
     """
 
     axis: Axis
     grid: Grid
-    heads: int
+    all_heads: int
     part: slice
     counts: tuple[int, ...]
     arguments: list[str]
@@ -63,7 +63,7 @@ class SplitAttention(Unit):
                 value = self._of_heads(name, value)
                 learned += [value] * value.requires_grad
             kwargs[name] = value
-        with HeadDropout(self.heads, self.part, self.grid) if self.training else contextlib.nullcontext():
+        with HeadDropout(self.all_heads, self.part, self.grid) if self.training else contextlib.nullcontext():
             given = super().forward(**kwargs)
         results = given if isinstance(given, tuple) else (given,)
         out, *others, weights = results if len(results) > 1 else (*results, None)
@@ -91,10 +91,10 @@ class SplitAttention(Unit):
 
     def _of_heads(self, name, value):
         """What is added to the scores, (batch, heads or 1, queries, keys) or (batch × heads, queries, keys)."""
-        if value.dim() == 4 and value.shape[1] == self.heads > 1:
+        if value.dim() == 4 and value.shape[1] == self.all_heads > 1:
             return value[:, self.part if self.counts[self.axis.rank] else slice(1)]  # GPT-2 has a head of zeros
         if value.dim() == 3 and not name.endswith("mask"):
-            return value.unflatten(0, (-1, self.heads))[:, self.part].flatten(0, 1)
+            return value.unflatten(0, (-1, self.all_heads))[:, self.part].flatten(0, 1)
         return value
 
 
@@ -121,7 +121,7 @@ class BiasedAttention(SplitAttention):
             return out, weights
         (local,) = others
         if biases is None:  # no layer makes any
-            biases = local.new_zeros((1, self.heads, *local.shape[2:]), requires_grad=local.requires_grad)
+            biases = local.new_zeros((1, self.all_heads, *local.shape[2:]), requires_grad=local.requires_grad)
         return out, biases, weights
 
     def compute_bias(self, *args: Any, **kwargs: Any):
@@ -281,7 +281,7 @@ def divide_heads(plan: Plan, module: torch.nn.Module, parts: list[slice], mixin:
     """The module works on some of its heads, `parts` by rank."""
     counts = tuple(part.stop - part.start for part in parts)
     plan.swap_class(
-        module, mixin, axis=plan.axis, grid=plan.grid, heads=sum(counts), part=parts[plan.axis.rank], counts=counts,
+        module, mixin, axis=plan.axis, grid=plan.grid, all_heads=sum(counts), part=parts[plan.axis.rank], counts=counts,
         arguments=list(inspect.signature(type(module).forward).parameters)[1:],
     )  # fmt: skip
     if plan.sequence.size > 1:

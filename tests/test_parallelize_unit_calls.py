@@ -1,4 +1,4 @@
-"""Layers that are divided together, called by themselves: refused, where they would give a part of their features."""
+"""Layers that are divided together, called by themselves: refused, where they would take or give parts of features."""
 
 import copy
 
@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from parallelize_checks import compare, numbers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hpctrain as ht
 
@@ -111,6 +112,26 @@ def test_after_an_error(world):
             wrong(torch.ones(2, WIDTH + 1))
         with pytest.raises(ValueError, match="up was called by itself"):
             wrong.up(torch.ones(2, WIDTH))
+
+
+class Checkpointed(Block):
+    def forward(self, x):
+        return self.down(F.gelu(checkpoint(self.up, x, use_reentrant=False)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again(world, reentrant):
+    """A layer within its unit, and a unit."""
+    assert not compare(Checkpointed, ht.Grid(tensor=2), [numbers(5, WIDTH)]).up.leaves
+    run = lambda model, x: checkpoint(model, x, use_reentrant=reentrant)  # noqa: E731
+    compare(Block, ht.Grid(tensor=2), [numbers(5, WIDTH)], run)
+
+
+def test_the_layer_down_by_itself(world):
+    torch.manual_seed(0)
+    model = ht.parallelize(Block(), ht.Grid(tensor=2), check_steps=0)
+    with pytest.raises(ValueError, match="down was called by itself"):
+        model.down(torch.ones(2, 9))
 
 
 @pytest.mark.ranks(1)
