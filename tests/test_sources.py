@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpctrain.convert.own_pairs import between
-from hpctrain.convert.sources import methods_of
+from hpctrain.convert.sources import each_once, methods_of
 
 act = F.gelu
 
 
 def found(module, up="up", down="down"):
-    return between(module, methods_of(module), up, down)
+    methods = methods_of(module)
+    return between(module, methods, up, down) if each_once(methods, up, down) else None
 
 
 def softmax(x):

@@ -23,11 +23,12 @@ from torch import nn
 from hpctrain.comm.functional import reshard
 from hpctrain.convert.gathering_again import gathering_again, once_more
 from hpctrain.convert.linear import linear
-from hpctrain.convert.products import SplitLinear, Unit, enclose, split_linear
+from hpctrain.convert.products import SplitLinear, split_linear
 from hpctrain.convert.sharded_activation import ShardedActivation, of_rows, rows_in
 from hpctrain.convert.sharding import local
 from hpctrain.convert.token_rows import OVER
 from hpctrain.convert.unit_calls import UnitCalls
+from hpctrain.convert.unit_module import Unit, enclose
 from hpctrain.grid import Grid
 from hpctrain.layout import Axes, Cut, Layout
 

@@ -48,7 +48,7 @@ def split_chain(plan: Plan, module: nn.Sequential) -> None:
     for position, child in enumerate(module):
         if child in plan.replicated:
             first = None
-        elif is_plain(child, nn.Linear) and child not in plan.claimed and not plan.is_shared(child.weight):
+        elif is_plain(child, nn.Linear) and plan.is_free(child):
             if first is not None and pair_pays(first[1], child):
                 start, up = first
                 split_linear(plan, up, by_output=True)

@@ -18,8 +18,9 @@ from torch import nn
 from hpctrain.convert.box import split_block
 from hpctrain.convert.dropout import SplitDropout
 from hpctrain.convert.plain import altered, arguments, is_hooked, is_of_diffusers, is_one_of
-from hpctrain.convert.products import SharedEntry, Unit, pair_pays, share_entry, split_linear, split_matrix
+from hpctrain.convert.products import SharedEntry, pair_pays, share_entry, split_linear, split_matrix
 from hpctrain.convert.twins import TwinLinear, with_children
+from hpctrain.convert.unit_module import Unit
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan

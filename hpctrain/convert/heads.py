@@ -102,13 +102,8 @@ def candidates(module: nn.Module) -> Iterator[Heads]:
     if own or altered(module) or not known:
         return
     out = next((path for path in _OUT if _is_linear(_inner(module, path))), "")
-    holder, _, _ = out.partition(".")
-    if (
-        holder != out
-        and any(  # of a list that has more than it and dropouts
-            type(child) is not nn.Dropout for child in [*children.pop(holder).children()][1:]
-        )
-    ):
+    holder = children.pop(out.partition(".")[0]) if "." in out else None
+    if holder is not None and any(type(other) is not nn.Dropout for other in [*holder.children()][1:]):
         return
     for projections, heads, key_heads, width in _projections(module, children, out):
         linears = [*(projection.name for projection in projections), *([out] if out in children else [])]

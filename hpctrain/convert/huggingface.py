@@ -16,12 +16,12 @@ from hpctrain.convert.plain import is_plain, is_pointwise
 from hpctrain.convert.products import (
     SharedEntry,
     SplitConv1D,
-    enclose,
     share_entry,
     split_conv1d,
     split_matrix,
 )  # fmt: skip
 from hpctrain.convert.split_heads import divide_heads, heads_on_box
+from hpctrain.convert.unit_module import enclose
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan

@@ -29,9 +29,7 @@ def split_intermediate(plan: Plan, module: Any) -> None:
     up, down = (_layer(module._modules.get(name)) for name in ("intermediate", "output"))
     if up is None or down is None or up.out_features != down.in_features:
         return
-    if not pair_pays(up, down):
-        return
-    if any(plan.is_shared(layer.weight) or layer in plan.claimed for layer in (up, down)):
+    if not (plan.is_free(up) and plan.is_free(down) and pair_pays(up, down)):
         return
     method = hands_on(module, "intermediate", "output")
     if method and takes_it_alone(module.output) and _treats_features_alone(module.intermediate):

@@ -33,18 +33,16 @@ def split_own_pairs(plan: Plan, module: nn.Module) -> None:
     if isinstance(module, _CONTAINERS):
         return
     layers = {n: child for n, child in module._modules.items() if child is not None and is_plain(child, nn.Linear)}
-    free = [n for n, each in layers.items() if not (each in plan.claimed or each in plan.replicated)]
     fit = [
         (up, down)
-        for up, down in itertools.permutations([n for n in free if not plan.is_shared(layers[n].weight)], 2)
+        for up, down in itertools.permutations([name for name, layer in layers.items() if plan.is_free(layer)], 2)
         if layers[up].out_features == layers[down].in_features and pair_pays(layers[up], layers[down])
     ]
     methods = methods_of(module) if fit else ()
     once = {name for name in {*itertools.chain(*fit)} if each_once(methods, name)}
     for up, down in fit:
-        if not once.issuperset((up, down)) or plan.claimed & {layers[up], layers[down]}:
-            continue
-        if (way := between(module, methods, up, down)) is not None:
+        free = plan.is_free(layers[up]) and plan.is_free(layers[down])
+        if free and once.issuperset((up, down)) and (way := between(module, methods, up, down)) is not None:
             method, modules = way
             split_pair(plan, layers[up], layers[down], modules, plan.unit_calls(module, method))
 
@@ -52,10 +50,8 @@ def split_own_pairs(plan: Plan, module: nn.Module) -> None:
 def between(
     module: nn.Module, methods: Sequence[MethodSource], up: str, down: str
 ) -> tuple[str, tuple[nn.Module, ...]] | None:
-    """The method that gives `self.down`, and nobody else, what `self.up` makes, and the modules that treat it before,
-    feature by feature; None where there is none."""
-    if not each_once(methods, up, down):
-        return None
+    """Of children that are named once: the method that gives `self.down`, and nobody else, what `self.up` makes, and
+    the modules that treat it before, feature by feature; None where there is none."""
     for method in methods:
         for body in bodies(method.tree):
             for place, statement in enumerate(body):

@@ -79,6 +79,11 @@ class Plan:
         """Whether several modules have the parameter."""
         return id(parameter) in self._shared
 
+    def is_free(self, layer: torch.nn.Module) -> bool:
+        """Whether its weight is its own, nothing has divided it yet, and it is not to stay whole."""
+        shared = self.is_shared(layer.get_parameter("weight"))
+        return not (shared or layer in self.claimed or layer in self.replicated)
+
     def split(
         self, module: torch.nn.Module, name: str, dim: int, parts: list[slice] | None = None, fused: int = 1
     ) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from hpctrain.convert.sharded_activation import enter, whole
 from hpctrain.convert.sharding import local
 from hpctrain.convert.shared_input import SharedInput
 from hpctrain.convert.unit_calls import UnitCalls
+from hpctrain.convert.unit_module import enclose
 from hpctrain.grid import Axis
 from hpctrain.parameter import shard_of
 from hpctrain.shard import split_sizes
@@ -124,52 +124,6 @@ class SharedEntry(SplitLinear):
         return self.matrix(), self._parameters["bias"]
 
 
-class Entrances(Protocol):
-    """What has come inside of a unit, while it is called."""
-
-    def clear(self) -> None: ...
-
-
-class Unit(nn.Module):
-    """Mixin for a module with layers of `SharedEntry`, of which it has `entered` as well.
-
-    Attributes: `planned`, {name: layer} as they were divided together; `unit_calls`, of it; `named`, the
-    arguments of its forward where it takes others besides.
-
-    Raises:
-        ValueError: where one of them was exchanged since, as by LoRA, or has a hook: these would meet parts; and for
-            arguments of which nobody knows what they do.
-    """
-
-    path: str
-    planned: dict[str, nn.Module]
-    entered: Entrances
-    unit_calls: UnitCalls
-    named: list[str] | None = None
-
-    def forward(self, *args: Any, **kwargs: Any):
-        if self._modules != self.planned:
-            raise ValueError(
-                f"layers of {self.path}, which ht.parallelize divided together, were exchanged or added to; do it "
-                "before parallelize"
-            )
-        if self.named is not None:
-            others = [*args[len(self.named) :], *(value for name, value in kwargs.items() if name not in self.named)]
-            if any(each is not None for each in others):
-                raise ValueError(
-                    f"{self.path} of a parallelized model takes no arguments but {', '.join(self.named)}; list it in "
-                    "replicate to leave it whole"
-                )
-        for module in self.planned.values():
-            check_hooks(module, self.path)
-        self.entered.clear()
-        try:
-            with self.unit_calls:
-                return super().forward(*args, **kwargs)
-        finally:
-            self.entered.clear()
-
-
 class SplitConv1D(SplitLinear):
     """Mixin for Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
 
@@ -271,13 +225,6 @@ def share_entry(plan: Plan, module: torch.nn.Module, groups: list[list[Any]]) ->
     for layer in layers:
         plan.change(layer, entered=entered)
     enclose(plan, module, entered, layers)
-
-
-def enclose(plan: Plan, module: torch.nn.Module, entered: Entrances, layers: Iterable[torch.nn.Module]) -> None:
-    """The module, whose mixin inherits from Unit, is that of these layers, which leave what they make divided."""
-    plan.change(module, entered=entered, planned=dict(module._modules))
-    for layer in layers:
-        plan.change(layer, unit_calls=plan.unit_calls(module))
 
 
 def split_conv1d(plan: Plan, module: torch.nn.Module, **how: Any) -> None:

@@ -23,9 +23,10 @@ from hpctrain.convert.head_twins import local_attributes
 from hpctrain.convert.intermediate import takes_it_alone
 from hpctrain.convert.norms import entered_weights
 from hpctrain.convert.plain import is_hooked
-from hpctrain.convert.products import SharedEntry, SplitLinear, Unit, enclose, share_entry, split_linear, split_matrix
+from hpctrain.convert.products import SharedEntry, SplitLinear, share_entry, split_linear, split_matrix
 from hpctrain.convert.sequence import use_context_attention
 from hpctrain.convert.sharded_activation import ShardedActivation
+from hpctrain.convert.unit_module import Unit, enclose
 from hpctrain.grid import Axis, Grid
 from hpctrain.layout import Layout
 from hpctrain.shard import split, split_sizes, subsplit
