@@ -3,6 +3,7 @@
     $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py                  all peers, both shapes; 8 minutes
     $MPIRUN -n 4 python -m mpi4py benchmarks/peers.py --shapes base    four ranks
     $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py --peers ddp --steps 30
+    $MPIRUN -n 1 python -m mpi4py benchmarks/peers.py --peers ddp --shapes large --device cuda      on a GPU
     $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py --peers fsdp2,fsdp2-reshard --messages    as between nodes
     $MPIRUN -n 2 python -m mpi4py benchmarks/peers.py --peers ddp --memory ours        then with "theirs"
 
@@ -57,6 +58,7 @@ from hpctrain.train.trainer import Trainer
 SHAPES = {
     "base": {"width": 256, "context": 256, "batch": 8},
     "communication-heavy": {"width": 512, "context": 128, "batch": 4},
+    "large": {"width": 1024, "context": 1024, "batch": 8},
 }
 LAYERS, HEADS, VOCABULARY = 4, 4, 4096
 WARM_UP = 3  # steps
@@ -105,7 +107,8 @@ def ours(method, shape, batch, messages):
     grid = ht.Grid(tensor=ranks) if method == "tensor" else ht.Grid(data=ranks)
     for axis in grid.axes():
         axis.one_node &= not messages
-    model = GPT2(grid, _sizes(shape), key=ht.RngKey(0), dtype=torch.float32)
+    ht.comm.decide_cuda_aware(grid, batch.device)
+    model = GPT2(grid, _sizes(shape), key=ht.RngKey(0), dtype=torch.float32, device=batch.device)
     optimizer = adamw(model.parameters(), 0.01)
     replicas = make(DataParallelConfig("ddp" if method == "tensor" else method), model, grid, optimizer)
     trainer = Trainer(model, grid, optimizer, strategy=replicas)
@@ -133,19 +136,21 @@ def interleaved(steps, *sides):
             MPI.COMM_WORLD.Barrier()
             start = time.perf_counter()
             loss = step()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             times[side].append(MPI.COMM_WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
             losses[side].append(MPI.COMM_WORLD.allreduce(float(loss)) / MPI.COMM_WORLD.size)
     return [t[WARM_UP:] for t in times], losses
 
 
-def compared(peer, shape, steps, messages):
+def compared(peer, shape, steps, messages, device):
     """What one peer gives on one shape, as members of the JSON object.
 
     Raises:
         RuntimeError: when the losses of the first step differ, so that the two do not train the same model.
     """
     generator = torch.Generator().manual_seed(0)
-    batch = torch.randint(VOCABULARY, (shape["batch"], shape["context"] + 1), generator=generator)
+    batch = torch.randint(VOCABULARY, (shape["batch"], shape["context"] + 1), generator=generator).to(device)
     method, make_theirs = PEERS[peer]
     step, weights = ours(method, shape, batch, messages)
     try:
@@ -201,12 +206,15 @@ def main():
     parser.add_argument("--shapes", default="base,communication-heavy", help="of: " + ", ".join(SHAPES))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--matmul", default="highest", choices=["highest", "high", "medium"])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, which the ranks share")
     parser.add_argument("--messages", action="store_true", help="of ours, on all axes, instead of shared memory")
     parser.add_argument("--memory", choices=["ours", "theirs"], help="of one peer: memory instead of time")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision(options.matmul)
     ranks, way = MPI.COMM_WORLD.size, "messages" if options.messages else "shared memory"
+    device = ht.comm.local_device(options.device, MPI.COMM_WORLD)
+    way += f" on {options.device}" * (options.device != "cpu")
     with gloo():
         for name in options.shapes.split(","):
             for peer in options.peers.split(","):
@@ -215,7 +223,7 @@ def main():
                 if options.memory:
                     result |= peak_memory(peer, options.memory, SHAPES[name], options.messages)
                 else:
-                    result |= compared(peer, SHAPES[name], options.steps, options.messages)
+                    result |= compared(peer, SHAPES[name], options.steps, options.messages, device)
                     result["goal"] = GOALS[peer].get((name, ranks))
                 if MPI.COMM_WORLD.rank == 0:
                     print(json.dumps(result), flush=True)

@@ -55,7 +55,7 @@ class GPT(nn.Module):
         self.ln_f, self.head = nn.LayerNorm(width), head(width, vocabulary)
 
     def forward(self, ids, positions=None):
-        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]) if positions is None else positions)
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device) if positions is None else positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.ln_f(x))
@@ -74,7 +74,7 @@ def adamw(parameters):
 def torch_ddp(weights, heads, batch, sharded=None):
     """torch's DistributedDataParallel over gloo, gradients as views of its buckets. `sharded` is the class of an
     optimizer that spreads its state."""
-    model = GPT(weights, heads)
+    model = GPT(weights, heads).to(batch.device)
     model.load_state_dict(weights)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = adamw(model.parameters())
@@ -112,8 +112,8 @@ def torch_fsdp(weights, heads, batch, reshard):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = GPT(weights, heads)
+    mesh = init_device_mesh(batch.device.type, (dist.get_world_size(),))
+    model = GPT(weights, heads).to(batch.device)
     model.load_state_dict(weights)
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
@@ -131,8 +131,8 @@ def torch_tensor_parallel(weights, heads, batch):
         parallelize_module,
     )
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = GPT(weights, heads)
+    mesh = init_device_mesh(batch.device.type, (dist.get_world_size(),))
+    model = GPT(weights, heads).to(batch.device)
     model.load_state_dict(weights)
     plan = {"wte": RowwiseParallel(input_layouts=Replicate())}
     plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)

@@ -47,6 +47,7 @@ def main():
     parser.add_argument("--data", type=int, default=1, help="replicas, with --zero")
     parser.add_argument("--zero", type=int, default=None)
     parser.add_argument("--shard-activations", action="store_true")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, which the ranks share")
     parser.add_argument("--times", type=int, default=0, help="steps to be timed")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -55,7 +56,8 @@ def main():
     sizes = {"data": options.data if options.data > 1 else None, "zero": options.zero}
     sizes["tensor"] = "x".join(map(str, options.tensor)) if options.tensor else grid.tensor.size
     shape = " ".join(f"{name}={size}" for name, size in sizes.items() if size not in (None, 1))
-    shape += " activations divided" * options.shard_activations
+    shape += " activations divided" * options.shard_activations + f" {options.device}" * (options.device != "cpu")
+    device = ht.comm.local_device(options.device, world)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     names = list(models())
@@ -64,7 +66,7 @@ def main():
         if not any(word in name for word in options.only.split(",")):
             continue
         start = time.perf_counter()
-        found = tried(name, grid, options.zero, options.times, options.shard_activations)
+        found = tried(name, grid, device, options.zero, options.times, options.shard_activations)
         line = {"benchmark": "zoo", "model": name, "ranks": world.size, "grid": shape, **found}
         line["seconds"] = round(time.perf_counter() - start, 1)
         if world.rank == 0:
@@ -75,12 +77,12 @@ def main():
                     print(text, file=file)
 
 
-def tried(name, grid, zero=None, times=0, shard_activations=False):
+def tried(name, grid, device, zero=None, times=0, shard_activations=False):
     torch.manual_seed(0)
     try:
         model, inputs = models()[name]()
-        model = model.double().train()
-        inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+        model = model.to(device).double().train()
+        inputs = {key: (x.double() if x.is_floating_point() else x).to(device) for key, x in inputs.items()}
         serial = copy.deepcopy(model)
         expected = run(serial, inputs)
     except Exception as error:
@@ -150,7 +152,7 @@ def rounding(serial, inputs, place):
     for scale in (0, 1e-15):
         with torch.no_grad():
             for parameter in serial.parameters():
-                parameter.mul_(1 + scale * torch.randn(parameter.shape, dtype=parameter.dtype))
+                parameter.mul_(1 + scale * torch.randn_like(parameter))
                 parameter.grad = None
         results.append({f"output {k}": y for k, y in run(serial, inputs).items()})
         results[-1].update({path: p.grad.clone() for path, p in serial.named_parameters() if p.grad is not None})
@@ -168,10 +170,9 @@ def run(model, inputs):
     with Doubles():
         outputs = dict(floats(model(**inputs)))
     chance = torch.Generator().manual_seed(2)
-    loss = sum(
-        (y * torch.randn(y.shape, dtype=y.dtype, generator=chance)).sum() for y in outputs.values() if y.requires_grad
-    )
-    loss.backward()
+    differentiable = [y for y in outputs.values() if y.requires_grad]
+    weights = (torch.randn(y.shape, dtype=y.dtype, generator=chance).to(y.device) for y in differentiable)
+    sum((y * weight).sum() for y, weight in zip(differentiable, weights)).backward()
     return {key: y.detach() for key, y in outputs.items()}
 
 
@@ -201,7 +202,7 @@ def floats(value, name=""):
 def difference(a, b):
     if a.shape != b.shape:
         return float("inf")
-    largest = (a - b).abs().max().item() if a.numel() else 0.0
+    largest = (a - b.to(a.device)).abs().max().item() if a.numel() else 0.0
     return largest / max(b.abs().max().item(), 1e-3) if largest == largest and a.numel() else largest
 
 

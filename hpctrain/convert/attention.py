@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from hpctrain.convert.boundary import gather, leave
 from hpctrain.convert.boundary_products import entering
@@ -17,7 +16,7 @@ from hpctrain.convert.products import SplitLinear, split_matrix
 from hpctrain.convert.sharded_activation import enter
 from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis
-from hpctrain.layers.softmax_attention import softmax_attention
+from hpctrain.layers.softmax_attention import fused_attention, softmax_attention
 from hpctrain.layout import Layout
 
 if TYPE_CHECKING:
@@ -68,11 +67,11 @@ class SplitMultiheadAttention(torch.nn.MultiheadAttention):
         q, k, v = (x.unflatten(-1, heads).transpose(1, 2) for x in (q, k, v))
         mask = self._mask(attn_mask, key_padding_mask, len(q), q.dtype)
         dropout = self.dropout if self.training else 0.0
-        if dropout or need_weights or not q.shape[1]:  # of no heads, torch's kernel leaves the mask out of the graph
+        if dropout or need_weights:
             drop = drop_heads(dropout, self.num_heads, self.part)
             mixed, weights = softmax_attention(q, k, v, mask, scale=self.head_dim**-0.5, drop=drop)
         else:
-            mixed = F.scaled_dot_product_attention(q, k, v, mask)
+            mixed = fused_attention(q, k, v, mask)
         # laid out in memory as torch's, (length, batch, features), since dropout masks follow the memory
         mixed = mixed.permute(2, 0, 1, 3)
         if self.gathers:

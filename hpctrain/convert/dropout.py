@@ -17,13 +17,25 @@ def kept(shape: Sequence[int], p: float, dim: int, part: slice | torch.Tensor, l
     """
     if p == 1:  # torch draws nothing
         return torch.zeros_like(like)
-    keep = torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(1 - p)
+    keep = whole_mask(shape, p, like)
     mine = (
         keep.narrow(dim, part.start, part.stop - part.start)
         if isinstance(part, slice)
         else keep.index_select(dim, part)
     )
     return mine.to(like.dtype) / (1 - p)
+
+
+def whole_mask(shape: Sequence[int], p: float, like: torch.Tensor) -> torch.Tensor:
+    """The elements that torch's dropout would keep of a whole contiguous tensor, booleans.
+
+    `like` gives the device, and the type: kernels of GPUs draw for as many elements at once as are loaded together.
+    """
+    if p == 1:  # torch draws nothing
+        return torch.zeros(shape, dtype=torch.bool, device=like.device)
+    if like.is_cuda and p:
+        return torch.native_dropout(like.new_ones(shape), p, True)[1]
+    return torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(1 - p)
 
 
 class SplitDropout(torch.nn.Dropout):

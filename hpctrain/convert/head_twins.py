@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from hpctrain.convert.heads import HEADS, KEY_HEADS, Heads, candidates
 from hpctrain.convert.plain import is_plain
 from hpctrain.convert.twins import TwinLinear
-from hpctrain.layers.softmax_attention import softmax_attention
+from hpctrain.layers.softmax_attention import fused_attention, softmax_attention
 
 _FEATURES = 10  # of the twin's input and output
 _LENGTH = 4
@@ -282,7 +282,7 @@ class _Neutral(TorchFunctionMode):
         if func is F.dropout:
             return self._dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            kwargs, args = {**kwargs, "dropout_p": 0.0}, (*args[:4], *args[5:6])
+            return self._attend(*args, **kwargs)
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args = [torch.float64 if x is torch.float32 else x for x in args]  # a type is an argument of its own
@@ -292,6 +292,9 @@ class _Neutral(TorchFunctionMode):
         if training and p:
             self.dropped.append(tuple(input.shape))
         return input
+
+    def _attend(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+        return fused_attention(query, key, value, attn_mask, is_causal=is_causal, **options)
 
 
 def _recorder(calls):

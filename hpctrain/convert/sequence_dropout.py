@@ -1,7 +1,8 @@
 """Dropout where ranks share sequences: the masks that one rank would draw.
 
 Every rank draws them whole from torch's generator, and keeps what is of its tokens; see `dropout.kept`. For that a
-byte an element is needed for a moment, of a whole sequence, or in attention of all its pairs of tokens and heads.
+byte an element is needed for a moment, of a whole sequence, or in attention of all its pairs of tokens and heads; on a
+GPU two elements besides.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hpctrain.convert.dropout import kept
+from hpctrain.convert.dropout import kept, whole_mask
 from hpctrain.convert.plain import is_one_of, is_plain
 from hpctrain.layers.context.attention import Context
 from hpctrain.layers.context.heads import query_heads
@@ -86,9 +87,7 @@ def drawn_mask(query: torch.Tensor, p: float, context: Context, heads: int, part
     mine = query_heads(query.shape[1], context.ulysses.size)[context.ulysses.rank]
     of_ring = context.ring.rank * context.ulysses.size
     rows = positions(merged(span for spans in context.spans[of_ring:][: context.ulysses.size] for span in spans))
-    keep = torch.zeros((len(query), heads, length, length), dtype=torch.bool, device=query.device)
-    if p < 1:  # of 1, torch draws nothing
-        keep.bernoulli_(1 - p)
+    keep = whole_mask((len(query), heads, length, length), p, query)
     keep = keep[:, first + mine.start : first + mine.stop, rows.to(query.device)]
     return DrawnMask(p, keep, mine.start, rows)
 

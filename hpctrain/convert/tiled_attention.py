@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from hpctrain.grid import Grid
 from hpctrain.layers.context.attention import Context, attend, tiles_pay
 from hpctrain.layers.context.mask import Mask
+from hpctrain.layers.softmax_attention import fused_attention
 
 
 class TiledAttention(TorchFunctionMode):
@@ -33,5 +34,5 @@ class TiledAttention(TorchFunctionMode):
             spans, masks = ((range(query.shape[2]),),), (Mask(),) * len(query)
             scale = query.shape[3] ** -0.5 if scale is None else scale
             return attend(query, key, value, Context(self.grid.ring, self.grid.ulysses, spans, masks, scale))
-        options.update(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
-        return F.scaled_dot_product_attention(query, key, value, **options)
+        options.update(dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+        return fused_attention(query, key, value, attn_mask, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import Algorithm, algorithm_of
@@ -17,7 +16,7 @@ from hpctrain.layers.norm import HeadNorm
 from hpctrain.layers.parameter import drawn_key
 from hpctrain.layers.recompute import recomputed
 from hpctrain.layers.rotary import RopeScaling, rotate
-from hpctrain.layers.softmax_attention import softmax_attention
+from hpctrain.layers.softmax_attention import fused_attention, softmax_attention
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
 
@@ -133,9 +132,7 @@ class Attention(torch.nn.Module):
         if dropout is not None:
             return self._attend_with_dropout(q, k, v, tokens, dropout)
         seen = None if q.shape[2] == k.shape[2] and not self.window else self._seen(q, k)
-        return F.scaled_dot_product_attention(
-            q, k, v, seen, is_causal=self.causal and seen is None, enable_gqa=self.queries > 1
-        )
+        return fused_attention(q, k, v, seen, is_causal=self.causal and seen is None, enable_gqa=self.queries > 1)
 
     def _context(self, tokens: Tokens, dropout: AttentionDropout | None) -> Context:
         masks = tuple(Mask(self.causal, self.window, lengths) for lengths in tokens.inner_documents)

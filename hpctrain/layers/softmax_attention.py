@@ -1,11 +1,15 @@
-"""Attention whose probabilities are computed, where torch's fused kernels would draw dropout masks of their own."""
+"""Attention whose probabilities are computed, where torch's fused kernels would draw dropout masks of their own, or
+have no heads.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from hpctrain import comm
 
@@ -37,6 +41,19 @@ def softmax_attention(
     if drop is not None:
         probabilities = drop(probabilities)
     return (probabilities.view(*grouped, keys) @ v).view(*q.shape[:3], v.shape[3]), probabilities
+
+
+def fused_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, **options: Any
+) -> torch.Tensor:
+    """torch's `scaled_dot_product_attention`, also where a rank has no heads.
+
+    Without heads, torch's kernels leave the mask out of the graph, and some of torch 2.11 divide by their number, which
+    ends the process by SIGFPE.
+    """
+    if q.dim() == 4 and not q.shape[1]:
+        return softmax_attention(q, k, v, mask, scale=1.0)[0]
+    return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
 
 def softmax(scores: torch.Tensor) -> torch.Tensor:
