@@ -17,7 +17,7 @@ PEERS = {
     "tensor": ("tensor parallel", "torch's"),
     "megatron": ("tensor parallel, sequence-parallel norms", "Megatron-core's, whole norms on every rank"),
 }
-WIDTHS = {"base": "256", "communication-heavy": "512"}
+WIDTHS = {"base": "256", "communication-heavy": "512", "large": "1024"}
 PRODUCTS = "float32 products"
 
 
@@ -55,6 +55,24 @@ def summary():
         return *PEERS[line["peer"]], products(line)
 
     return pivot(found, row, lambda line: line["case"].split(", ")[1], ["ours", "theirs, over gloo", PRODUCTS])
+
+
+def peers_gpu():
+    """With TF32 on both sides."""
+
+    def row(line):
+        return WIDTHS[line["case"].split(", ")[0]], *PEERS[line["peer"]]
+
+    def ranks(line):
+        return line["case"].split(", ")[1]
+
+    return pivot(lines("peers_gpu"), row, ranks, ["width", "ours", "theirs, over gloo"])
+
+
+def gpu_collectives():
+    ways = "staged", "direct"
+    rows = ([*line["case"].split(", "), *(str(line.get(way, "")) for way in ways)] for line in lines("gpu_collectives"))
+    return table(["collective", "of a rank", "on", *(f"{way}, ms" for way in ways)], rows)
 
 
 def memory():
@@ -218,7 +236,7 @@ def sequence_memory():
 
 def zoo():
     """Models of each library. Where a model differs from itself by its last bits, that is beside its difference."""
-    found = [*lines("zoo"), *lines("zoo_sharded")]
+    found = [*lines("zoo"), *lines("zoo_sharded"), *lines("zoo_gpu")]
     rows = []
     for grid, library in dict.fromkeys((line["grid"], line["model"].split("/")[0]) for line in found):
         chosen = [line for line in found if line["model"].startswith(f"{library}/") and line["grid"] == grid]
@@ -295,8 +313,8 @@ def contention():
 TABLES = {
     made.__name__: made
     for made in (
-        machine, peers, summary, memory, pipeline, simulator, matmul, layer, elements, allreduce, weak_scaling,
-        hidden, equality, hdf5, reading, checkpoint, ampnet, ampnet_steps, ampnet_accuracy, ampnet_elastic,
-        sequence, sequence_memory, experts, zoo, parallelize, planner, at_scale, contention,
+        machine, peers, peers_gpu, gpu_collectives, summary, memory, pipeline, simulator, matmul, layer, elements,
+        allreduce, weak_scaling, hidden, equality, hdf5, reading, checkpoint, ampnet, ampnet_steps, ampnet_accuracy,
+        ampnet_elastic, sequence, sequence_memory, experts, zoo, parallelize, planner, at_scale, contention,
     )
 }  # fmt: skip

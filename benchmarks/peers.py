@@ -214,7 +214,8 @@ def main():
     torch.set_float32_matmul_precision(options.matmul)
     ranks, way = MPI.COMM_WORLD.size, "messages" if options.messages else "shared memory"
     device = ht.comm.local_device(options.device, MPI.COMM_WORLD)
-    way += f" on {options.device}" * (options.device != "cpu")
+    if device.type == "cuda":
+        way = "messages on cuda"
     with gloo():
         for name in options.shapes.split(","):
             for peer in options.peers.split(","):

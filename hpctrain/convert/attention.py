@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
 
 
-def drop_heads(p: float, heads: int, part: slice):
-    """Dropout of the probabilities of heads `part` of `heads`, as an argument of `softmax_attention`."""
+def drop_heads(p: float, heads: int, part: slice, inplace: bool = False):
+    """Dropout of the probabilities of heads `part` of `heads`, as an argument of `softmax_attention`; `inplace` as
+    `dropout.whole_mask` takes it."""
     if not p:
         return None
 
     def drop(weights):
-        mask = kept((len(weights), heads, *weights.shape[2:]), p, 1, part, weights)
+        mask = kept((len(weights), heads, *weights.shape[2:]), p, 1, part, weights, inplace)
         return (
             weights * mask if part.stop > part.start else weights
         )  # Hugging Face's GPT-2 goes on with a head of zeros

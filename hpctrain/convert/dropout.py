@@ -9,7 +9,9 @@ import torch
 from hpctrain.convert.hooks import check_hooks
 
 
-def kept(shape: Sequence[int], p: float, dim: int, part: slice | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def kept(
+    shape: Sequence[int], p: float, dim: int, part: slice | torch.Tensor, like: torch.Tensor, inplace: bool = False
+) -> torch.Tensor:
     """This rank's part along `dim` of a dropout mask of `shape`, scaled by 1 / (1 - p): a slice, or int64 numbers.
 
     Every rank draws the whole mask from torch's generator. So the mask is the one that torch's dropout would have drawn
@@ -17,7 +19,7 @@ def kept(shape: Sequence[int], p: float, dim: int, part: slice | torch.Tensor, l
     """
     if p == 1:  # torch draws nothing
         return torch.zeros_like(like)
-    keep = whole_mask(shape, p, like)
+    keep = whole_mask(shape, p, like, inplace)
     mine = (
         keep.narrow(dim, part.start, part.stop - part.start)
         if isinstance(part, slice)
@@ -26,14 +28,16 @@ def kept(shape: Sequence[int], p: float, dim: int, part: slice | torch.Tensor, l
     return mine.to(like.dtype) / (1 - p)
 
 
-def whole_mask(shape: Sequence[int], p: float, like: torch.Tensor) -> torch.Tensor:
-    """The elements that torch's dropout would keep of a whole contiguous tensor, booleans.
+def whole_mask(shape: Sequence[int], p: float, like: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    """The elements that torch's dropout, be it `inplace`, would keep of a whole contiguous tensor, booleans.
 
-    `like` gives the device, and the type: kernels of GPUs draw for as many elements at once as are loaded together.
+    `like` gives the device, and the type, by which kernels of GPUs draw for several elements at once.
     """
     if p == 1:  # torch draws nothing
         return torch.zeros(shape, dtype=torch.bool, device=like.device)
     if like.is_cuda and p:
+        if inplace:
+            return like.new_empty(shape).bernoulli_(1 - p).bool()
         return torch.native_dropout(like.new_ones(shape), p, True)[1]
     return torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(1 - p)
 
@@ -56,4 +60,4 @@ def drop(x: torch.Tensor, module: torch.nn.Dropout, features: int, part: slice) 
     """What nn.Dropout makes of `part` of so many features."""
     if not module.training or module.p == 0:
         return x
-    return x * kept((*x.shape[:-1], features), module.p, x.dim() - 1, part, x)
+    return x * kept((*x.shape[:-1], features), module.p, x.dim() - 1, part, x, module.inplace)

@@ -35,7 +35,7 @@ class HeadDropout(TiledAttention):
         local = max(1, self.part.stop - self.part.start)  # Hugging Face's GPT-2 goes on with a head of zeros
         if not training or input.dim() != 4 or input.shape[1] not in (local, self.part.stop - self.part.start):
             return F.dropout(input, p, training, inplace)
-        drop = drop_heads(p, self.heads, self.part)
+        drop = drop_heads(p, self.heads, self.part, inplace)
         return input if drop is None else drop(input)
 
     def _attend(

@@ -48,7 +48,7 @@ class CutDropout(nn.Dropout):
             return input
         mine = positions(self.current.spans[self.current.rank])
         shape = len(input), sum(span_length(spans) for spans in self.current.spans), input.shape[2]
-        return input * kept(shape, self.p, 1, mine.to(input.device), input)
+        return input * kept(shape, self.p, 1, mine.to(input.device), input, self.inplace)
 
 
 @dataclasses.dataclass(frozen=True)
