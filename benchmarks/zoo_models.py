@@ -56,6 +56,8 @@ OPTIONS = {
     "segformer": {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4]},
     "gemma3_text": {"num_hidden_layers": 6},
     "mpt": {"attn_config": {"attn_type": "multihead_attention"}},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "chunk_size": 4,
+                   "moe_shared_expert_intermediate_size": 16},
     "mamba2": {"num_heads": 8, "head_dim": 8, "hidden_size": 32, "expand": 2, "n_groups": 2, "chunk_size": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "greedy", "n_shared_experts": 1},

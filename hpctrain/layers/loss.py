@@ -51,11 +51,13 @@ class CrossEntropy(torch.nn.Module):
         """Label smoothing and z-loss."""
         return (self.label_smoothing, self.z_loss) if self.training else (0.0, 0.0)
 
-    def row_weights(self, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """1 for the rows that count, 0 for the ignored ones, NaN for targets outside the vocabulary."""
-        inside = (targets >= 0) & (targets < self.vocabulary)
-        weights = torch.where(inside, 1.0, math.nan).to(dtype)
-        return weights.masked_fill_(targets == self.ignore_index, 0.0)
+    def row_weights(
+        self, targets: torch.Tensor, ignored: torch.Tensor, scale: float, like: torch.Tensor
+    ) -> torch.Tensor:
+        """`scale` for the rows that count, 0 for the ignored ones, NaN for targets outside the vocabulary."""
+        outside = targets.clamp(0, self.vocabulary - 1) != targets
+        weights = like.new_full(targets.shape, scale)
+        return weights.masked_fill_(outside, math.nan).masked_fill_(ignored, 0.0)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -69,28 +71,29 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing, z_loss = layer.regularisation
         sharp, smooth = 1 - smoothing, smoothing / layer.vocabulary
         local, ignored = targets - layer.first, targets == layer.ignore_index
-        found = ((local >= 0) & (local < columns)).nonzero().squeeze(1)
-        place = found, local[found]
+        # Dense, as a list of the rows whose target is here would stall a GPU.
+        place = local.clamp(0, max(columns - 1, 0))
+        elsewhere = place != local
         # One exchange: each rank's log-sum-exp, and its part of the logits weighted by the target.
         partial = logits.new_zeros(2, rows)
         softmax = logits.softmax(1)
         if columns:
             highest = logits.amax(1)
-            partial[0] = highest - softmax.amax(1).log_()
+            torch.sub(highest, softmax.amax(1).log_(), out=partial[0])
             # These have no weight here. torch's softmax of -inf is NaN, and what is ignored may hold anything.
-            masked = ((highest == -math.inf) | ignored).nonzero().squeeze(1)
-            partial[0, masked] = -math.inf
-            softmax[masked] = 0
+            masked = (highest == -math.inf) | ignored
+            if masked.any():
+                partial[0].masked_fill_(masked, -math.inf)
+                softmax[masked] = 0
+            torch.mul(logits.gather(1, place[:, None])[:, 0], sharp, out=partial[1]).masked_fill_(elsewhere, 0.0)
         else:
             partial[0] = -math.inf
-        partial[1, found] = logits[place] * sharp
         if smooth:
             partial[1] += logits.sum(1) * smooth
         parts = comm.all_gather(partial, plane).view(plane.size, 2, rows)
         normaliser = parts[:, 0].logsumexp(0)
-        weights = layer.row_weights(targets, logits.dtype)
-        ctx.softmax, ctx.place, ctx.sharp, ctx.smooth = softmax, place, sharp, smooth
-        ctx.weights = weights * scale
+        ctx.weights = layer.row_weights(targets, ignored, scale, logits)
+        ctx.softmax, ctx.place, ctx.sharp, ctx.smooth = softmax, (place, elsewhere), sharp, smooth
         ctx.share = (partial[0] - normaliser).exp_()  # of the row's softmax that lies here
         loss = normaliser - parts[:, 1].sum(0)
         if z_loss:
@@ -112,5 +115,8 @@ class _CrossEntropy(torch.autograd.Function):
             torch.addcmul((weights * -ctx.smooth)[:, None], grad_logits, share, out=grad_logits)
         else:
             grad_logits *= share
-        grad_logits[ctx.place] -= weights[ctx.place[0]] * ctx.sharp
+        if grad_logits.shape[1]:
+            place, elsewhere = ctx.place
+            of_target = (weights * -ctx.sharp).masked_fill_(elsewhere, 0.0)
+            grad_logits.scatter_add_(1, place[:, None], of_target[:, None])
         return grad_logits, None, None, None
