@@ -1,6 +1,6 @@
 """Time collectives of CUDA tensors: staged through pinned host memory, and given to MPI where it is CUDA-aware.
 
-    $MPIRUN -n 2 python -m mpi4py benchmarks/gpu_collectives.py --rounds 7       ranks may share one GPU; 10 seconds
+    $MPIRUN -n 2 python -m mpi4py benchmarks/gpu_collectives.py       ranks may share one GPU; seconds, on 4 minutes
 
 Prints one JSON object a line: milliseconds of the slowest rank, medians, of a tensor of so many MiB on each rank (of a
 reduce-scatter its result has).

@@ -214,6 +214,10 @@ def main():
     torch.set_float32_matmul_precision(options.matmul)
     ranks, way = MPI.COMM_WORLD.size, "messages" if options.messages else "shared memory"
     device = ht.comm.local_device(options.device, MPI.COMM_WORLD)
+    if device.type == "cuda" and (
+        options.memory or {"megatron", "deepspeed"} & set(options.peers.replace("-", ",").split(","))
+    ):
+        parser.error("--device cuda is for torch's peers, and not for --memory")
     if device.type == "cuda":
         way = "messages on cuda"
     with gloo():
@@ -225,7 +229,7 @@ def main():
                     result |= peak_memory(peer, options.memory, SHAPES[name], options.messages)
                 else:
                     result |= compared(peer, SHAPES[name], options.steps, options.messages, device)
-                    result["goal"] = GOALS[peer].get((name, ranks))
+                    result["goal"] = GOALS[peer].get((name, ranks)) if device.type == "cpu" else None
                 if MPI.COMM_WORLD.rank == 0:
                     print(json.dumps(result), flush=True)
 

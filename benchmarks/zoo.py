@@ -66,7 +66,7 @@ def main():
         if not any(word in name for word in options.only.split(",")):
             continue
         start = time.perf_counter()
-        found = tried(name, grid, device, options.zero, options.times, options.shard_activations)
+        found = tried(name, grid, options.zero, options.times, options.shard_activations, device)
         line = {"benchmark": "zoo", "model": name, "ranks": world.size, "grid": shape, **found}
         line["seconds"] = round(time.perf_counter() - start, 1)
         if world.rank == 0:
@@ -77,7 +77,7 @@ def main():
                     print(text, file=file)
 
 
-def tried(name, grid, device, zero=None, times=0, shard_activations=False):
+def tried(name, grid, zero=None, times=0, shard_activations=False, device="cpu"):
     torch.manual_seed(0)
     try:
         model, inputs = models()[name]()
@@ -126,11 +126,13 @@ def cost(model, serial, inputs, grid, times):
         run(model, inputs)
         if grid.data.size > 1:
             ht.clip_grad_norm_(model, float("inf"))  # of the means
+        finish()
         ours.append(grid.comm.allreduce(time.perf_counter() - start, MPI.MAX))
         if grid.rank == 0:
             with all_cores():
                 start = time.perf_counter()
                 run(serial, inputs)
+                finish()
                 plain.append(time.perf_counter() - start)
         done = grid.comm.Ibarrier()
         while not done.Test():
@@ -141,6 +143,12 @@ def cost(model, serial, inputs, grid, times):
         "plain": float(f"{statistics.median(plain or [0]):.3g}"),
         "received": grid.comm.allreduce(received, MPI.MAX),
     }
+
+
+def finish():
+    """Wait for what a GPU has to do."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def rounding(serial, inputs, place):

@@ -101,7 +101,7 @@ def test_bf16(world, tmp_path, model, zero):
 
 @pytest.mark.parametrize("zero", [None, 1, 2, 3])
 def test_parallelize(world, where, zero):
-    """Outputs, gradients, weights after a step and the state of the optimizer's tensors stay on the device."""
+    """Weights after three steps are those of one rank, and stay on the device."""
     grid = ht.Grid(data=world.size) if zero else ht.Grid(tensor=world.size)
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(24, 4, 50, dropout=0.0, batch_first=True)
@@ -129,3 +129,25 @@ def test_parallelize(world, where, zero):
     if grid.rank == 0:
         for name, tensor in serial.state_dict().items():
             torch.testing.assert_close(gathered[name].cpu(), tensor.cpu(), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dropout_of_divided_features(world, where, dtype, inplace):
+    """To the bit, also what it is scaled by: of ones, through weights that are 1 or 0."""
+    torch.manual_seed(0)
+    serial = torch.nn.Sequential(
+        torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Dropout(0.1, inplace), torch.nn.Linear(10, 10, bias=False)
+    )
+    with torch.no_grad():
+        serial[0].weight.zero_()
+        serial[0].bias.fill_(1)
+        serial[3].weight.copy_(torch.eye(10))
+    serial = serial.to(where, dtype)
+    model = ht.parallelize(copy.deepcopy(serial), ht.Grid(tensor=world.size))
+    made = []
+    for each in (serial, model):
+        torch.manual_seed(1)
+        made.append(each(torch.ones(64, 6, dtype=dtype, device=where)))
+    assert 0 < made[0].count_nonzero() < made[0].numel()
+    assert torch.equal(*made)

@@ -40,20 +40,6 @@ def test_forward_backward_then_update(world):
     torch.testing.assert_close(model.weight.detach(), expected.double(), rtol=1e-6, atol=0)
 
 
-def test_a_part_that_is_in_eval_mode_stays_so(world):
-    """As in a loop of one's own: frozen statistics. A model that was evaluated is trained again."""
-    grid = ht.Grid(data=world.size)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Linear(2, 1)).double()
-    model[1].eval()
-    trainer = ht.Trainer(ht.parallelize(model, grid), grid, torch.optim.SGD(model.parameters(), 0.25), loss=square)
-    trainer.step([X])
-    assert (model.training, model[1].training) == (True, False)
-    trainer.evaluate([[X]])
-    trainer.step([X])
-    assert model.training
-
-
 def test_evaluation_of_a_whole_model(world):
     """Over all batches and replicas; none where all are told to stop."""
     grid = ht.Grid(data=world.size)

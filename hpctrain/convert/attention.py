@@ -10,7 +10,7 @@ import torch
 from hpctrain.convert.boundary import gather, leave
 from hpctrain.convert.boundary_products import entering
 from hpctrain.convert.box import split_pair
-from hpctrain.convert.dropout import SplitDropout, kept
+from hpctrain.convert.dropout import SplitDropout, kept, scaled
 from hpctrain.convert.plain import altered, is_plain, is_pointwise
 from hpctrain.convert.products import SplitLinear, split_matrix
 from hpctrain.convert.sharded_activation import enter
@@ -30,10 +30,10 @@ def drop_heads(p: float, heads: int, part: slice, inplace: bool = False):
         return None
 
     def drop(weights):
-        mask = kept((len(weights), heads, *weights.shape[2:]), p, 1, part, weights, inplace)
-        return (
-            weights * mask if part.stop > part.start else weights
-        )  # Hugging Face's GPT-2 goes on with a head of zeros
+        keep = kept((len(weights), heads, *weights.shape[2:]), p, 1, part, weights, inplace)
+        if part.stop == part.start:
+            return weights  # Hugging Face's GPT-2 goes on with a head of zeros
+        return scaled(weights, keep, p, inplace)
 
     return drop
 

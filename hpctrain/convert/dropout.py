@@ -12,20 +12,24 @@ from hpctrain.convert.hooks import check_hooks
 def kept(
     shape: Sequence[int], p: float, dim: int, part: slice | torch.Tensor, like: torch.Tensor, inplace: bool = False
 ) -> torch.Tensor:
-    """This rank's part along `dim` of a dropout mask of `shape`, scaled by 1 / (1 - p): a slice, or int64 numbers.
+    """This rank's part along `dim` of a dropout mask of `shape`, booleans: a slice, or int64 numbers.
 
     Every rank draws the whole mask from torch's generator. So the mask is the one that torch's dropout would have drawn
     without hpctrain, and all ranks' generators stay in the same state.
     """
-    if p == 1:  # torch draws nothing
-        return torch.zeros_like(like)
     keep = whole_mask(shape, p, like, inplace)
-    mine = (
-        keep.narrow(dim, part.start, part.stop - part.start)
-        if isinstance(part, slice)
-        else keep.index_select(dim, part)
-    )
-    return mine.to(like.dtype) / (1 - p)
+    if isinstance(part, slice):
+        return keep.narrow(dim, part.start, part.stop - part.start)
+    return keep.index_select(dim, part)
+
+
+def scaled(x: torch.Tensor, keep: torch.Tensor, p: float, inplace: bool = False) -> torch.Tensor:
+    """`x` where it is kept, times 1 / (1 - p), and zeros."""
+    if p == 1:
+        return x * keep
+    if x.is_cuda and not inplace:
+        return x * keep * (1 / (1 - p))  # in float32, as that kernel of torch's has it; others round it to x's type
+    return x * (keep.to(x.dtype) / (1 - p))
 
 
 def whole_mask(shape: Sequence[int], p: float, like: torch.Tensor, inplace: bool = False) -> torch.Tensor:
@@ -60,4 +64,5 @@ def drop(x: torch.Tensor, module: torch.nn.Dropout, features: int, part: slice) 
     """What nn.Dropout makes of `part` of so many features."""
     if not module.training or module.p == 0:
         return x
-    return x * kept((*x.shape[:-1], features), module.p, x.dim() - 1, part, x, module.inplace)
+    keep = kept((*x.shape[:-1], features), module.p, x.dim() - 1, part, x, module.inplace)
+    return scaled(x, keep, module.p, module.inplace)

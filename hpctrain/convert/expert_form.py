@@ -130,14 +130,19 @@ def stack_dim(module: nn.Module) -> int | None:
     (name, weight), experts = weights[0], len(weights[0][1])
     counts = [number % 3 for number in range(experts)]
 
-    def run(part, dim):
+    def run(part, dim, rows_of_each):
         width = weight.shape[3 - dim]
         stack = numbers(experts, FEATURES, width, seed=0)[:, part]
         made = twin(module, {name: stack if dim == 1 else stack.mT.contiguous()}, True)
-        return made.forward(numbers(sum(counts), width, seed=1), list(counts))
+        return made.forward(numbers(sum(counts), width, seed=1), rows_of_each)
 
-    for dim in (1, 2):
-        found = tried(lambda dim=dim: (run(slice(0, FEATURES), dim), torch.cat([run(p, dim) for p in _PARTS], -1)))
+    for dim, of_each in itertools.product((1, 2), (counts, torch.tensor(counts))):  # which releases take
+        found = tried(
+            lambda dim=dim, n=of_each: (
+                run(slice(0, FEATURES), dim, n),
+                torch.cat([run(p, dim, n) for p in _PARTS], -1),
+            )
+        )
         if found is not None and found[0].shape[-1] == FEATURES and same(*found):
             return dim
     return None

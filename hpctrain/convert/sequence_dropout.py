@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hpctrain.convert.dropout import kept, whole_mask
+from hpctrain.convert.dropout import kept, scaled, whole_mask
 from hpctrain.convert.plain import is_one_of, is_plain
 from hpctrain.layers.context.attention import Context
 from hpctrain.layers.context.heads import query_heads
@@ -48,7 +48,8 @@ class CutDropout(nn.Dropout):
             return input
         mine = positions(self.current.spans[self.current.rank])
         shape = len(input), sum(span_length(spans) for spans in self.current.spans), input.shape[2]
-        return input * kept(shape, self.p, 1, mine.to(input.device), input, self.inplace)
+        keep = kept(shape, self.p, 1, mine.to(input.device), input, self.inplace)
+        return scaled(input, keep, self.p, self.inplace)
 
 
 @dataclasses.dataclass(frozen=True)

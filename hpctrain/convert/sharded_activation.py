@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.convert import boundary
-from hpctrain.convert.dropout import kept
+from hpctrain.convert.dropout import kept, scaled
 from hpctrain.convert.gathering_again import once_more
 from hpctrain.convert.refusals import check_recomputed, place
 from hpctrain.convert.sharding import ATTRIBUTES, local
@@ -230,8 +230,8 @@ def _drop(x, p=0.5, training=True, inplace=False):
     if not training or p == 0:
         return x
     over, rows = x.over, x.rows()
-    mask = kept((over.count, rows.shape[1]), p, 0, slice(over.start, over.start + len(rows)), rows)
-    return x.like(rows * mask)
+    keep = kept((over.count, rows.shape[1]), p, 0, slice(over.start, over.start + len(rows)), rows)
+    return x.like(scaled(rows, keep, p))
 
 
 _ALL = (slice(None), slice(0, None))

@@ -26,6 +26,7 @@ from hpctrain.convert.plain import is_hooked
 from hpctrain.convert.products import SharedEntry, SplitLinear, share_entry, split_linear, split_matrix
 from hpctrain.convert.sequence import use_context_attention
 from hpctrain.convert.sharded_activation import ShardedActivation
+from hpctrain.convert.tiled_attention import TiledAttention
 from hpctrain.convert.unit_module import Unit, enclose
 from hpctrain.grid import Axis, Grid
 from hpctrain.layout import Layout
@@ -64,7 +65,7 @@ class SplitAttention(Unit):
                 value = self._of_heads(name, value)
                 learned += [value] * value.requires_grad
             kwargs[name] = value
-        with HeadDropout(self.all_heads, self.part, self.grid) if self.training else contextlib.nullcontext():
+        with self._attending(here):
             given = super().forward(**kwargs)
         results = given if isinstance(given, tuple) else (given,)
         out, *others, weights = results if len(results) > 1 else (*results, None)
@@ -75,6 +76,11 @@ class SplitAttention(Unit):
         if weights is not None:
             weights = gather(weights[:, :here], self.axis, self.counts, 1) if wanted else None
         return (out, *others, weights)[: len(given)] if isinstance(given, tuple) else out
+
+    def _attending(self, here):
+        if self.training:
+            return HeadDropout(self.all_heads, self.part, self.grid)
+        return contextlib.nullcontext() if here else TiledAttention(self.grid)
 
     def _inside(self, name, value, known):
         """Each rank's heads give a part of the gradient of what is learned, as a position bias is."""

@@ -138,8 +138,7 @@ class Trainer:
         whether the gradient overflowed in float16, so that the step is to be left out."""
         self._passes.check(batches)
         self._check_frozen()
-        if not self.model.training:
-            self.model.train()
+        self.model.train()
         self.strategy.zero_grad()
         self._balance.clear()
         self._loads = {}
