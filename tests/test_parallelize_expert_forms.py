@@ -92,6 +92,13 @@ class Stack(nn.Module):
         return torch.cat([x @ matrix for x, matrix in zip(rows.split(sizes), matrices)])
 
 
+class StackOfCounts(Stack):
+    """Which takes them as a tensor, as Aria's of older transformers."""
+
+    def forward(self, rows, sizes):
+        return super().forward(rows, sizes.tolist())
+
+
 class Around(nn.Module):
     """So that `experts` are in a model."""
 
@@ -129,6 +136,23 @@ def test_stack(world, transposed):
         model = compare(lambda: Around(Stack(transposed)), grid, [numbers(6, WIDTH)], run)
         assert isinstance(model.experts, SplitStack)
         assert model.experts.stack.detach().shape[2 if transposed else 1] == model.experts.counts[grid.tensor.rank]
+
+
+@pytest.mark.ranks(2)
+def test_a_stack_that_takes_a_tensor_of_counts(world):
+    run = lambda model, x: model(x, torch.tensor([2, 0, 4]))  # noqa: E731
+    model = compare(lambda: Around(StackOfCounts(False)), ht.Grid(tensor=world.size), [numbers(6, WIDTH)], run)
+    assert isinstance(model.experts, SplitStack)
+
+
+@pytest.mark.ranks(2)
+def test_experts_that_say_nothing_of_norms(world, zoo):
+    """As those of older transformers, which have none."""
+    pytest.importorskip("transformers")
+    model, _ = zoo.models()["transformers/mixtral"]()
+    for module in model.modules():
+        vars(module).pop("has_post_expert_norm", None)
+    assert zoo.share(ht.parallelize(model, ht.Grid(tensor=world.size))) > 0.9
 
 
 @pytest.mark.ranks(2)

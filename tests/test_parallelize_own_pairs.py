@@ -80,6 +80,24 @@ class DroppedInOneLine(LineByLine):
     __init__ = functools.partialmethod(Layer.__init__, 0.2)
 
 
+class DroppedTwice(Layer):
+    __init__ = functools.partialmethod(Layer.__init__, 0.2)
+
+    def forward(self, x):
+        y = self.drop(F.gelu(self.up(x)))
+        return self.norm(self.drop(x) + self.down(y))
+
+
+class DroppedOutside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = DroppedInOneLine()
+        self.drop = self.layer.drop
+
+    def forward(self, x):
+        return self.drop(self.layer(x))
+
+
 class Normed(Layer):
     def forward(self, x):
         y = self.up(x)
@@ -149,8 +167,8 @@ class Another(Layer):
 gelu = F.gelu
 TAKEN = [Layer, InOneLine, LineByLine, Decorated, Summed]
 LEFT = [
-    Dropped, DroppedInOneLine, Normed, Measured, MeasuredLater, MeasuredBeside, Multiplied, OfItself, Twice, InALoop,
-    Another,
+    Dropped, DroppedTwice, Normed, Measured, MeasuredLater, MeasuredBeside, Multiplied, OfItself,
+    Twice, InALoop, Another,
 ]  # fmt: skip
 
 
@@ -159,7 +177,7 @@ def stays_divided(model):
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("case", TAKEN)
+@pytest.mark.parametrize("case", [*TAKEN, DroppedInOneLine])
 def test_pairs(world, case):
     for grid in tensor_grids(world):
         model = compare(case, grid, [numbers(2, 3, WIDTH)])
@@ -171,6 +189,27 @@ def test_pairs(world, case):
 @pytest.mark.parametrize("case", LEFT)
 def test_what_is_no_pair(world, case):
     assert not stays_divided(compare(case, ht.Grid(tensor=world.size), [numbers(2, 3, WIDTH)]))
+
+
+@pytest.mark.ranks(2)
+def test_a_dropout_that_is_changed_later(world):
+    def run(model, x):
+        model.drop.p = 0.5
+        return model(x)
+
+    assert stays_divided(compare(LineByLine, ht.Grid(tensor=world.size), [numbers(2, 3, WIDTH)], run))
+
+
+@pytest.mark.ranks(2)
+def test_a_dropout_that_others_have_too(world):
+    model = compare(DroppedOutside, ht.Grid(tensor=world.size), [numbers(2, 3, WIDTH)])
+    assert not stays_divided(model.layer)
+
+
+@pytest.mark.ranks(4)
+def test_dropouts_on_a_box(world):
+    model = compare(DroppedInOneLine, ht.Grid(tensor=(1, 2, 2)), [numbers(2, 3, WIDTH)], shard_activations=True)
+    assert not isinstance(model.down, BoxDown)
 
 
 @pytest.mark.ranks(4)

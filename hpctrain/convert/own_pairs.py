@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpctrain.convert.box import split_pair
+from hpctrain.convert.dropout import SplitDropout
 from hpctrain.convert.handed_on import bodies, read_elsewhere
 from hpctrain.convert.plain import is_plain, is_pointwise
 from hpctrain.convert.products import pair_pays
@@ -29,7 +30,8 @@ _STATEMENTS = ast.Assign, ast.AugAssign, ast.Return
 
 
 def split_own_pairs(plan: Plan, module: nn.Module) -> None:
-    """Leaves alone what is no pair, and what drops features in between."""
+    """Leaves alone what is no pair. Of a dropout in between each rank draws the mask of its features; but where it is
+    for something else too, or ranks are a box, a pair that drops features is left alone."""
     if isinstance(module, _CONTAINERS):
         return
     layers = {n: child for n, child in module._modules.items() if child is not None and is_plain(child, nn.Linear)}
@@ -44,7 +46,14 @@ def split_own_pairs(plan: Plan, module: nn.Module) -> None:
         free = plan.is_free(layers[up]) and plan.is_free(layers[down])
         if free and once.issuperset((up, down)) and (way := between(module, methods, up, down)) is not None:
             method, modules = way
+            dropouts = [each for each in modules if isinstance(each, nn.Dropout)]
+            divides = not plan.box and all(_is_its_own(plan, module, methods, each) for each in dropouts)
+            if not divides and not all(_is_zero(each.p) for each in dropouts):
+                continue
             split_pair(plan, layers[up], layers[down], modules, plan.unit_calls(module, method))
+            features = layers[down].in_features
+            for each in dropouts if divides else ():
+                plan.swap_class(each, SplitDropout, features=features, part=plan.parts(features)[plan.axis.rank])
 
 
 def between(
@@ -59,6 +68,12 @@ def between(
                     modules = _Way(module, method, up).followed(body[place:], down)
                     return None if modules is None or not may_count(module, methods, method) else (method.name, modules)
     return None
+
+
+def _is_its_own(plan, module, methods, dropout):
+    """Whether the module names a child once, and nobody else has it."""
+    names = [name for owner in plan.paths for name, child in owner._modules.items() if child is dropout]
+    return len(names) == 1 and module._modules.get(names[0]) is dropout and each_once(methods, names[0])
 
 
 def _is_zero(p):
@@ -113,7 +128,7 @@ class _Way:
         if isinstance(called, nn.Module):
             self.between.append(called)
         if isinstance(called, nn.Dropout):
-            return is_plain(called, nn.Dropout) and _is_zero(called.p)
+            return is_plain(called, nn.Dropout)
         return is_pointwise(called)
 
     def _value(self, node: ast.expr | None) -> Any:
