@@ -61,7 +61,8 @@ OTHERS = {
     "hidden features meet": lambda: Sorted(lambda x: x.softmax(-1), True),
     "hidden features are normed": lambda: Sorted(lambda x: F.layer_norm(x, x.shape[-1:])),
     "gates of other features": lambda: Sorted(lambda x: halves(x).flip(-1) * halves(x), fused=2),
-    "random in training": lambda: Sorted(lambda x: F.dropout(x, 0.5)),
+    "always random": lambda: Sorted(lambda x: F.dropout(x, 0.5)),
+    "random in training": lambda: Sorted(nn.Dropout(0.5)),
     "the input is added": lambda: Added(torch.tanh),
     "the last bias is read twice": lambda: BiasTwice(torch.relu, biased=True),
 }
