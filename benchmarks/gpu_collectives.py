@@ -1,6 +1,6 @@
 """Time collectives of CUDA tensors: staged through pinned host memory, and given to MPI where it is CUDA-aware.
 
-    $MPIRUN -n 2 python -m mpi4py benchmarks/gpu_collectives.py       ranks may share one GPU; seconds, on 4 minutes
+    $MPIRUN -n 2 python -m mpi4py benchmarks/gpu_collectives.py       ranks may share a GPU; seconds on 2, minutes on 4
 
 Prints one JSON object a line: milliseconds of the slowest rank, medians, of a tensor of so many MiB on each rank (of a
 reduce-scatter its result has).

@@ -206,6 +206,17 @@ def test_a_dropout_that_others_have_too(world):
     assert not stays_divided(model.layer)
 
 
+@pytest.mark.ranks(2)
+def test_a_dropout_that_others_call(world):
+    """Refused where it drops anything; one that is to stay whole leaves the pair alone."""
+    grid = ht.Grid(tensor=world.size)
+    model = ht.parallelize(DroppedInOneLine().double(), grid)
+    with pytest.raises(ValueError, match=r"drop was called by itself, .* call .*run, or list 'drop' in replicate"):
+        model.drop(numbers(2, 3, WIDTH))
+    torch.testing.assert_close(model.eval().drop(numbers(2, 3, WIDTH)), numbers(2, 3, WIDTH))
+    assert not stays_divided(compare(DroppedInOneLine, grid, [numbers(2, 3, WIDTH)], replicate=["drop"]))
+
+
 @pytest.mark.ranks(4)
 def test_dropouts_on_a_box(world):
     model = compare(DroppedInOneLine, ht.Grid(tensor=(1, 2, 2)), [numbers(2, 3, WIDTH)], shard_activations=True)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from hpctrain import comm
 from hpctrain.convert.hooks import check_hooks
+from hpctrain.convert.unit_calls import UnitCalls
 
 
 def kept(
@@ -28,7 +30,8 @@ def scaled(x: torch.Tensor, keep: torch.Tensor, p: float, inplace: bool = False)
     if p == 1:
         return x * keep
     if x.is_cuda and not inplace:
-        return x * keep * (1 / (1 - p))  # in float32, as that kernel of torch's has it; others round it to x's type
+        wide = torch.tensor(1 - p, dtype=comm.accumulation_dtype(x.dtype)).item()  # as that kernel of torch's has it
+        return x * keep * (1 / wide)
     return x * (keep.to(x.dtype) / (1 - p))
 
 
@@ -49,14 +52,18 @@ def whole_mask(shape: Sequence[int], p: float, like: torch.Tensor, inplace: bool
 class SplitDropout(torch.nn.Dropout):
     """Mixin for nn.Dropout on features that are divided.
 
-    Attributes: `features`, of the whole; `part`, those of this rank.
+    Attributes: `features`, of the whole; `part`, those of this rank; `unit_calls`, within which alone it may drop any.
     """
 
     features: int
     part: slice
+    path: str
+    unit_calls: UnitCalls | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         check_hooks(self)
+        if self.unit_calls is not None and self.training and self.p:
+            self.unit_calls.check(self.path)
         return drop(input, self, self.features, self.part)
 
 

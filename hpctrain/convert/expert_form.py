@@ -130,13 +130,13 @@ def stack_dim(module: nn.Module) -> int | None:
     (name, weight), experts = weights[0], len(weights[0][1])
     counts = [number % 3 for number in range(experts)]
 
-    def run(part, dim, rows_of_each):
+    def run(part, dim, of_each):
         width = weight.shape[3 - dim]
         stack = numbers(experts, FEATURES, width, seed=0)[:, part]
         made = twin(module, {name: stack if dim == 1 else stack.mT.contiguous()}, True)
-        return made.forward(numbers(sum(counts), width, seed=1), rows_of_each)
+        return made.forward(numbers(sum(counts), width, seed=1), of_each(counts))
 
-    for dim, of_each in itertools.product((1, 2), (counts, torch.tensor(counts))):  # which releases take
+    for dim, of_each in itertools.product((1, 2), (list, torch.tensor)):  # releases differ in which they take
         found = tried(
             lambda dim=dim, n=of_each: (
                 run(slice(0, FEATURES), dim, n),

@@ -142,8 +142,9 @@ def is_experts(module: Any, form: ExpertForm) -> bool:
 
 def _interface_forms(module) -> list[ExpertForm]:
     """What the matrices of a module may be that transformers' own interface of experts stands in for."""
-    # releases before 5.18 or so have no norm after experts, and do not say so
-    if not hasattr(module, "has_gate") or getattr(module, "has_post_expert_norm", False) or altered(module):
+    said = all(hasattr(module, name) for name in ("config", "has_gate", "is_transposed", "has_bias"))
+    # older releases have no norm after experts, and do not say so
+    if not said or getattr(module, "has_post_expert_norm", False) or altered(module):
         return []
     up = "gate_up_proj" if module.has_gate else "up_proj"
     layouts = ((2, 1), (1, 2)) if module.has_gate else ((1, 1),)

@@ -66,7 +66,8 @@ def _split(plan, module, ups, down, fused, dropouts):
         split_matrix(plan, layer, SharedEntry, 0, 1, by_output=True, parts=parts, fused=fused, leaves=False)
     split_linear(plan, last, by_output=False, parts=parts, enters=False)
     for path in dropouts:
-        plan.swap_class(module.get_submodule(path), SplitDropout, features=features, part=parts[plan.axis.rank])
+        dropout, calls = module.get_submodule(path), plan.unit_calls(module)
+        plan.swap_class(dropout, SplitDropout, features=features, part=parts[plan.axis.rank], unit_calls=calls)
     plan.swap_class(module, Unit)
     share_entry(plan, module, [layers])
 

@@ -30,8 +30,8 @@ _STATEMENTS = ast.Assign, ast.AugAssign, ast.Return
 
 
 def split_own_pairs(plan: Plan, module: nn.Module) -> None:
-    """Leaves alone what is no pair. Of a dropout in between each rank draws the mask of its features; but where it is
-    for something else too, or ranks are a box, a pair that drops features is left alone."""
+    """Leaves alone what is no pair. Of a dropout in between each rank draws the mask of its features; a pair that drops
+    features is left alone where ranks are a box, and where the dropout stays whole or is used in another place too."""
     if isinstance(module, _CONTAINERS):
         return
     layers = {n: child for n, child in module._modules.items() if child is not None and is_plain(child, nn.Linear)}
@@ -50,10 +50,11 @@ def split_own_pairs(plan: Plan, module: nn.Module) -> None:
             divides = not plan.box and all(_is_its_own(plan, module, methods, each) for each in dropouts)
             if not divides and not all(_is_zero(each.p) for each in dropouts):
                 continue
-            split_pair(plan, layers[up], layers[down], modules, plan.unit_calls(module, method))
-            features = layers[down].in_features
+            calls, features = plan.unit_calls(module, method), layers[down].in_features
+            split_pair(plan, layers[up], layers[down], modules, calls)
+            part = plan.parts(features)[plan.axis.rank]
             for each in dropouts if divides else ():
-                plan.swap_class(each, SplitDropout, features=features, part=plan.parts(features)[plan.axis.rank])
+                plan.swap_class(each, SplitDropout, features=features, part=part, unit_calls=calls)
 
 
 def between(
@@ -71,7 +72,9 @@ def between(
 
 
 def _is_its_own(plan, module, methods, dropout):
-    """Whether the module names a child once, and nobody else has it."""
+    """Whether the module names a child once, nobody else has it, and it may be divided."""
+    if dropout in plan.replicated:
+        return False
     names = [name for owner in plan.paths for name, child in owner._modules.items() if child is dropout]
     return len(names) == 1 and module._modules.get(names[0]) is dropout and each_once(methods, names[0])
 
