@@ -214,11 +214,9 @@ def main():
     torch.set_float32_matmul_precision(options.matmul)
     ranks, way = MPI.COMM_WORLD.size, "messages" if options.messages else "shared memory"
     device = ht.comm.local_device(options.device, MPI.COMM_WORLD)
-    if device.type == "cuda" and (
-        options.memory or {"megatron", "deepspeed"} & set(options.peers.replace("-", ",").split(","))
-    ):
-        parser.error("--device cuda is for torch's peers, and not for --memory")
     if device.type == "cuda":
+        if options.memory or "megatron" in options.peers or "deepspeed" in options.peers:
+            parser.error("--device cuda is for torch's peers, and not for --memory: name them with --peers")
         way = "messages on cuda"
     with gloo():
         for name in options.shapes.split(","):

@@ -42,11 +42,10 @@ def whole_mask(shape: Sequence[int], p: float, like: torch.Tensor, inplace: bool
     """
     if p == 1:  # torch draws nothing
         return torch.zeros(shape, dtype=torch.bool, device=like.device)
-    if like.is_cuda and p:
-        if inplace:
-            return like.new_empty(shape).bernoulli_(1 - p).bool()
+    if like.is_cuda and not inplace:
         return torch.native_dropout(like.new_ones(shape), p, True)[1]
-    return torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(1 - p)
+    drawn = like.dtype if like.is_cuda else torch.bool
+    return torch.empty(shape, dtype=drawn, device=like.device).bernoulli_(1 - p).bool()
 
 
 class SplitDropout(torch.nn.Dropout):
