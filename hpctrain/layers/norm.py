@@ -97,15 +97,16 @@ class _LayerNormOverY(torch.autograd.Function):
     def forward(ctx, x, weight, bias, y, width, eps):
         # Each rank's mean and sum of squared deviations, merged exactly (Chan, Golub and LeVeque 1979): the plain
         # sum of squares would cancel.
-        columns = x.shape[1]
-        mean = x.sum(1) / max(columns, 1)
-        deviation = (x - mean[:, None]).square_().sum(1)
-        parts = comm.all_gather(torch.stack([mean, deviation]), y).view(y.size, 2, len(x))
-        sizes = torch.tensor(split_sizes(width, y.size), dtype=x.dtype, device=x.device)[:, None]
-        mean = (parts[:, 0] * sizes).sum(0) / width
-        variance = (parts[:, 1] + sizes * (parts[:, 0] - mean).square()).sum(0) / width
-        scale = (variance + eps).rsqrt_()[:, None]
-        normal = (x - mean[:, None]).mul_(scale)
+        mean = x.sum(1).div_(max(x.shape[1], 1))
+        centred = x - mean[:, None]
+        squares = torch.linalg.vector_norm(centred, dim=1).square_()
+        parts = comm.all_gather(torch.stack([mean, squares]), y).view(y.size, 2, len(x))
+        means, squares = parts.unbind(1)
+        share = torch.tensor(split_sizes(width, y.size), dtype=x.dtype, device=x.device).div_(width)  # of the features
+        mean_of_all = share @ means
+        variance = squares.sum(0).div_(width).add_(share @ (means - mean_of_all).square_())
+        scale = variance.add_(eps).rsqrt_()[:, None]
+        normal = centred.add_((mean - mean_of_all)[:, None]).mul_(scale)
         ctx.save_for_backward(normal, scale, weight)
         ctx.y, ctx.width, ctx.has_bias = y, width, bias is not None
         return normal * weight if bias is None else torch.addcmul(bias, normal, weight)
@@ -116,8 +117,8 @@ class _LayerNormOverY(torch.autograd.Function):
         normal, scale, weight = ctx.saved_tensors
         along = grad * normal
         grad_weight, grad_bias = along.sum(0), grad.sum(0) if ctx.has_bias else None
-        sums = comm.all_reduce(torch.stack([grad @ weight, along @ weight]), ctx.y) / ctx.width
-        grad_x = (grad * weight).sub_(sums[0][:, None]).sub_(normal * sums[1][:, None]).mul_(scale)
+        sums = comm.all_reduce(torch.stack([grad @ weight, along @ weight]), ctx.y).div_(-ctx.width)[:, :, None]
+        grad_x = torch.addcmul(sums[0], grad, weight).addcmul_(normal, sums[1]).mul_(scale)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
