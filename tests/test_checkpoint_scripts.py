@@ -5,15 +5,45 @@ import torch
 from torch import nn
 
 import hpctrain as ht
+from hpctrain.layers import BatchNorm2d
 
 pytestmark = pytest.mark.mpi
 
 
-def training(grid, seed):
+def training(grid, seed, layers=lambda: [nn.Linear(3, 8), nn.Tanh()], make=torch.optim.AdamW, strategy=None):
     torch.manual_seed(seed)
-    model = ht.parallelize(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double(), grid)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    return ht.Trainer(model, grid, optimizer, loss=lambda model, x: model(x).square().sum())
+    model = ht.parallelize(nn.Sequential(*layers(), nn.Linear(8, 1)).double(), grid)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make(trained, 0.1)
+    spread = strategy and strategy(trained, grid, optimizer)
+    return ht.Trainer(model, grid, optimizer, loss=lambda model, x: model(x).square().sum(), strategy=spread)
+
+
+def same_weights(one, other, grid):
+    first, second = (ht.gather_state_dict(trainer.model) for trainer in (one, other))
+    if grid.rank == 0:
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+class Scaled(nn.Module):
+    """As CLIP's logit_scale, a weight without dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 8), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+class Counting(torch.optim.SGD):
+    """Keeps its steps as an int."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["count"] = 1
 
 
 def test_saved_and_loaded_on_another_grid(world, tmp_path):
@@ -34,3 +64,79 @@ def test_saved_and_loaded_on_another_grid(world, tmp_path):
         assert ht.checkpoint.verify(root / "step-1").manifest.step == 1
     with pytest.raises(ValueError, match="no checkpoint of step 1: .*exists"):
         ht.checkpoint.save(root, 1, one.model, one.strategy)
+    with pytest.raises(ValueError, match="no checkpoint of step 0: .*step-1 is of a later step: remove it, or save in"):
+        ht.checkpoint.save(root, 0, one.model, one.strategy, keep=1)
+    with pytest.raises(ValueError, match="about must be what JSON holds: .*Tensor"):
+        ht.checkpoint.save(root, 2, one.model, one.strategy, {"best": torch.tensor(1.0)})
+    assert [path.name for path in root.glob("step-*")] == ["step-1"]
+
+
+def test_running_statistics(world, tmp_path):
+    """Buffers are saved with the weights, and their numbers of batches."""
+    root = world.bcast(tmp_path) / "checkpoints"
+    layers = lambda: [nn.Linear(3, 8), nn.BatchNorm1d(8, momentum=None)]  # noqa: E731
+    one, other = training(ht.Grid(data=world.size), 1, layers), training(ht.Grid(tensor=world.size), 2, layers)
+    for step in (1, 2):
+        one.step([torch.linspace(-step, 2, 12 * world.size, dtype=torch.float64).view(world.size, 4, 3)[world.rank]])
+    ht.checkpoint.save(root, 2, one.model, one.strategy)
+    ht.checkpoint.load(root, other.model, other.strategy)
+    same_weights(one, other, other.strategy.grid)
+    assert other.model.state_dict()["1.num_batches_tracked"] == 2
+    another = training(other.strategy.grid, 3, lambda: [*layers(), nn.BatchNorm1d(8, affine=False)])
+    with pytest.raises(ValueError, match="of another model:(.|\n)*2.running_var: 8 float64 in the model, missing in"):
+        ht.checkpoint.load(root, another.model, another.strategy)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_running_statistics_of_channels_that_ranks_divide(world, tmp_path):
+    root = world.bcast(tmp_path) / "checkpoints"
+
+    def norm(grid):
+        layer = BatchNorm2d(grid, 5, key=ht.RngKey(0), dtype=torch.float64)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        return layer, ht.data_parallel.DataParallel(list(layer.parameters()), grid, optimizer)
+
+    channels = torch.arange(5, dtype=torch.float64)
+    saved, strategy = norm(ht.Grid(tensor=(world.size, 1, 1)))
+    saved.running_mean.copy_(channels[saved.shard.slices[0]])
+    saved.num_batches_tracked += 3
+    ht.checkpoint.save(root, 1, saved, strategy)
+    loaded, strategy = norm(ht.Grid(tensor=(1, world.size, 1)))
+    ht.checkpoint.load(root, loaded, strategy)
+    torch.testing.assert_close(loaded.running_mean, channels[loaded.shard.slices[0]], rtol=0, atol=0)
+    assert loaded.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("strategy", [ht.data_parallel.DataParallel, ht.data_parallel.Zero1])
+def test_a_weight_without_dims(world, tmp_path, strategy):
+    """Its moments are no numbers of the optimizer, such as that of steps."""
+    root, grid = world.bcast(tmp_path) / "checkpoints", ht.Grid(data=world.size)
+    batch = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+    one, other = (training(grid, seed, lambda: [Scaled()], strategy=strategy) for seed in (1, 2))
+    one.step([batch])
+    ht.checkpoint.save(root, 1, one.model, one.strategy)
+    ht.checkpoint.load(root, other.model, other.strategy)
+    for trainer in (one, other):
+        trainer.step([batch])
+    same_weights(one, other, grid)
+
+
+def test_what_is_not_trained(world, tmp_path):
+    """Gets no state in the optimizer by being saved."""
+
+    def layers():
+        frozen = nn.Linear(3, 8)
+        frozen.weight.requires_grad_(False)
+        return [frozen]
+
+    one = training(ht.Grid(data=world.size), 1, layers)
+    one.step([torch.ones(4, 3, dtype=torch.float64)])
+    ht.checkpoint.save(world.bcast(tmp_path) / "checkpoints", 1, one.model, one.strategy)
+    assert len(one.strategy.optimizer.state_dict()["state"]) == 3
+
+
+def test_an_optimizer_that_keeps_other_things(world, tmp_path):
+    one = training(ht.Grid(data=world.size), 1, make=Counting)
+    one.step([torch.ones(4, 3, dtype=torch.float64)])
+    with pytest.raises(ValueError, match="Counting keeps 'count' of a parameter as 1; checkpoints hold tensors alone"):
+        ht.checkpoint.save(world.bcast(tmp_path) / "checkpoints", 1, one.model, one.strategy)

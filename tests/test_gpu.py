@@ -80,12 +80,14 @@ def test_training(world, tmp_path, model):
             assert losses(run.folder / f"gpu-{number}", of) == pytest.approx(expected, rel=1e-10), grid
 
 
-def test_a_checkpoint_of_the_gpu_goes_on_on_the_cpu(world, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_checkpoint_of_the_gpu_goes_on(world, tmp_path, device):
+    """There or on the CPU: fused optimizers take the number of steps from the device."""
     run = trainer_in(world, tmp_path, [*MODELS["llama"], *TRAINING, "model.layers=5", "precision.compute=fp64"])
     first, last = places(world)[0], places(world)[-1]
     assert run(*first, "run.device=cpu", "run.name=whole") == 0
     assert run(*first, "run.device=cuda", "run.name=both", "run.max_seconds=1e-9") == 85  # stopped after a step
-    assert run(*last, "run.device=cpu", "run.name=both", "--resume") == 0
+    assert run(*last, f"run.device={device}", "run.name=both", "--resume") == 0
     assert losses(run.folder / "both") == pytest.approx(losses(run.folder / "whole"), rel=1e-10)
 
 

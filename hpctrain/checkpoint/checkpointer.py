@@ -149,7 +149,8 @@ class Checkpointer:
             self._set_aside(step, problem)
         if steps or bad:
             raise ValueError(
-                f"none of the checkpoints in {self.root} can be used; start without --resume to begin anew"
+                f"none of the checkpoints in {self.root} can be used; start without --resume, or with another folder, "
+                "to begin anew"
             )
         return None
 

@@ -51,10 +51,13 @@ def start(root: Path, step: int) -> None:
     """Make the folder in which the checkpoint of a step is written.
 
     Raises:
-        FileExistsError: when the step has a checkpoint; it is never overwritten.
+        FileExistsError: when the step has a checkpoint, as none is ever overwritten; and when a later one has, from
+            which `resume` would go on.
     """
     if _there(place(root, step)):
         raise FileExistsError(f"{place(root, step)} exists already")
+    if (newest := next(iter(steps(root)), step)) > step:
+        raise FileExistsError(f"{place(root, newest)} is of a later step: remove it, or save in another folder")
     make(root)
     path = unfinished(root, step)
     if _there(path) and not discard(path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hpctrain import comm
 from hpctrain.checkpoint.checkpointer import Checkpointer
 from hpctrain.checkpoint.manifests import Manifest
 from hpctrain.checkpoint.training_state import TrainingState
@@ -18,7 +20,8 @@ def save(
     root: str | os.PathLike, step: int, model: torch.nn.Module, strategy: DataParallelStrategy,
     about: dict[str, Any] | None = None, keep: int = 2,
 ) -> Path:  # fmt: skip
-    """Save the weights and the optimizer's state of all ranks as ROOT/step-N; returns once it is on disk. Collective.
+    """Save the weights, the buffers that `state_dict()` has, such as running statistics, and the optimizer's state of
+    all ranks as ROOT/step-N; returns once it is on disk. Collective.
 
         ht.checkpoint.save("checkpoints", step, trainer.model, trainer.strategy)
 
@@ -27,10 +30,16 @@ def save(
         keep: older checkpoints in `root` are deleted but for so many newest, once this one has been read back.
 
     Raises:
-        ValueError: on every rank, where it could not be written, as on a full disk; nothing is left of it then.
+        ValueError: on every rank, where it could not be written, as on a full disk, of which nothing is left then;
+            where `root` has a checkpoint of this step or a later one; for an `about` that JSON does not hold.
     """
     root = Path(root)
     about = {"grid": strategy.grid.shape, **(about or {})}
+    with comm.together(strategy.grid.comm):
+        try:
+            json.dumps(about)
+        except TypeError as wrong:
+            raise ValueError(f"about must be what JSON holds: {wrong}") from None
     checkpointer = Checkpointer(root, strategy.grid.comm, keep, background=False)
     if error := checkpointer.save(step, TrainingState(model, strategy), about):
         raise ValueError(f"no checkpoint of {error}")

@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,10 +39,12 @@ def to_load(names: Names, optimizer: torch.optim.Optimizer, saved: dict[str, Des
     kept = _kept_states(saved)
     _check_states(optimizer, kept, names)
     optimizer.state.clear()
+    on_device = _with_numbers_on_device(optimizer)
     for p, name in names.items():
         for key, value in kept.get(name, ()):
             shard = shard_of(p) if value.shape else Shard((), ())
-            memory = optimizer.state[p][key] = _allocate(shard.shape, value, p)
+            device = None if _is_number(key, value, p) and p not in on_device else p.device
+            memory = optimizer.state[p][key] = torch.empty(shard.shape, dtype=value.dtype, device=device)
             entries.append(Entry(f"optimizer/{key}/{name}", shard, memory))
     return entries
 
@@ -77,8 +80,20 @@ def _states(names, optimizer, grid):
         Entry(f"optimizer/{key}/{name}", shard_of(p) if value.dim() else Shard((), ()), value)
         for p, name in names.items()
         if shard_of(p).owned(grid.coords)
-        for key, value in optimizer.state[p].items()
+        for key, value in _state_of(optimizer, p)
     ]
+
+
+def _state_of(optimizer, parameter) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by key, none of a parameter that it does not train, to which asking by index would give an entry."""
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, torch.Tensor):
+            yield key, value
+        elif value is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps {key!r} of a parameter as {value!r}; checkpoints hold tensors "
+                "alone: let the optimizer keep one, torch.tensor(...)"
+            )
 
 
 # In pieces ----------------------------------------------------------------------------------------------------------
@@ -113,7 +128,7 @@ def pieces_to_save(
             continue
         if weights:
             entries += piece.entries(f"model/{names[piece.parameter]}", piece.local.detach())
-        for key, value in optimizer.state[piece.local].items():
+        for key, value in _state_of(optimizer, piece.local):
             name = f"optimizer/{key}/{names[piece.parameter]}"
             if value.dim():
                 entries += piece.entries(name, value.view(-1))
@@ -138,12 +153,15 @@ def pieces_to_load(
         _check(entries, saved)
     _check_states(optimizer, kept, {piece.local: names[piece.parameter] for piece in pieces})
     optimizer.state.clear()
+    on_device = _with_numbers_on_device(optimizer)
     for piece in pieces:
         for key, value in kept.get(names[piece.parameter], ()):
             name = f"optimizer/{key}/{names[piece.parameter]}"
-            shape = (piece.stop - piece.start,) if value.shape else ()
-            memory = optimizer.state[piece.local][key] = _allocate(shape, value, piece.local)
-            entries += piece.entries(name, memory) if value.shape else [Entry(name, Shard((), ()), memory)]
+            number = _is_number(key, value, piece.parameter)
+            shape = () if number else (piece.stop - piece.start,)
+            device = None if number and piece.local not in on_device else piece.local.device
+            memory = optimizer.state[piece.local][key] = torch.empty(shape, dtype=value.dtype, device=device)
+            entries += [Entry(name, Shard((), ()), memory)] if number else piece.entries(name, memory)
     return entries
 
 
@@ -219,9 +237,15 @@ def _keys_of_state(optimizer, group: dict) -> set[str]:
     return {key for key, value in alone.state[number].items() if value is not None}
 
 
-def _allocate(shape, value: Described, like) -> torch.Tensor:
-    # torch's optimizers have numbers on the host
-    return torch.empty(shape, dtype=value.dtype, device=like.device if shape else None)
+def _with_numbers_on_device(optimizer) -> set[torch.nn.Parameter]:
+    """Parameters whose numbers, such as that of steps, torch's kernels take from the device, not from the host."""
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    return {p for group in groups for p in group["params"]}
+
+
+def _is_number(key: str, value: Described, parameter: torch.nn.Parameter) -> bool:
+    """Whether that part of the state is one of the parameter, as a whole; of one without dims only the steps are."""
+    return not value.shape and (bool(shard_of(parameter).global_shape) or key == "step")
 
 
 def _check(entries, saved) -> None:
