@@ -217,6 +217,25 @@ def test_a_dropout_that_others_call(world):
     assert not stays_divided(compare(DroppedInOneLine, grid, [numbers(2, 3, WIDTH)], replicate=["drop"]))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("case", "name"), [(InOneLine, ""), (LineByLine, "drop"), (Layer, "activation_dropout")])
+def test_a_dropout_of_nothing_that_drops_later(world, case, name):
+    """Its mask would be one of this rank's features. In evaluation nothing is dropped, whatever p is."""
+    grid = ht.Grid(tensor=world.size)
+    torch.manual_seed(0)
+    model = ht.parallelize(case().double(), grid, replicate=["drop"])
+    assert stays_divided(model)
+    model.drop.p = model.activation_dropout = 0.5
+    x = numbers(2, 3, WIDTH)
+    model.eval()(x)
+    model.train()
+    if not name:
+        model(x)
+        return
+    with pytest.raises(ValueError, match=f"{'p' if name == 'drop' else name}=0.5 of .* drops features before down"):
+        model(x)
+
+
 @pytest.mark.ranks(4)
 def test_dropouts_on_a_box(world):
     model = compare(DroppedInOneLine, ht.Grid(tensor=(1, 2, 2)), [numbers(2, 3, WIDTH)], shard_activations=True)
@@ -233,6 +252,7 @@ def test_on_a_box(world, case):
 @pytest.mark.ranks(2)
 def test_hooks_that_come_later(world):
     """Would see this rank's features."""
+    torch.manual_seed(0)
     model = ht.parallelize(Layer(), ht.Grid(tensor=world.size))
     model.act.register_forward_hook(lambda module, args, output: None)
     with pytest.raises(ValueError, match="hook"):

@@ -71,6 +71,7 @@ LAYERS = {
     "a pair of a module": (AutoEncoder, "up", 3),
     "attention": (Attention, "qkv", 8),
     "a layer of torch": (lambda: nn.TransformerEncoderLayer(8, 2, 16), "linear1", 8),
+    "its dropout": (lambda: nn.TransformerEncoderLayer(8, 2, 16), "dropout", 16),
     "bert": (bert, "intermediate", 8),
     "gpt-2": (gpt2, "c_fc", 8),
 }

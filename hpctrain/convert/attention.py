@@ -166,4 +166,4 @@ def split_feed_forward(plan: Plan, module: torch.nn.TransformerEncoderLayer | to
     parts = plan.parts(features)
     if plan.box:
         parts = [part for (part,) in plan.blocks(Layout.of((features,), {0: ("x", "y", "z")}))]
-    plan.swap_class(module.dropout, SplitDropout, features=features, part=parts[plan.axis.rank])
+    plan.swap_class(module.dropout, SplitDropout, features=features, part=parts[plan.axis.rank], unit_calls=calls)

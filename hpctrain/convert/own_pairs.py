@@ -45,29 +45,28 @@ def split_own_pairs(plan: Plan, module: nn.Module) -> None:
     for up, down in fit:
         free = plan.is_free(layers[up]) and plan.is_free(layers[down])
         if free and once.issuperset((up, down)) and (way := between(module, methods, up, down)) is not None:
-            method, modules = way
-            dropouts = [each for each in modules if isinstance(each, nn.Dropout)]
+            dropouts = [each for each in way.between if isinstance(each, nn.Dropout)]
             divides = not plan.box and all(_is_its_own(plan, module, methods, each) for each in dropouts)
             if not divides and not all(_is_zero(each.p) for each in dropouts):
                 continue
-            calls, features = plan.unit_calls(module, method), layers[down].in_features
-            split_pair(plan, layers[up], layers[down], modules, calls)
+            calls, features = plan.unit_calls(module, way.method.name), layers[down].in_features
+            split_pair(plan, layers[up], layers[down], tuple(way.between), calls)
             part = plan.parts(features)[plan.axis.rank]
             for each in dropouts if divides else ():
                 plan.swap_class(each, SplitDropout, features=features, part=part, unit_calls=calls)
+            zeros = [*way.zeros, *((each, "p") for each in (() if divides else dropouts))]
+            plan.change(layers[down], zeros=tuple(zeros))
 
 
-def between(
-    module: nn.Module, methods: Sequence[MethodSource], up: str, down: str
-) -> tuple[str, tuple[nn.Module, ...]] | None:
-    """Of children that are named once: the method that gives `self.down`, and nobody else, what `self.up` makes, and
-    the modules that treat it before, feature by feature; None where there is none."""
+def between(module: nn.Module, methods: Sequence[MethodSource], up: str, down: str) -> _Way | None:
+    """Of children that are named once: how what `self.up` makes is given to `self.down`, and nobody else, treated
+    feature by feature; None where it is not."""
     for method in methods:
         for body in bodies(method.tree):
             for place, statement in enumerate(body):
                 if isinstance(statement, _STATEMENTS) and _calls_of(statement, up):
-                    modules = _Way(module, method, up).followed(body[place:], down)
-                    return None if modules is None or not may_count(module, methods, method) else (method.name, modules)
+                    way = _Way(module, method, up)
+                    return way if way.leads(body[place:], down) and may_count(module, methods, method) else None
     return None
 
 
@@ -88,31 +87,34 @@ def _calls_of(node, child):
 
 
 class _Way:
-    """Of what one layer makes, statement by statement."""
+    """Of what one layer makes, statement by statement: the modules `between`, and the `zeros`, an object and the name
+    of its attribute, by which nothing is dropped."""
 
     def __init__(self, module: nn.Module, method: MethodSource, up: str):
         self.module, self.method, self.up = module, method, up
         self.between: list[nn.Module] = []
+        self.zeros: list[tuple[Any, str]] = []
         self.name, self.names = "", set[str]()
         self.passed: list[ast.Name] = []
 
-    def followed(self, body: list, down: str) -> tuple[nn.Module, ...] | None:
+    def leads(self, body: list, down: str) -> bool:
+        """To the other layer."""
         (call,) = _calls_of(body[0], self.up)
         for number, statement in enumerate(body):
             if not isinstance(statement, _STATEMENTS) or statement.value is None:
-                return None
+                return False
             if ends := _calls_of(statement, down):
                 (end,) = ends
                 alone = len(end.args) == 1 and not end.keywords and self._is_it(end.args[0])
                 others = read_elsewhere(self.method.tree, self.names, self.passed, body[: number + 1], call)
-                return tuple(self.between) if alone and not others else None
+                return alone and not others
             targets = statement.targets if isinstance(statement, ast.Assign) else []
             target = targets[0] if len(targets) == 1 else None
             if not (isinstance(target, ast.Name) and self._is_it(statement.value)):
-                return None
+                return False
             self.name = target.id
             self.names.add(self.name)
-        return None
+        return False
 
     def _is_it(self, node: ast.expr) -> bool:
         """Whether the value has that layer's features, each treated by itself."""
@@ -127,6 +129,8 @@ class _Way:
         called = self._value(call.func)
         if called is F.dropout:
             p = next((each.value for each in call.keywords if each.arg == "p"), [*call.args[1:2], None][0])
+            if isinstance(p, ast.Attribute):
+                self.zeros.append((self._value(p.value), p.attr))
             return _is_zero(self._value(p))
         if isinstance(called, nn.Module):
             self.between.append(called)

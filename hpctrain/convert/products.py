@@ -37,7 +37,8 @@ class SplitLinear(nn.Module):
         enters: the input is whole; otherwise the unit around has brought it inside.
         leaves: the output is made whole; otherwise it stays divided.
         shards: of what leaves a unit, each rank keeps some rows.
-        between: what made the input of its part, in a unit that is no module of its own.
+        between: what made the input of its part, in a unit that is no module of its own; `zeros`, an object and the
+            name of its attribute, by which nothing of it may be dropped.
         unit_calls: of its unit, within which alone it may be called where it takes or gives parts.
     """
 
@@ -50,6 +51,7 @@ class SplitLinear(nn.Module):
     feature_dim = -1  # of activations
     shards = False
     between: tuple[nn.Module, ...] = ()
+    zeros: tuple[tuple[object, str], ...] = ()
     unit_calls: UnitCalls | None = None
     path: str
 
@@ -61,7 +63,17 @@ class SplitLinear(nn.Module):
                 check_global_hooks()
                 if self.unit_calls is not None:
                     self.unit_calls.check(self.path)
+                if self.zeros and self.training:
+                    self._check_zeros()
         return self.run(x, self.enters, self.leaves)
+
+    def _check_zeros(self):
+        for owner, name in self.zeros:
+            if p := getattr(owner, name):
+                raise ValueError(
+                    f"{name}={p} of {type(owner).__name__} drops features before {self.path}; it was 0 when "
+                    f"ht.parallelize divided them: set it before, or list {self.path!r} in replicate"
+                )
 
     def run(self, x: torch.Tensor, enters: bool, leaves: bool) -> torch.Tensor:
         if enters and not self.by_output:
