@@ -11,6 +11,7 @@ Prints a JSON object for each axis and number of ranks, and leaves a study and i
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 
 from hpctrain.scale.points import points
@@ -37,10 +38,12 @@ def main():
     options = parser.parse_args()
     studies = {axis: points(CONFIG, AXES[axis][1], options.ranks, "weak", axis) for axis in options.axes}
     descriptions = {axis: describe_study(made, "weak", axis, options.steps, 1) for axis, made in studies.items()}
+    if options.output.exists():
+        print(f"{options.output} is there: what it holds is not measured again", file=sys.stderr)
     for rounds in range(1, options.repeat + 1):
         for axis, made in studies.items():
             measure(
-                CONFIG, made, options.output / axis, rounds, options.steps, 1, descriptions[axis], say=lambda text: None
+                CONFIG, made, options.output / axis, rounds, options.steps, 1, descriptions[axis], lambda text: None
             )
     for axis in studies:
         write(options.output / axis, descriptions[axis])

@@ -172,6 +172,15 @@ def test_a_report_is_of_one_study(tmp_path):
     )
 
 
+def test_measurements_of_several_machines(tmp_path):
+    """Are not passed off as the newest one's."""
+    for ranks, commit in ((1, "old"), (2, "new")):
+        Results(tmp_path).add(measurement(ranks, 1.0, commit=commit, key=f"{ranks}"))
+    said = report.where(summarise(tmp_path))
+    assert "commit new;" in said
+    assert said.endswith("This is the newest measurement: in commit others differ.")
+
+
 def test_measurements_without_a_study_are_told_apart_by_their_kind(tmp_path):
     for ranks, vary, steps in [(1, "data", 3), (2, "data", 3), (4, "data", 3), (1, "data", 5), (2, "data", 5)]:
         Results(tmp_path).add(measurement(ranks, 1.0, vary=vary, steps=steps, key=f"{ranks} {steps}"))

@@ -45,15 +45,15 @@ def run(options: argparse.Namespace) -> None:
         return
     points, description = _study(options)
     folder = Path(options.output or f"{points[0].config.run.out}/{points[0].config.run.name}-{options.mode}")
+    chosen = [point for point in points if options.only in (None, point.ranks)]
     if options.submit:
         from hpctrain.scale.point_jobs import submit
 
-        submit(options, points, folder)
+        submit(options, chosen, folder)
         return
     from hpctrain.scale.report import write
     from hpctrain.scale.runner import measure
 
-    chosen = [point for point in points if options.only in (None, point.ranks)]
     check_allocation(max(point.ranks for point in chosen))
     say = functools.partial(print, flush=True)
     measure(options.config, chosen, folder, options.repeat, options.steps, options.threads, description, say)

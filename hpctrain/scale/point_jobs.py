@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
 from hpctrain.home import home
@@ -17,9 +18,15 @@ def submit(options: argparse.Namespace, points: list[Point], folder: Path) -> No
     report of what there is.
 
     Raises:
-        ValueError: where there is no Slurm, and for what it refuses.
+        ValueError: where there is no Slurm, for what it refuses, and for what a job would, as paths that it does not
+            find from the checkout.
     """
+    from hpctrain.train.preflight import preflight  # brings torch
+
     client.require("leave --submit away to run here")
+    with contextlib.chdir(home()):
+        for point in points:
+            preflight(point.config)
     jobs, before = home() / "jobs", None
     script, environment = jobs / f"{options.mode}_scaling.sbatch", site.settings(jobs)
     folder.mkdir(parents=True, exist_ok=True)

@@ -96,10 +96,13 @@ def where(study: Study) -> str:
     """When and on what it was measured."""
     about = study.about
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(about["time"]))
-    return (
+    text = (
         f"{when}; {about['processor']}; {about['mpi']}; {about['threads']} thread(s) a rank; hosts "
         f"{', '.join(about['hosts'])}; commit {about['commit']}; modules {', '.join(about['modules']) or 'none'}."
     )
+    if about["several"]:
+        text += f" This is the newest measurement: in {', '.join(about['several'])} others differ."
+    return text
 
 
 def markdown(studies: list[Study], heading: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from hpctrain.scale.results import Results
 
 KIND = ("mode", "vary", "steps", "threads")
+SURROUNDINGS = ("commit", "mpi", "modules", "processor")
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ def summarise(folder: Path, description: dict | None = None) -> Study:
         )
     about = {key: latest[key] for key in ("commit", "mpi", "modules", "hosts", "threads", "steps", "time")}
     about["processor"] = latest.get("processor", "processor not noted")
+    each = [r for repeats in measured.values() for r in repeats]
+    about["several"] = [name for name in SURROUNDINGS if len({str(r.get(name)) for r in each}) > 1]
     return Study(folder.name, description["mode"], description["vary"], rows, min(keys), about)
 
 
