@@ -17,7 +17,7 @@
 
 hpctrain_env() {
     local root venv mpi site_path
-    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return
+    root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return
     venv=$root/.venv
     hpctrain_site "$root" || return
 
@@ -111,7 +111,7 @@ hpctrain_site() {
     local file=$1/jobs/sites/${HPCTRAIN_SITE:-generic}.env line name
     if ! [ -f "$file" ]; then
         echo "env.sh: HPCTRAIN_SITE=${HPCTRAIN_SITE:-}, but there is no $file; known are" \
-            "$(cd "$1/jobs/sites" && echo *.env | sed 's/\.env//g')" >&2
+            "$(CDPATH='' cd "$1/jobs/sites" && echo *.env | sed 's/\.env//g')" >&2
         return 1
     fi
     while IFS= read -r line; do

@@ -163,8 +163,12 @@ def conclude(status: int, stop: Stop, requeues: bool) -> int:
 
 
 def cancelled(job: str) -> bool:
-    """Whether Slurm is ending the job: it signals process by process, and the ranks may have heard and ended first."""
-    facts = scontrol("show", "job", job, capture_output=True, text=True)
+    """Whether Slurm is ending the job: it signals process by process, and the ranks may have heard and ended first. Or
+    there is no Slurm here that could put it back, as in a container."""
+    try:
+        facts = scontrol("show", "job", job, capture_output=True, text=True)
+    except FileNotFoundError:
+        return True
     return facts.returncode == 0 and "JobState=RUNNING" not in facts.stdout
 
 

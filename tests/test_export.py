@@ -51,6 +51,16 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(world, tmp_pa
         export.export(SPEC, model, grid, folder / "file")
 
 
+def test_config_json_says_that_all_is_there(world, tmp_path, monkeypatch):
+    """Whoever is killed in the middle leaves none."""
+    folder, grid = shared_folder(world, tmp_path), Grid(data=world.size)
+    model, *_ = train_on(grid, UNEVEN, count=1, clip=0.0, steps=1)
+    monkeypatch.setattr(export.HuggingFaceWriter, "close", lambda self: (self._write(), (folder / "none/file").touch()))
+    with pytest.raises((ValueError, OSError), match="none/file"):
+        export.export(SPEC, model, grid, folder)
+    assert [path.name for path in folder.iterdir()] == ["part-0.safetensors"]
+
+
 def test_an_older_export_is_replaced_whole(world, tmp_path, monkeypatch):
     folder = shared_folder(world, tmp_path)
     grid = Grid(data=world.size)

@@ -18,3 +18,14 @@ def test_the_grid_of_an_evaluation(tmp_path, trained, overrides, ranks, shape):
     (tmp_path / "config.toml").write_text(f"[grid]\n{trained}\n")
     config = configuration(tmp_path, overrides, ranks)
     assert tuple(config.grid_shape.values()) == shape
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    ['schedule = "terapipe"\nslices = 4', 'schedule = "ampnet"\nmax_active_keys = 3\nrecord = true',
+     'schedule = "ampnet"\nmin_update_frequency = 2\nstaleness_correction = true'],
+)  # fmt: skip
+def test_how_it_was_pipelined_does_not_matter(tmp_path, pipeline):
+    (tmp_path / "config.toml").write_text(f"[grid]\npipeline = 2\n[pipeline]\n{pipeline}\n[train]\nmicrobatches = 4\n")
+    for ranks in (1, 2):
+        assert configuration(tmp_path, [], ranks).pipeline.schedule == "1f1b"

@@ -242,3 +242,12 @@ def test_metrics_name_the_job_that_took_the_step(config, monkeypatch):
         line = json.loads((folder.path / "metrics.jsonl").read_text())
         assert line == {"step": 1, **({"job": "Slurm job 7"} if job else {})}
         del folder
+
+
+def test_what_an_earlier_end_exported(config, tmp_path):
+    """Is no more that of the run, once a job trains on."""
+    folder = RunFolder(config)
+    (tmp_path / "a/model").mkdir()
+    (tmp_path / "a/model/config.json").write_text("{}")
+    folder.begin(3)
+    assert not (tmp_path / "a/model/config.json").exists()

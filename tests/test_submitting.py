@@ -1,5 +1,6 @@
 """`hpctrain submit` and `hpctrain jobs` beside a Slurm that does not answer as hoped; tests/jobs has a real one."""
 
+import argparse
 import json
 import re
 import shlex
@@ -9,6 +10,7 @@ import pytest
 
 from hpctrain import plan
 from hpctrain.cli import jobs, main
+from hpctrain.cli.arguments import add_resume
 from hpctrain.config import load_config
 from hpctrain.plan import predict, search
 from hpctrain.slurm import follow, submitted
@@ -176,7 +178,7 @@ def test_a_plan_is_part_of_the_job(tmp_path, queue, capsys, monkeypatch):
     planned = ["--plan", "auto", "--machine", "cpu-cluster", "--dry-run", "run.steps=7"]
     assert queue(*planned, "--ranks", "4") == 0
     words = shlex.split(capsys.readouterr().out)
-    assert "--ntasks=4" in words
+    assert {"--ntasks=4", "--nodes=1"} <= {*words}
     given = [word for word in words if re.match(r"\w+\.\w+=", word)]
     assert "run.machine=cpu-cluster" in given
     made = load_config(tmp_path / "run.toml", given)
@@ -192,6 +194,32 @@ def test_a_plan_is_part_of_the_job(tmp_path, queue, capsys, monkeypatch):
     assert queue(*planned, "--machine", "mine.toml", "--nodes", "3") == 0
     words = shlex.split(capsys.readouterr().out)
     assert {"--ntasks=6", "--nodes=3", f"run.machine={tmp_path / 'mine.toml'}"} <= {*words}
+    assert queue(*planned, "--machine", "mine.toml", "--ranks", "3") == 0  # else all on the node of the script
+    assert {"--ntasks=3", "--nodes=2"} <= {*shlex.split(capsys.readouterr().out)}
+
+
+def test_a_model_is_that_of_the_checkout(tmp_path, queue, capsys, monkeypatch):
+    """Where the job runs; of the folder from which it is submitted it knows nothing."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/only_here.py").write_text("def build(model, key): raise AssertionError\n")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.syspath_prepend("")
+    assert queue("model.kind=only_here:build") == 2
+    assert "cannot import only_here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "resume"),
+    [
+        ([], ""), (["--resume=auto"], "auto"), (["--resume"], "must"),
+        (["--resume", "--resume=auto"], "must"), (["--resume=auto", "--resume"], "must"),
+    ],
+)  # fmt: skip
+def test_a_requeued_job_that_was_to_resume(given, resume):
+    """It must not begin anew as it was requeued before it had come to its run folder."""
+    parser = argparse.ArgumentParser()
+    add_resume(parser)
+    assert parser.parse_args(given).resume == resume
 
 
 def test_what_no_plan_can_do(tmp_path, queue, capsys):

@@ -15,16 +15,21 @@ def add_config(command: argparse.ArgumentParser, nargs: str | None = None, help:
 
 
 def add_resume(command: argparse.ArgumentParser) -> None:
-    """--resume, and --resume=auto: no value apart, as settings follow."""
-    for name, value, text in (
-        ("--resume", "must", "go on from the newest valid checkpoint of the run"),
-        (
-            "--resume=auto",
-            "auto",
-            "the same for a requeued job: from what this job saved, or anew where that is nothing",
-        ),
-    ):
-        command.add_argument(name, dest="resume", action="store_const", const=value, default="", help=text)
+    """--resume, and --resume=auto, which a requeued job adds to what it was given: no value apart, as settings follow.
+    Of both the first counts, wherever it stands."""
+    command.add_argument(
+        "--resume", dest="resume", action="store_const", const="must", default="",
+        help="go on from the newest valid checkpoint of the run",
+    )  # fmt: skip
+    command.add_argument(
+        "--resume=auto", dest="resume", action=_Auto, nargs=0,
+        help="the same for a requeued job: from what this job saved, or anew where that is nothing",
+    )  # fmt: skip
+
+
+class _Auto(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        namespace.resume = namespace.resume or "auto"
 
 
 def add_search(command: argparse.ArgumentParser) -> None:

@@ -83,7 +83,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan(configs: list[Config | None], options: argparse.Namespace) -> list[str]:
-    """Overrides that make the best plan of the job, and have it compared with what the job takes. Printed.
+    """Overrides that make the best plan of the job, and have it compared with what the job takes. Printed. Without
+    --nodes the job has as many of the machine's as the ranks need.
 
     Raises:
         ValueError: for an unknown machine, no plan that fits, tasks of an array that differ in what is planned.
@@ -105,6 +106,8 @@ def plan(configs: list[Config | None], options: argparse.Namespace) -> list[str]
     machine, ranks = Machine.load(name), options.ranks
     if ranks is None:
         ranks = options.nodes * machine.node if options.nodes else config.ranks
+    if options.nodes is None:
+        options.nodes = -(-ranks // machine.node)
     best, *_ = search(config, ranks, machine, 1, options.precision, options.keep)
     told = f"plan for {ranks} ranks of {machine.name}: {best.describe()}\n  {' '.join(best.overrides)}"
     print(told, file=sys.stderr, flush=True)

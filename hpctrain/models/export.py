@@ -37,7 +37,7 @@ def export(
     with comm.together(grid.comm):
         if grid.rank == 0:
             writer = HuggingFaceWriter(folder, spec, shape, end_of_document)
-            if tokenizer is not None and (folder / "config.json").exists():
+            if tokenizer is not None and writer.config is not None:
                 write_tokenizer(folder, tokenizer, shape.context)
     for name, weight in whole_parameters(model, grid):
         with comm.together(grid.comm):
@@ -79,7 +79,9 @@ def to_hugging_face(name: str, weight: torch.Tensor, format: Format, shape: Any)
 class HuggingFaceWriter:
     """Collects whole parameters and writes them in files of limited size, with an index when there are several.
 
-    An older export in the folder stays until this one is whole.
+    An older export in the folder stays until this one is whole. Where there is a config.json, all of the weights are.
+
+    Attributes: `config`, what that file says; None for a model that has none.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, shape: Any, end_of_document: int | None):
@@ -87,8 +89,7 @@ class HuggingFaceWriter:
         self.waiting: dict[str, torch.Tensor] = {}
         self.files: list[tuple[list[str], int]] = []
         folder.mkdir(parents=True, exist_ok=True)
-        if (config := self.format.config(shape, end_of_document)) is not None:
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        self.config = self.format.config(shape, end_of_document)
 
     def add(self, name: str, weight: torch.Tensor) -> None:
         for theirs, tensor in to_hugging_face(name, weight, self.format, self.shape).items():
@@ -98,11 +99,20 @@ class HuggingFaceWriter:
 
     def close(self) -> None:
         self._write()
+        (self.folder / "config.json").unlink(missing_ok=True)
         for old in self.folder.glob("model*.safetensors*"):
             old.unlink()
         if len(self.files) == 1:
             (self.folder / "part-0.safetensors").rename(self.folder / "model.safetensors")
-            return
+        else:
+            self._name_parts()
+        if self.config is not None:
+            part = self.folder / "config.json.tmp"
+            part.write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+            part.rename(self.folder / "config.json")
+
+    def _name_parts(self) -> None:
+        """With an index of what each holds."""
         where, size = {}, 0
         for number, (names, nbytes) in enumerate(self.files):
             final = f"model-{number + 1:05d}-of-{len(self.files):05d}.safetensors"

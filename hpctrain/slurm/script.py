@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -29,8 +30,9 @@ def configurations(script: Path, arguments: list[str], array: str | None = None)
         path = root / default[1]
         if overrides and overrides[0].endswith(".toml"):
             named = Path(overrides.pop(0))
-            path = named if named.is_file() else root / named
-        found.append(load_config(path, overrides))
+            path = named.resolve() if named.is_file() else root / named
+        with contextlib.chdir(root):  # where the job finds a model of one's own
+            found.append(load_config(path, overrides))
     return found
 
 

@@ -70,7 +70,8 @@ def evaluate(
         masked: tokens see their own document alone, and the first of each counts in no loss, as in a training with
             `data.documents` = "masked".
     """
-    parts = list(documents_of(tokens)) if by_document else [(0, tokens.tokens)]
+    with comm.together(grid.comm):
+        parts = list(documents_of(tokens)) if by_document else [(0, tokens.tokens)]
     pieces = [  # part, and its windows' first tokens
         (number, starts)
         for number, (start, stop) in enumerate(parts)
@@ -87,7 +88,10 @@ def evaluate(
         for together in _batched(mine, stages):  # a microbatch a stage fills the pipeline
             microbatches = []
             for number, starts in together:
-                ids, targets = _windows(tokens, starts, parts[number][1], context)
+                try:
+                    ids, targets = _windows(tokens, starts, parts[number][1], context)
+                except (ValueError, OSError) as error:  # of this rank alone, which the others would wait for
+                    raise RuntimeError(f"windows from token {starts[0]} on cannot be read: {error}") from error
                 if masked:
                     targets[ids == end] = IGNORED
                 counts[number] += int((targets != IGNORED).sum())
@@ -99,7 +103,8 @@ def evaluate(
                 sums[number] += loss.double().cpu()
     comm.all_reduce(sums, grid.world)
     comm.all_reduce(counts, grid.replica)
-    bytes_of = [_bytes(tokens, part, masked) for part in (parts if by_document else documents_of(tokens))]
+    with comm.together(grid.comm):
+        bytes_of = [_bytes(tokens, part, masked) for part in (parts if by_document else documents_of(tokens))]
     bytes_of = bytes_of if by_document else [sum(bytes_of)]
     return [Loss(*each) for each in zip(sums.tolist(), counts.tolist(), bytes_of)]
 

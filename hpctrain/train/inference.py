@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,6 @@ from hpctrain.train.training_data import find_packed, source_paths
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-# How a training cut its pipeline and shared its weights does not matter to what was trained.
-_PLAIN = ["pipeline.schedule=1f1b", "pipeline.virtual_stages=0", "pipeline.partition=even", "pipeline.boxes=[]",
-          "train.microbatches=1", "data_parallel.method=ddp"]  # fmt: skip
 
 
 @dataclass
@@ -86,11 +83,21 @@ def exported_in(source: Path) -> Path | None:
     return next((path for path in (source, source / "model") if files.status(path / "config.json")), None)
 
 
+def _undivided() -> list[str]:
+    """Overrides: how a training cut its pipeline and shared its weights does not matter to what was trained."""
+    default, sections = Config(), ("pipeline", "data_parallel")
+    settings = {section: dataclasses.asdict(getattr(default, section)) for section in sections}
+    options = [
+        f"{section}.{key}={toml_value(value)}" for section in sections for key, value in settings[section].items()
+    ]
+    return [*options, "train.microbatches=1"]
+
+
 def configuration(source: Path, overrides: list[str], ranks: int) -> Config:
     """Of a run folder, or as a config.json has it."""
     if files.status(source / "config.toml"):
         path: Path | None = source / "config.toml"
-        given = list(_PLAIN)
+        given = _undivided()
     elif files.status(source / "config.json"):
         settings = read_settings(source / "config.json")
         formats = {kind: models.get(kind).huggingface for kind in ("gpt2", "llama", "mixtral")}

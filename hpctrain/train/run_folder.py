@@ -82,6 +82,7 @@ class RunFolder:
         path = self.path / METRICS
         lines = path.read_text(encoding="utf-8").splitlines() if files.status(path) else []
         self.history = kept_records(lines, step)
+        (self.path / "model/config.json").unlink(missing_ok=True)  # weights exported at an earlier end are not its own
         self._replace("config.toml", self._config)
         self._rewrite()
         self._loggers.begin(step)

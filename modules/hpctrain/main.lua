@@ -60,6 +60,10 @@ for name, value in settings:gmatch('export ([%w_]+)="([^"]*)"') do
     pushenv(name, value)
 end
 
+-- libraries as jobs/env.sh gives them: those that Cray's modules name to link, and MPICH's under the name of mpi4py's
+local cray = os.getenv("CRAY_LD_LIBRARY_PATH")
+if cray then prepend_path("LD_LIBRARY_PATH", cray) end
+if exists(venv .. "/lib/mpich/libmpi.so.12") then prepend_path("LD_LIBRARY_PATH", venv .. "/lib/mpich") end
 pushenv("HPCTRAIN_SITE_LOADED", site)
 prepend_path("PATH", venv .. "/bin")
 pushenv("VIRTUAL_ENV", venv)

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from running import ROOT, children
@@ -101,6 +102,19 @@ def test_ranks_that_end_before_the_guard_hears_why(guarded, state, back):
     job = guarded("echo up\nexit 85\n", state=state, **TASK)
     output = job.stdout.read()
     assert ("requeueing job 7_3\nasked to requeue 7_3\n" in output, RESUME in output) == (back, not back)
+    assert job.wait(10) == 85
+
+
+def test_without_slurm_s_commands(guarded, tmp_path):
+    """As in a container of a job: it is saved, and nobody can put it back."""
+    only = tmp_path / "only"
+    only.mkdir()
+    programs = {path.name: path for folder in ("/bin", "/usr/bin") for path in Path(folder).iterdir()}
+    programs["python3"] = shutil.which("python3")
+    for name in programs.keys() - {"scontrol"}:
+        (only / name).symlink_to(programs[name])
+    job = guarded("echo up\nexit 85\n", PATH=str(only), **TASK)
+    assert RESUME in job.stdout.read()
     assert job.wait(10) == 85
 
 

@@ -108,6 +108,19 @@ def test_a_site_brings_its_modules_and_settings(shell, installed):
         assert "fastmpi" in alone.stdout + alone.stderr
 
 
+def test_libraries_as_env_sh_gives_them(shell, installed):
+    """MPICH's under the name of mpi4py's, and those that Cray's modules name to link."""
+    (installed / ".venv/lib/mpich").mkdir(parents=True)
+    (installed / ".venv/lib/mpich/libmpi.so.12").touch()
+    (installed / "modules/fastmpi/1").write_text("#%Module1.0\nsetenv CRAY_LD_LIBRARY_PATH /cray/lib\n")
+    done = shell(
+        """module load fastmpi; module load hpctrain; echo "$LD_LIBRARY_PATH"
+        module unload hpctrain; echo "[$LD_LIBRARY_PATH]" """, installed / "modules", HPCTRAIN_SITE="here",
+        LD_LIBRARY_PATH="/mine",
+    )  # fmt: skip
+    assert done.stdout.split() == [f"{installed}/.venv/lib/mpich:/cray/lib:/mine", "[/mine]"], done.stderr
+
+
 def test_unload_undoes_what_was_loaded(shell, installed):
     """Though HPCTRAIN_SITE names another site by then, or none that there is."""
     (installed / "jobs/sites/other.env").write_text('export OTHER_SETTING="mine"  # reason\n')
