@@ -22,6 +22,7 @@ class Annotations(TypedDict, total=False):
         shard: which slice of the global tensor this rank holds. Every parameter that is trained or saved has one;
             gradient sums, the clipping norm, ZeRO, checkpoints and export read nothing else.
         same_as: name, in checkpoints of other libraries, of the weight of another stage that this one is tied to.
+        unmanaged: of a layer's, what `arrival` is until a strategy has the parameter.
         whole_shape: of a parameter that `ht.parallelize` divided or left whole, its shape in the user's own module.
         sharding: of one that it divided, a `convert.sharding.Sharding`, by which the whole is cut and gathered.
         replicas: of one whose gradient it averages over the replicas, who does: `convert.averaging.MeanGradients`, or
@@ -37,6 +38,7 @@ class Annotations(TypedDict, total=False):
 
     shard: Shard
     same_as: str
+    unmanaged: Callable
     whole_shape: tuple[int, ...]
     sharding: object
     replicas: object

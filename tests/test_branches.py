@@ -255,6 +255,10 @@ def test_refusals(world):
         alone = schedule("1f1b", 1, 1)
         with pytest.raises(ValueError, match=f"has a BatchNorm1d .* would be those of one of {world.size} replicas"):
             Network(Grid(data=world.size), alone, [lambda: nn.BatchNorm1d(2)])
+    if world.size % 2 == 0:
+        two, shape = schedule("chimera", world.size, 2), lambda edge, microbatch: (4, 2)
+        with pytest.raises(ValueError, match="has a BatchNorm1d .* those of one of 2 replicas.* with one replica"):
+            Network(Grid(pipeline=world.size), two, [lambda: nn.BatchNorm1d(2)] * two.graph.stages, shape=shape)
     one = network(ready, [lambda: nn.Linear(2, 2), nn.MSELoss])
     trainer = Trainer(one, grid, torch.optim.SGD([{"params": list(one.parameters())}], 0.1), made(ready))
     pair = torch.ones(4, 2), torch.ones(4, 2)

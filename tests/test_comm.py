@@ -91,6 +91,18 @@ def test_a_transposed_view_is_sent_in_its_own_order(line):
 
 
 @pytest.mark.ranks(2)
+def test_peers_by_name(line):
+    """As in mpi4py; what is wrong leaves nothing behind."""
+    if line.rank == 0:
+        comm.send(torch.ones(3), line, dest=1, tag=4)
+    else:
+        assert torch.equal(comm.recv(torch.empty(3), line, tag=4, source=0), torch.ones(3))
+    with pytest.raises(TypeError):
+        comm.send(torch.ones(3), line)
+    assert not line.transport.traffic.timing
+
+
+@pytest.mark.ranks(2)
 def test_writing_into_a_strided_tensor_is_refused(line):
     strided = torch.zeros(4, 4).t()
     for call in (lambda: comm.broadcast(strided[:, :2], line), lambda: comm.all_reduce(strided[:, :2], line)):

@@ -7,6 +7,7 @@ from comm_checks import complete, started
 from hpctrain import Grid, RngKey
 from hpctrain.layers import Linear, SplitBackward, Tokens
 from hpctrain.pipeline import NAMES, Executor, schedule
+from hpctrain.pipeline.pool import Pool
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6, 8)]
 
@@ -113,6 +114,19 @@ def test_equals_serial(world, name, synchronous):
             assert all(torch.equal(*pair) for pair in zip(losses, expected_losses, strict=True))
 
 
+def test_frozen_weights_get_no_gradient(world):
+    """Nor where weight gradients are put off: an optimizer would take it for one to follow."""
+    grid = Grid(pipeline=world.size)
+    made = schedule("zb-h1", world.size, 3)
+    chain = Chain(grid, made)
+    for layer in chain.layers.values():
+        layer.product.weight.requires_grad_(False)
+    Executor(grid.pipeline, made, SplitBackward(chain.layers)).run(chain)
+    for layer in chain.layers.values():
+        assert layer.product.weight.grad is None
+        assert layer.product.bias.grad is not None
+
+
 def test_nothing_is_under_way_after_a_run(world, monkeypatch):
     """An activation may be freed, or its memory used again, once the step is over."""
     works = started(monkeypatch)
@@ -152,6 +166,17 @@ def test_buffers_are_used_again(world, name, microbatches):
     executor.run(chain)
     assert [len(buffers) for buffers in executor.pool.buffers.values()] == counts
     assert sum(counts) <= BUFFERS[name][world.size][world.rank]
+
+
+@pytest.mark.ranks(1)
+def test_buffers_of_many_shapes(world):
+    """Are not kept for ever, but where somebody has one."""
+    pool = Pool()
+    held = pool.take((1000,), torch.float32, None)
+    for length in range(1, 200):
+        pool.take((length,), torch.float32, None)
+    assert len(pool.buffers) <= 16
+    assert pool.take((1000,), torch.float32, None).data_ptr() != held.data_ptr()
 
 
 def test_the_backward_before_a_sum_is_announced(world):

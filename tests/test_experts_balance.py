@@ -161,6 +161,15 @@ def test_biases_follow_the_load(world, scores):
         assert torch.equal(layer.router.bias, expected[-1][1])
 
 
+def test_a_bias_is_no_weight(world):
+    """Nor where all parameters are unfrozen."""
+    for grid in spread(world.size):
+        layer, tokens = mixture(grid, scores="sigmoid", balance_bias=0.1), tokens_on(grid, SEQUENCES, LENGTH)
+        layer.requires_grad_(True)
+        layer(block_of(grid, tokens, whole((SEQUENCES * LENGTH, 7), "x", False)), tokens).square().sum().backward()
+        assert layer.router.bias.grad is None
+
+
 def test_recompute_keeps_the_routing(world):
     """Weights that change in between, as of no optimizer, show that experts are not chosen again."""
     x = whole((SEQUENCES * LENGTH, 7), "x", False)

@@ -1,5 +1,6 @@
 """Linear, Embedding, Dropout and what all layers share, on every tensor grid of the ranks there are."""
 
+import copy
 import math
 
 import pytest
@@ -138,6 +139,43 @@ def test_every_element_of_a_weight_lives_on_one_rank(world):
             assert torch.equal(count, torch.ones_like(count))
             if world.size > 1:
                 assert weight.numel() < math.prod(weight.shard.global_shape)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_a_frozen_weight(world):
+    """Its gradient is not computed; that of the input is the same."""
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 4, 3)
+        layer = Linear(grid, 8, 6, to="inner", key=KEY, **DOUBLE)
+        found = []
+        for frozen in (False, True):
+            layer.weight.requires_grad_(not frozen)
+            x = layout.residual(whole((12, 8), "x", False)).requires_grad_()
+            layer.zero_grad()
+            layer(x, layout.tokens).square().sum().backward()
+            found.append(x.grad)
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+        assert layer.weight.grad is None
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_a_deep_copy(world):
+    """Has the slices too, and in a loop of one's own its gradients are those of this rank alone."""
+    grid = Grid(data=world.size)
+    layers = torch.nn.ModuleList([Linear(grid, 8, 6, to="inner", key=KEY), Embedding(grid, 7, 4, key=KEY)])
+    layers.tied = layers[0].weight
+    copied = copy.deepcopy(copy.deepcopy(layers))
+    assert copied.tied is copied[0].weight is not layers.tied
+    for ours, theirs in zip(copied.parameters(), layers.parameters(), strict=True):
+        assert ours.shard == theirs.shard
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    copied[0](torch.ones(2, 8), Tokens.of(grid, 1, 2)).sum().backward()
+    assert layers.tied.grad is None
+    if world.size > 1:
+        with pytest.raises(ValueError, match="sync_gradients"):
+            torch.optim.SGD(copied.parameters(), 0.1).step()
+    replicas = DataParallel(copied.parameters(), grid)
+    replicas.zero_grad()
 
 
 @pytest.mark.ranks(1, 2, 3)

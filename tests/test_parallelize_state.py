@@ -107,6 +107,76 @@ def test_states_that_cannot_be_put_together(world):
         ht.gather_optimizer_state(model, optimizer)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_state_of_whole_weights(world, fused):
+    """As that of a program without ranks, loaded as if there were none here."""
+    model, plain = ht.parallelize(network(), ht.Grid(tensor=2)), network()
+    ours, theirs = (torch.optim.AdamW(each.parameters(), fused=fused) for each in (model, plain))
+    ids = torch.tensor([1, 2, 3, 6])
+    for each, optimizer in ((plain, theirs), (model, ours)):
+        each(ids).square().sum().backward()
+        optimizer.step()
+    ours.load_state_dict(theirs.state_dict())
+    with pytest.raises(ValueError, match="'exp_avg' is of a whole weight, .* by ht.load_optimizer_state"):
+        ours.step()
+    ht.load_optimizer_state(model, ours, theirs.state_dict())
+    ours.step()
+
+
+def test_a_copy_that_is_trained(world):
+    """Its gradients are known as parts, and as those of one replica, which nobody averages."""
+    ids = torch.tensor([1, 2, 3, 6])
+    serial = network()
+    serial(ids).square().sum().backward()
+    copied = copy.deepcopy(copy.deepcopy(ht.parallelize(network(), ht.Grid(tensor=2))))
+    copied(ids).square().sum().backward()
+    norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (copied, serial)]
+    torch.testing.assert_close(*norms, **CLOSE)
+    original = ht.parallelize(network(), ht.Grid(data=2), zero=0)
+    copied = copy.deepcopy(original)
+    optimizer = torch.optim.SGD(copied.parameters(), 0.1)
+    copied(ids).square().sum().backward()
+    with pytest.raises(ValueError, match="sync_gradients"):
+        optimizer.step()
+    ht.sync_gradients(copied)
+    optimizer.step()
+    assert original.head.weight.grad is None
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("zero", [0, None])
+def test_updates_by_hand(world, zero):
+    """With the mean of the replicas' gradients, whatever is computed first; refused where nobody has taken it."""
+
+    ids = torch.tensor([[1, 2, 3, 6], [5, 0, 2, 2]])
+
+    def update(model, ids, share):
+        sums = {p: torch.zeros_like(p) for p in model.parameters()}
+        for _ in range(2):
+            model.zero_grad()
+            (model(ids).square().sum() * share).backward()
+            for p in filter(lambda p: p.grad is not None, model.parameters()):
+                sums[p].mul_(0.9).add_(p.grad)
+                with torch.no_grad():
+                    p.add_(p.grad, alpha=-1e-3)
+                p.data.add_(sums[p], alpha=-1e-3)
+
+    grid = ht.Grid(data=2, tensor=world.size // 2)
+    model, serial = ht.parallelize(network(), grid, zero=zero), network()
+    if zero is None:
+        model(ids[grid.data.rank]).square().sum().backward()
+        with torch.no_grad(), pytest.raises(ValueError, match="sync_gradients"):
+            model.head.weight.add_(model.head.weight.grad)
+        with torch.no_grad(), pytest.raises(ValueError, match="sync_gradients"):
+            model.norm.weight.sub_(model.norm.weight.grad)
+        return
+    update(model, ids[grid.data.rank], 1)
+    update(serial, ids.flatten(), 0.5)
+    whole = ht.gather_state_dict(model)
+    if world.rank == 0:
+        torch.testing.assert_close(whole, serial.state_dict(), **CLOSE)
+
+
 def test_gradients_of_replicas(world):
     grid = ht.Grid(data=2)
     model = ht.parallelize(nn.Linear(3, 2), grid)

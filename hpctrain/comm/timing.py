@@ -59,7 +59,9 @@ def time_call(axis: Axis, name: str, function: Callable[..., R], *arguments: Any
     before = traffic.moved() if trace is not None else (0, 0)
     start = perf_counter()
     watchdog, checker = axis.transport.watchdog, axis.transport.checker
-    peer = arguments[2] if name in ("send", "recv") else None
+    peer = None
+    if name in ("send", "recv"):
+        peer = arguments[2] if len(arguments) > 2 else options.get("dest", options.get("source"))
     if watchdog is not None:
         watchdog.begin(axis, name, peer)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
 import torch
@@ -29,10 +30,21 @@ def mark_gradients(model: torch.nn.Module, grid: Grid, complete: Callable[[], No
         part = Part(name, grid, () if sharding is None else (sharding.axis,), complete, sharding)
         summed = grid.alike(shard_of(parameter)).size == 1
         if (part.divided or not summed) and parameter.is_floating_point():
-            trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # a hook on a frozen one is refused; it may be trained later
-            on_arrival(parameter, _Marker(part, summed))
-            parameter.requires_grad_(trained)
+            _mark(parameter, _Marker(part, summed))
+
+
+def mark_copy(copied: torch.nn.Parameter, original: torch.nn.Parameter) -> None:
+    """As the original's; nobody averages those of a copy."""
+    marker = vars(original).get("arrival")
+    if isinstance(marker, _Marker):
+        _mark(copied, _Marker(dataclasses.replace(marker.part, complete=None), marker.summed))
+
+
+def _mark(parameter, marker):
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # a hook on a frozen one is refused; it may be trained later
+    on_arrival(parameter, marker)
+    parameter.requires_grad_(trained)
 
 
 class _Marker:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpctrain.choices import MIXING_OPTIMIZERS
 from hpctrain.convert.arriving_gradients import check_summed
 from hpctrain.convert.saved_state import mark_saved
 from hpctrain.convert.weight_piece import mark_states
-
-if TYPE_CHECKING:
-    import torch
+from hpctrain.rank_gradient import as_tensors
 
 
 @functools.cache
@@ -27,9 +25,28 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
+def _check_loaded(optimizer, parameters):
+    """Raise ValueError for a state of whole weights, as another program's: fused kernels would read its beginning."""
+    if vars(optimizer).get("_checked_state") is optimizer.state:  # loading makes another
+        return
+    with as_tensors():
+        for parameter in parameters:
+            whole = getattr(parameter, "whole_shape", parameter.shape)
+            if whole == parameter.shape:
+                continue
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape == whole:
+                    raise ValueError(
+                        f"the optimizer's {key!r} is of a whole weight, {tuple(whole)}, of which this rank has a part, "
+                        f"{tuple(parameter.shape)}: load its state by ht.load_optimizer_state(model, optimizer, state)"
+                    )
+    vars(optimizer)["_checked_state"] = optimizer.state
+
+
 def _before_step(optimizer, arguments, options):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     check_elementwise(optimizer, parameters)
+    _check_loaded(optimizer, parameters)
     mark_saved(optimizer)
     replicas = _replicas(parameters)
     if not replicas:

@@ -17,8 +17,9 @@ import torch
 from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hpctrain.convert.arriving_gradients import mark_copy
 from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
-from hpctrain.convert.gradients import PartialGradient, gathered, part_of_gradient, part_of_weight
+from hpctrain.convert.gradients import PartialGradient, check_update, gathered, part_of_gradient, part_of_weight
 from hpctrain.convert.refusals import by_user, check_function, place, refused, unpicklable, wants_whole
 from hpctrain.convert.sharded_activation import whole as whole_activation
 from hpctrain.convert.sharding import ATTRIBUTES, POINTWISE, Sharding, hooked, local
@@ -54,6 +55,8 @@ class Sharded(torch.Tensor):
                 return part_of_weight(made, args[0].sharding) if made.shape == args[0].shape else made
             else:
                 of_part = name in _OF_THE_PART
+                if by_user(sys._getframe(1)):
+                    check_update(name, args)
             return func(*args, **kwargs) if of_part else _as_whole(func, name, args, kwargs)
 
     def __hash__(self):
@@ -73,6 +76,7 @@ class Sharded(torch.Tensor):
                 data = self.detach().clone(memory_format=torch.preserve_format)
             if isinstance(self, ShardedParameter):
                 memo[id(self)] = attach(torch.nn.Parameter(data, self.requires_grad), self.sharding)
+                mark_copy(memo[id(self)], self)
             else:
                 memo[id(self)] = _tagged(data, self.sharding)
         return memo[id(self)]
@@ -98,6 +102,7 @@ class ReplicatedParameter(torch.nn.Parameter):
         if id(self) not in memo:
             copied = memo[id(self)] = super().__deepcopy__({})
             copied.__dict__.update({key: value for key, value in vars(self).items() if key in ("shard", "whole_shape")})
+            mark_copy(copied, self)
         return memo[id(self)]
 
     def detach(self):

@@ -75,9 +75,12 @@ class SplitEmbeddingBag(nn.EmbeddingBag):
 
 
 def _check(ids, rows):
-    """Each rank looks at all ids: a wrong one lies in nobody's rows. On a GPU, looking would wait for the ids, and in
-    an exported graph there are none."""
-    if ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling():
+    """Each rank looks at all ids: a wrong one lies in nobody's rows. On a GPU nobody waits for the answer, and the job
+    ends as by torch's own kernel; in an exported graph there are no ids."""
+    if ids.device.type not in ("cpu", "cuda") or ids.numel() == 0 or torch.compiler.is_compiling():
+        return
+    if ids.is_cuda:
+        torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"indices must be from 0 to {rows - 1}")
         return
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= rows:

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from hpctrain import comm
 from hpctrain.comm import functional
 from hpctrain.grid import Axis, Grid
-from hpctrain.layers.parameter import drawn_key, parameter
+from hpctrain.layers.parameter import Layer, drawn_key, parameter
 from hpctrain.layers.rules import IMAGES, shard
 from hpctrain.randomness import RngKey
 
 
-class BatchNorm2d(torch.nn.Module):
+class BatchNorm2d(Layer):
     """torch.nn.BatchNorm2d, with the statistics of the whole batch: over z, y and, unlike torch's, the data axis.
 
     So a step on many replicas is the step that one rank would do with all their images. Of a batch cut into

@@ -99,11 +99,14 @@ class _BoxLinear(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[0]
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         if product.split_backward is not None and product.split_backward.queue is not None:
-            product.split_backward.queue.append(
-                functools.partial(product.late_weight_gradient, grad, x, weight, sharding)
-            )
+            if weight.requires_grad:
+                product.split_backward.queue.append(
+                    functools.partial(product.late_weight_gradient, grad, x, weight, sharding)
+                )
             return mm.tn(weight, grad, sharding) if needs_x else None, None, grad_bias, None, None
         grad = mm.gathered_c(grad, sharding)
+        if not ctx.needs_input_grad[1]:
+            return mm.tn(weight, grad, sharding) if needs_x else None, None, grad_bias, None, None
         if needs_x and "input_gradient" in product.overlap and sharding.b.axis.size > 1:
             # x is gathered first: its barrier, after the sum is begun, would be one for the sum to wait for.
             whole = mm.gathered_b(x, sharding)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hpctrain import comm
 from hpctrain.grid import Axis, Grid
-from hpctrain.layers.parameter import drawn_key, parameter
+from hpctrain.layers.parameter import Layer, drawn_key, parameter
 from hpctrain.layers.rules import IMAGES, shard
 from hpctrain.layers.spatial import Stencil
 from hpctrain.matmul.sharded_dim import Rows
@@ -18,7 +18,7 @@ from hpctrain.randomness import RngKey
 from hpctrain.shard import split, split_sizes
 
 
-class Conv2d(torch.nn.Module):
+class Conv2d(Layer):
     """torch.nn.Conv2d, padding with zeros, of images spread over the x × y × z box.
 
     Over x, either the input channels are gathered and each rank makes its own output channels (the weight is then

@@ -8,7 +8,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.comm import functional
-from hpctrain.layers.parameter import drawn_key, parameter
+from hpctrain.layers.parameter import Layer, drawn_key, parameter
 from hpctrain.layers.rules import BOX, shard
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpctrain.grid import Grid
 
 
-class Embedding(torch.nn.Module):
+class Embedding(Layer):
     """A table of `vocabulary` rows of `width` features.
 
     The table is split as the weight of a `Linear(width, vocabulary, to="inner")` is, so that the two can be tied.

@@ -7,13 +7,13 @@ import torch
 from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import Algorithm, BoxAlgorithm, PlaneAlgorithm, algorithm_of
 from hpctrain.layers.box import BoxProduct
-from hpctrain.layers.parameter import Factory, drawn_key, parameter
+from hpctrain.layers.parameter import Factory, Layer, drawn_key, parameter
 from hpctrain.layers.plane import PlaneProduct
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
 
 
-class Linear(torch.nn.Module):
+class Linear(Layer):
     """y = x Wᵀ + b, taking the residual layout to the inner one (`to="inner"`) or back (`to="residual"`).
 
     No two ranks hold the same element of W. With algorithm="agarwal" and `to="inner"`, W's rows are spread over x and

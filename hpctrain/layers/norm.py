@@ -7,14 +7,14 @@ import torch.nn.functional as F
 
 from hpctrain import comm
 from hpctrain.grid import Axis, Grid
-from hpctrain.layers.parameter import drawn_key, parameter
+from hpctrain.layers.parameter import Layer, drawn_key, parameter
 from hpctrain.layers.rules import BOX, WHOLE, shard
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard, split_sizes
 
 
-class LayerNorm(torch.nn.Module):
+class LayerNorm(Layer):
     """torch.nn.LayerNorm over the features of (rows, width) in the residual layout; `eps` and `bias` as there."""
 
     def __init__(self, grid: Grid, width: int, eps: float = 1e-5, *, bias: bool = True, key: RngKey | None = None,
@@ -34,7 +34,7 @@ class LayerNorm(torch.nn.Module):
         return y.to(x.dtype)
 
 
-class _RMSWeight(torch.nn.Module):
+class _RMSWeight(Layer):
     """What the two norms below have in common: `eps`, and one weight for `width` features."""
 
     def __init__(self, grid: Grid, width: int, eps: float | None = None, *, key: RngKey | None = None,

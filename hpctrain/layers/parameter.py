@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Protocol, TypedDict
@@ -47,8 +48,26 @@ def parameter(
     made = annotate(torch.nn.Parameter(data.to(device)), shard=shard)
     summands = grid.alike(shard).size > 1 or (shard.partial and any(grid.shape[axis] > 1 for axis in shard.replicated))
     if summands or shard.divided:  # until a strategy puts its own hook there
-        on_arrival(made, functools.partial(mark_gradient, summed=not summands))
+        annotate(made, unmanaged=functools.partial(mark_gradient, summed=not summands))
+        on_arrival(made, made.unmanaged)  # type: ignore[attr-defined]
     return made
+
+
+class Layer(torch.nn.Module):
+    """Of such parameters. In a deep copy, such as an average of weights, they are slices as well, of no strategy."""
+
+    def __deepcopy__(self, memo):
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        for name, parameter in self._parameters.items():
+            own = copied._parameters[name]
+            if parameter is None or own is None:
+                continue
+            kept = {key: value for key, value in vars(parameter).items() if key in ("shard", "same_as", "unmanaged")}
+            annotate(own, **kept)
+            if "unmanaged" in kept:
+                on_arrival(own, kept["unmanaged"])
+        return copied
 
 
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:

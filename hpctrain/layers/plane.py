@@ -66,6 +66,8 @@ class _PlaneLinear(torch.autograd.Function):
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         grad_x = matmul.nn(grad, weight, sizes, rows) if ctx.needs_input_grad[0] else None
         if ctx.product.split_backward is not None and ctx.product.split_backward.queue is not None:
-            ctx.product.split_backward.queue.append(lambda: accumulate(weight, matmul.tn(grad, x, sizes, rows)))
+            if weight.requires_grad:
+                ctx.product.split_backward.queue.append(lambda: accumulate(weight, matmul.tn(grad, x, sizes, rows)))
             return grad_x, None, grad_bias, None, None
-        return grad_x, matmul.tn(grad, x, sizes, rows), grad_bias, None, None
+        grad_weight = matmul.tn(grad, x, sizes, rows) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, grad_bias, None, None

@@ -95,7 +95,7 @@ class Network(torch.nn.Module):
                 torch.manual_seed(int((key / stage).words(0, 1)[0]) >> 1)
                 self.stage[str(stage)] = stages[stage]().to(device)
         with comm.together(grid.comm):
-            self._check_modules(grid.data.size)
+            self._check_modules(grid.data.size * schedule.replicas)
             self._describe(grid.tensor.size, ranks)
 
     def _check_modules(self, replicas: int) -> None:
@@ -106,7 +106,8 @@ class Network(torch.nn.Module):
                 if replicas > 1 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
                     raise ValueError(
                         f"stage {stage} has a {type(module).__name__} of torch, whose statistics would be those of one "
-                        f"of {replicas} replicas; use hpctrain.layers.BatchNorm2d, another norm, or grid.data=1"
+                        f"of {replicas} replicas; use another norm or grid.data=1, hpctrain.layers.BatchNorm2d, and a "
+                        "schedule with one replica of a stage"
                     )
 
     def _describe(self, tensor: int, ranks: dict[int, set[int]]) -> None:

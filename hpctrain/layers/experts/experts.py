@@ -18,12 +18,12 @@ from hpctrain.layers.experts.dispatch_choice import choose
 from hpctrain.layers.experts.grouped import products, weight_gradients
 from hpctrain.layers.experts.replicas import Replicas, chosen_replicas
 from hpctrain.layers.experts.routing import Routing
-from hpctrain.layers.parameter import Factory, ProductQueue, accumulate, drawn_key, parameter
+from hpctrain.layers.parameter import Factory, Layer, ProductQueue, accumulate, drawn_key, parameter
 from hpctrain.randomness import RngKey
 from hpctrain.shard import expert_shard, split_sizes
 
 
-class Experts(torch.nn.Module):
+class Experts(Layer):
     """MLPs without biases, of which each token goes through those that the routing names: for each of these, its weight
     times down · activation(up · x), summed.
 
@@ -211,7 +211,10 @@ class _Experts(torch.autograd.Function):
         grad_down = functools.partial(_weight_gradient, down, grad, act, counts, home and home[::2])
         late = ctx.experts.split_backward
         if late is not None and late.queue is not None:
-            late.queue += [lambda: accumulate(up, grad_up()), lambda: accumulate(down, grad_down())]
+            if up.requires_grad:
+                late.queue.append(lambda: accumulate(up, grad_up()))
+            if down.requires_grad:
+                late.queue.append(lambda: accumulate(down, grad_down()))
             gradients = None, None
         else:
             gradients = grad_up(), grad_down()

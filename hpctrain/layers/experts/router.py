@@ -13,13 +13,13 @@ from hpctrain.layers.experts.record import Record
 from hpctrain.layers.experts.routing import Routing
 from hpctrain.layers.experts.scores import SCORES, Chosen, weigh
 from hpctrain.layers.experts.whole_rows import WholeRows
-from hpctrain.layers.parameter import drawn_key, parameter
+from hpctrain.layers.parameter import Layer, drawn_key, parameter
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard
 
 
-class Router(torch.nn.Module):
+class Router(Layer):
     """Scores each expert for each token by x Wᵀ and chooses the `top_k` best; of equal ones those of lower numbers.
 
     Computed in float32 at least. Every rank of the tensor axis has all of `weight`, (experts, features), and tokens of
@@ -111,7 +111,7 @@ class Router(torch.nn.Module):
         """(tokens, top_k) experts, how many pairs each has, and of what sequences it has which part, if a loss wants to
         know it."""
         if self.bias is not None:
-            scores = scores + self.bias
+            scores = scores + self.bias.detach()  # never trained, whatever requires_grad_ is called on
         if self.groups > 1:
             scores = self._within_groups(scores)
         experts = highest(scores, self.top_k)
