@@ -275,6 +275,19 @@ def test_missing_text_is_refused(tmp_path, sources, message):
         pack(sources, tmp_path / "data.h5")
 
 
+def test_links_to_folders_are_followed(tmp_path):
+    """What is there by several names, or in a loop, is read once."""
+    (tmp_path / "corpus/own").mkdir(parents=True)
+    (tmp_path / "scratch").mkdir()
+    for name in ("corpus/own/a.txt", "scratch/b.txt"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "corpus/far").symlink_to(tmp_path / "scratch")
+    (tmp_path / "corpus/near").symlink_to(tmp_path / "corpus/own")
+    (tmp_path / "scratch/back").symlink_to(tmp_path / "corpus")
+    found = text_files([str(tmp_path / "corpus")])
+    assert [path.relative_to(tmp_path).as_posix() for path in found] == ["corpus/far/b.txt", "corpus/near/a.txt"]
+
+
 def test_the_standard_library_is_text():
     files = text_files(["python-stdlib"])
     assert len(files) > 100

@@ -208,3 +208,13 @@ def test_what_older_files_have(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"holds 1 tensors .* first model.layers.0.self_attn.q_norm.bias;"):
         load(SPEC, made(Grid(), shape), tmp_path)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_of_a_folder(world, kind):
+    """The shape of an export, as `hpctrain sample FOLDER` takes it from its config.json."""
+    shape, _ = KINDS[kind]
+    found = SPEC.huggingface.options(SPEC.huggingface.config(shape, 0))
+    assert found.get("window", 0) == shape.window
+    assert found["rope_base"] == shape.rope_base

@@ -237,3 +237,17 @@ def test_what_is_not_computed_is_refused_by_name(kind, keys, message, tmp_path):
     changed(tmp_path, **keys)
     with pytest.raises(ValueError, match="another model than the section .model. says: " + message):
         load(SPEC, made(Grid(), shape), tmp_path)
+
+
+@pytest.mark.ranks(1)
+def test_what_a_file_leaves_out(world):
+    """Is what transformers takes for it."""
+    import transformers
+
+    theirs = transformers.MixtralConfig()
+    sizes = {key: getattr(theirs, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")}
+    sizes |= {key: getattr(theirs, key) for key in ("max_position_embeddings", "vocab_size", "intermediate_size")}
+    found = SPEC.huggingface.options({"model_type": "mixtral", **sizes})
+    theta = getattr(theirs, "rope_theta", None) or theirs.rope_parameters["rope_theta"]
+    assert found["rope_base"] == theta == 1e6
+    assert found["experts"] == theirs.num_local_experts

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 
 from hpctrain.cli import main
-from hpctrain.data import ShardedTokens, pack
+from hpctrain.data import ShardedTokens, documents, pack
+from hpctrain.data.corpus import read_text
 from hpctrain.data.documents import Fields
 from hpctrain.data.pack import validation_output
 
@@ -50,7 +52,7 @@ WRITERS = {
     "a.ndjson": lambda path: path.write_bytes(lines().rstrip(b"\n")),
     "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines(TEXTS[:2])) + gzip.compress(lines(TEXTS[2:]))),
     "a.jsonl.zst": lambda path: path.write_bytes(
-        b"".join(pytest.importorskip("zstandard").compress(lines(part)) for part in (TEXTS[:2], TEXTS[2:]))
+        b"".join(zstandard.compress(lines(part)) for part in (TEXTS[:2], TEXTS[2:]))
     ),
     "a.parquet": parquet,
 }
@@ -153,13 +155,34 @@ def test_what_is_skipped_is_listed(tmp_path, capsys):
     assert list(tmp_path.glob("e*")) == []
 
 
+NUMBERS = "".join(f"{n} squared is {n * n}\n" for n in range(3000)).encode()
+
+
+def damaged(compressed):
+    half = len(compressed) // 2
+    return compressed[:half] + bytes(byte ^ 255 for byte in compressed[half : half + 40]) + compressed[half + 40 :]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_frames_of_zstandard(tmp_path, count):
+    """One after the other, longer than what is read at a time; none is an empty text."""
+    text = NUMBERS.decode()
+    (tmp_path / "a.txt.zst").write_bytes(zstandard.compress(NUMBERS) * count)
+    with documents.opened(tmp_path / "a.txt.zst") as file:
+        assert "".join(read_text(file, tmp_path)) == text * count
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.txt.gz", b"no gzip", "a.txt.gz is not whole gzip"),
         ("a.txt.gz", gzip.compress(b"cut short" * 1000)[:-20], "a.txt.gz is not whole gzip"),
         ("a.txt.gz", gzip.compress("ä".encode("latin-1")), "a.txt.gz is not UTF-8 text: byte 0"),
+        ("a.txt.gz", damaged(gzip.compress(NUMBERS)), "a.txt.gz is not whole gzip"),
         ("a.txt.zst", b"no zstd", "a.txt.zst"),
+        ("a.txt.zst", zstandard.compress(NUMBERS)[:-20], "a.txt.zst is not whole Zstandard: it ends in the middle of"),
+        ("a.txt.zst", zstandard.compress(NUMBERS) * 2 + b"more", "a.txt.zst is not whole Zstandard"),
+        ("a.txt.zst", damaged(zstandard.compress(NUMBERS)), "a.txt.zst is not whole Zstandard"),
         ("a.parquet", b"no table", "a.parquet"),
         ("a.jsonl", b'{"text": 1}\n{"te', "line 2 of .*a.jsonl is not JSON"),
     ],

@@ -31,7 +31,9 @@ def test_operations_among_others_in_training(tmp_path):
             yield 0.2 * parts["compute"] + cold.parts["compute"] + 1.5 * parts["optimizer"] + parts["reading"]
 
     alone = {ranks: [*alone(ranks)] for ranks in (1, 2, 4)}
-    nobody = [each | {"alone": alone[each["ranks"]], "together": [0.0] * 3} for each in once]
+    nobody = [
+        each | {"alone": alone[n := each["ranks"]], "together": [0.0] * len(in_training.jobs(n))} for each in once
+    ]
     found = in_training.in_training(nobody)
     assert [each["delay"] for each in found] == [0, 0, 0]
     machine = Machine.load(written(tmp_path, *found))
@@ -55,7 +57,7 @@ def test_operations_among_others_in_training(tmp_path):
 
 def test_steps_that_tell_nothing():
     """Of weights and of the update, where few rows take no longer; of operations, where no step takes any time."""
-    two = figures(2) | {"together": [0.0] * 3}
+    two = figures(2) | {"together": [0.0] * 6}
     (found,) = in_training.in_training([two | {"alone": [9.0, 1e-3, 1e-3]}])
     assert found["cold"] == 0 < found["slower"]
     assert found["state"] == two["state"]
@@ -64,7 +66,7 @@ def test_steps_that_tell_nothing():
 
 
 def test_ranks_of_two_nodes_do_not_share_cores():
-    steps = {"alone": [9.0] * 3, "together": [9.0] * 3}
+    steps = {"alone": [9.0] * 3, "together": [9.0] * 6}
     two, four = in_training.in_training([figures(2) | steps, figures(4) | {"ranks_of_a_node": 2} | steps])
     assert four["slower"] == pytest.approx(two["slower"])
 
@@ -83,7 +85,7 @@ def test_jobs_of_any_number_of_ranks():
 
 def test_the_median_of_rounds_counts(tmp_path, monkeypatch):
     """Of each figure by itself: others slowed products in one round, and exchanges in another."""
-    usual = figures(2) | {"elements": 2e9, "alone": [9.0] * 3, "together": [9.0] * 3}
+    usual = figures(2) | {"elements": 2e9, "alone": [9.0] * 3, "together": [9.0] * 6}
     slowed = {"elements": 1e9}, {"tables": 3e9, "elements": 4e9}, {"reading": [(100, 1.0)] * 2}
     rounds = [json.loads(json.dumps(usual | change)) for change in slowed]
     left = list(rounds)

@@ -101,6 +101,7 @@ def test_ranks_that_share_cores_compute_in_turn(tmp_path):
     crowded = machine.crowded(6)
     assert crowded.device.product == machine.device.product / 3
     assert crowded.device.launch == 3 * machine.device.launch
+    assert crowded.device.memory == machine.device.memory / 3
     assert crowded.device.optimizer_rate == machine.device.optimizer_rate / 3
     assert machine.crowded(2) == machine
     frontier = Machine.load("frontier")

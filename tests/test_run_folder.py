@@ -249,5 +249,8 @@ def test_what_an_earlier_end_exported(config, tmp_path):
     folder = RunFolder(config)
     (tmp_path / "a/model").mkdir()
     (tmp_path / "a/model/config.json").write_text("{}")
+    folder.begin(config.run.steps)  # which is finished
+    assert (tmp_path / "a/model/config.json").exists()
     folder.begin(3)
-    assert not (tmp_path / "a/model/config.json").exists()
+    assert not (tmp_path / "a/model").exists()
+    assert (tmp_path / "a/model.1/config.json").exists()

@@ -44,8 +44,8 @@ def _evaluate(options: argparse.Namespace, trained, world) -> None:
             path = options.data if is_packed else packed_text([options.data], trained.tokenizer, trained.config.run.out)
     tokens = ShardedTokens(world.bcast(path), comm=world)
     with comm.together(world):
-        ours = trained.tokenizer.vocabulary, trained.tokenizer.end_of_document
-        if (tokens.vocabulary, tokens.end_of_document) != ours:
+        theirs, ours = tokens.tokenizer, trained.tokenizer
+        if (theirs.tokens(), theirs.end_of_document) != (ours.tokens(), ours.end_of_document):
             raise ValueError(f"{tokens.path} was packed by another tokenizer than that of {options.source}")
     masked = trained.config.data.documents == "masked"
     losses = evaluate(trained.model, trained.grid, tokens, context, options.batch, options.documents, masked)

@@ -6,6 +6,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+WHOLE = "model.safetensors", "model.safetensors.index.json"  # of which one is there when all weights are
 SUMMARY = "write a run's weights for Hugging Face transformers"
 
 
@@ -16,8 +17,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     source, target = Path(options.run) / "model", Path(options.output)
-    if not (source / "config.json").is_file():
-        raise ValueError(f"{options.run} holds no weights ({source}/config.json is missing); has the run finished?")
+    if not any((source / name).is_file() for name in WHOLE):
+        raise ValueError(f"{options.run} holds no weights ({source}/{WHOLE[0]} is missing); has the run finished?")
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} exists and is not empty; choose another folder")
     shutil.copytree(source, target, dirs_exist_ok=True)

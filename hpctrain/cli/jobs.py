@@ -80,7 +80,7 @@ def _row(job: submitted.Submitted) -> tuple[str, ...]:
     elif facts is None:
         state = "UNKNOWN"  # no answer
     else:  # forgotten by Slurm
-        state = "COMPLETED" if folder and (folder / "model/config.json").exists() else "ENDED"
+        state = "COMPLETED" if folder and any((folder / "model").glob("model*.safetensors")) else "ENDED"
     figures = ("", "", "")
     if record:
         loss = "skipped" if record["loss"] is None else f"{record['loss']:.4f}"

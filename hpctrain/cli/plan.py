@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     machine = plan.Machine.load(options.machine)
     if options.predict:
         prediction = plan.predict(config, machine)
-        print(prediction.to_json() if options.json else text(prediction, machine.device.memory))
+        print(prediction.to_json() if options.json else text(prediction, machine.crowded(config.ranks).device.memory))
         return
     ranks, out = options.ranks, Path(options.output or "plan.toml")
     if ranks is None:
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps([dataclasses.asdict(each) for each in found]))
         return
     for number, (prediction, why) in enumerate(zip(found, ["the best", *plan.changes(found)]), 1):
-        print(f"{number}. {why}\n{text(prediction, machine.device.memory)}\n")
+        print(f"{number}. {why}\n{text(prediction, machine.crowded(ranks).device.memory)}\n")
     print(f"{out}: the configuration of the best one, for `hpctrain train`")
 
 

@@ -75,12 +75,24 @@ def fingerprint(texts: list[Path], tokenizer: Tokenizer, how: str = "") -> str:
 
 
 def _below(folder: Path) -> list[Path]:
-    """All files of a folder and those in it, sorted; a folder that cannot be listed is an error."""
+    """All files of a folder and those in it, links to others followed, sorted; a folder that cannot be listed is an
+    error. One that is there by several names, as in a loop of links, is read once."""
+    seen = set[tuple[int, int]]()
 
     def fail(error: OSError) -> NoReturn:
         raise error
 
-    return sorted(Path(place, name) for place, _, names in os.walk(folder, onerror=fail) for name in names)
+    def first_time(path: Path) -> bool:
+        count, facts = len(seen), path.stat()
+        seen.add((facts.st_dev, facts.st_ino))
+        return len(seen) > count
+
+    first_time(folder)
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        folders[:] = [name for name in sorted(folders) if first_time(Path(place, name))]
+        found += [Path(place, name) for name in names]
+    return sorted(found)
 
 
 def _standard_library() -> list[Path]:

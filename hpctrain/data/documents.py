@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from hpctrain.data.corpus import read_text, suffix
 
@@ -77,7 +79,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             try:
                 with gzip.open(raw) as file:
                     yield cast(IO[bytes], file)  # it is one in all but its class
-            except (EOFError, gzip.BadGzipFile) as error:
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise ValueError(f"{path} is not whole gzip: {error}") from error
         elif outer == ".zst":
             try:
@@ -85,12 +87,41 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             except ImportError as error:
                 raise ValueError(f"{path} needs the zstandard package: pip install zstandard") from error
             try:
-                with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as file:
-                    yield file
-            except zstandard.ZstdError as error:
+                yield io.BufferedReader(_Zstandard(raw), 1 << 20)
+            except (EOFError, zstandard.ZstdError) as error:
                 raise ValueError(f"{path} is not whole Zstandard: {error}") from error
         else:
             yield raw
+
+
+class _Zstandard(io.RawIOBase):
+    """What frames of Zstandard hold, one after the other. The library's own reader takes an end in the middle of a
+    frame for that of the file."""
+
+    def __init__(self, raw: IO[bytes]):
+        self._raw = raw
+        self._frame: Any = None
+        self._compressed, self._found = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        import zstandard
+
+        while not self._found:
+            if not self._compressed and not (compressed := self._raw.read(1 << 14)):
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle of a frame")
+                return 0
+            compressed, self._compressed = self._compressed or compressed, b""
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._found = memoryview(self._frame.decompress(compressed))
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._found))
+        buffer[:count], self._found = self._found[:count], self._found[count:]
+        return count
 
 
 def _records(records: Iterator[tuple[str, dict]], fields: Fields, where: str, skip: Skip) -> Iterator[Piece]:

@@ -20,12 +20,17 @@ class ByteTokenizer:
     description = "bytes"
     vocabulary = 257
     end_of_document = 256
+    end = "<|endoftext|>"
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def tokens(self) -> dict[str, int]:
+        """The number of each, as text that stands for a byte."""
+        return self.huggingface()["model"]["vocab"]
 
     def huggingface(self) -> dict:
         """The same as a tokenizers JSON file: GPT-2's letters for bytes, and no merges."""
@@ -34,9 +39,9 @@ class ByteTokenizer:
         others = iter(range(256, 512))
         vocabulary = {letter or chr(next(others)): byte for byte, letter in letters.items()}
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        end = {"id": self.end_of_document, "content": "<|endoftext|>", "special": True}
+        end = {"id": self.end_of_document, "content": self.end, "special": True}
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        model = {"type": "BPE", "vocab": vocabulary | {"<|endoftext|>": self.end_of_document}, "merges": []}
+        model = {"type": "BPE", "vocab": vocabulary | {self.end: self.end_of_document}, "merges": []}
         parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
         return {"version": "1.0", **parts, "added_tokens": [end | flags], "pre_tokenizer": level, "decoder": level,
                 "model": model}  # fmt: skip
@@ -45,7 +50,7 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json of Hugging Face's `tokenizers`. It must have one of END's tokens to end documents.
 
-    Attributes: `description`, the JSON; `vocabulary`, the largest id and one; `end_of_document`.
+    Attributes: `description`, the JSON; `vocabulary`, the largest id and one; `end_of_document`, and `end`, its text.
 
     Raises:
         ValueError: when the file is no tokenizer, lacks such a token, or contradicts itself about an id.
@@ -80,6 +85,7 @@ class FileTokenizer:
         if not known:
             raise ValueError(f"{name} has no token to end a document; add one of {', '.join(self.END)}")
         self.end_of_document = known[0]
+        self.end = next(token for token, number in zip(self.END, ends) if number is not None)
 
     def encode(self, text: str) -> np.ndarray:
         try:
@@ -91,6 +97,10 @@ class FileTokenizer:
 
     def huggingface(self) -> dict:
         return json.loads(self.description)
+
+    def tokens(self) -> dict[str, int]:
+        """The number of each."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)

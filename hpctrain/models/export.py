@@ -52,9 +52,9 @@ def write_tokenizer(folder: Path, tokenizer: Any, context: int) -> None:
     """So that `transformers.AutoTokenizer` loads it from the folder."""
     kind = "bytes" if tokenizer.description == "bytes" else "file"
     description = tokenizer.huggingface()
-    end = next(each["content"] for each in description["added_tokens"] if each["id"] == tokenizer.end_of_document)
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end, "model_max_length": context,
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": tokenizer.end, "eos_token": tokenizer.end,
+        "model_max_length": context,
         "clean_up_tokenization_spaces": False, "hpctrain_tokenizer": kind,
     }  # fmt: skip
     for name, content in ((TOKENIZER, description), (TOKENIZER_SETTINGS, settings)):

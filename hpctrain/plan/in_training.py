@@ -29,14 +29,17 @@ MOST = 8  # ranks that divide a model
 
 def jobs(ranks: int) -> list[list[str]]:
     """The settings of each on so many ranks, replicas of as many as divide their number, up to MOST; of one it is the
-    whole model."""
-    box = max(size for size in range(1, MOST + 1) if ranks % size == 0)
-    replicas = ranks // box
-    grid = [f"grid.tensor=[{box},1,1]", f"grid.data={replicas}"]
+    whole model. These lie along x, and then along y, where they have more to exchange."""
+    size = max(size for size in range(1, MOST + 1) if ranks % size == 0)
+    replicas = ranks // size
     return [
-        [*model, f"train.batch={sequences * replicas}", f"train.microbatches={microbatches}", *COMMON, *grid]
+        [
+            *model, f"train.batch={sequences * replicas}", f"train.microbatches={microbatches}", *COMMON,
+            f"grid.tensor={box}", f"grid.data={replicas}",
+        ]
+        for box in ([[size, 1, 1], [1, size, 1]] if size > 1 else [[1, 1, 1]])
         for sequences, microbatches, *model in JOBS
-    ]
+    ]  # fmt: skip
 
 
 def in_training(found: Sequence[dict]) -> list[dict]:

@@ -109,7 +109,8 @@ class Machine:
             "activations",
         )  # fmt: skip
         slower = {name: getattr(device, name) * share for name in (*rates, "cache")}
-        device = replace(device, launch=device.launch / share, **slower)
+        memory = device.memory * share  # of the node's, which is measured as that of a rank where there are `node`
+        device = replace(device, launch=device.launch / share, memory=memory, **slower)
         return replace(self, device=device, share=share, measured=measured)
 
     def _tables(self, ranks: int, share: float) -> tuple[Measured, ...]:
@@ -205,6 +206,11 @@ def _check(machine: Machine) -> None:
         "device.attention": machine.device.attention,
         **{f"peak.{kind}": rate for kind, rate in machine.peak.items()},
         **{
+            f"occupied of {each.ranks} ranks: {name}": getattr(each, name)
+            for each in machine.occupied
+            for name in ("memory", "bandwidth", "product", "attention")
+        },
+        **{
             f"link.{link.name}.{key}": getattr(link, key)
             for link in machine.link
             for key in ("unit", "bandwidth", "direct")
@@ -223,7 +229,9 @@ def _check(machine: Machine) -> None:
             raise ValueError(f"link.{link.name}.direct must be at most 1, got {link.direct}")
     for table in machine.measured:
         rising = all(a < b for a, b in zip(table.bytes, table.bytes[1:]))
-        if len(table.bytes) != len(table.seconds) or len(table.bytes) < 2 or not rising or min(table.seconds) <= 0:
+        even = len(table.bytes) == len(table.seconds) >= 2
+        if not even or not rising or table.bytes[0] <= 0 or min(table.seconds) <= 0:
             raise ValueError(
-                f"measured.{table.operation} on {table.ranks} ranks needs two or more rising bytes and as many seconds"
+                f"measured.{table.operation} on {table.ranks} ranks needs two or more rising bytes above 0 and as many "
+                "seconds"
             )

@@ -79,15 +79,16 @@ def evaluate(
     ]
     end = tokens.end_of_document if masked else None
     mine = pieces[grid.replica.rank :: grid.replica.size]
+    most = -(-len(pieces) // grid.replica.size)  # of a replica: all run as often, as their experts may be shared
     sums = torch.zeros(len(parts), dtype=torch.float64)
     counts = torch.zeros(len(parts), dtype=torch.int64)
     stages = grid.pipeline.size
     executor = Executor(grid.pipeline, forward_only(stages, stages, model.placement))
     model.eval()
     with torch.no_grad():
-        for together in _batched(mine, stages):  # a microbatch a stage fills the pipeline
+        for first in range(0, most, stages):  # a microbatch a stage fills the pipeline
             microbatches = []
-            for number, starts in together:
+            for number, starts in mine[first : first + stages]:
                 try:
                     ids, targets = _windows(tokens, starts, parts[number][1], context)
                 except (ValueError, OSError) as error:  # of this rank alone, which the others would wait for
@@ -99,7 +100,7 @@ def evaluate(
             empty = torch.empty(0, context, dtype=torch.int64)
             microbatches += [_microbatch(model, empty, empty, end)] * (stages - len(microbatches))
             losses = executor.run(Stages(model, microbatches))
-            for (number, _), loss in zip(together, losses):
+            for (number, _), loss in zip(mine[first : first + stages], losses):
                 sums[number] += loss.double().cpu()
     comm.all_reduce(sums, grid.world)
     comm.all_reduce(counts, grid.replica)

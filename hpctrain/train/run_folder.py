@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from hpctrain import files
@@ -57,15 +58,14 @@ class RunFolder:
         mine = batch_job() is None or batch_job() in jobs
         self.resumes = resume == "must" or (resume == "auto" and mine and has_checkpoints(self.path))
         if files.status(self.path) and not self.resumes:
-            numbered = (self.path.with_name(f"{self.path.name}.{n}") for n in itertools.count(1))
-            self.moved = next(path for path in numbered if not files.status(path))
+            self.moved = next(path for path in _numbered(self.path) if not files.status(path))
             self.path.rename(self.moved)
             jobs = []
         self.path.mkdir(exist_ok=self.resumes)
         files.sync(self.path.parent)
         if batch_job() and batch_job() not in jobs:
             self._replace(JOBS, "".join(f"{job}\n" for job in [*jobs, batch_job()]))
-        self._config = to_toml(config)
+        self._config, self._steps = to_toml(config), config.run.steps
         self.history: list[dict] = []
         self.ranks: list[dict] = []
         self._metrics: int | None = None  # until `begin`
@@ -82,7 +82,9 @@ class RunFolder:
         path = self.path / METRICS
         lines = path.read_text(encoding="utf-8").splitlines() if files.status(path) else []
         self.history = kept_records(lines, step)
-        (self.path / "model/config.json").unlink(missing_ok=True)  # weights exported at an earlier end are not its own
+        exported = self.path / "model"
+        if self._steps > step and files.status(exported):  # at an earlier end: of other weights than this job's
+            exported.rename(next(path for path in _numbered(exported) if not files.status(path)))
         self._replace("config.toml", self._config)
         self._rewrite()
         self._loggers.begin(step)
@@ -162,6 +164,10 @@ class RunFolder:
             self._replace(name, text + "\n")
         except OSError as error:
             log.warning("WARNING: %s is not written: %s", self.path / name, error)
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    return (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
 
 
 def has_checkpoints(run: Path) -> bool:

@@ -120,6 +120,8 @@ class LlamaFormat(Format, Generic[Shape]):
             found[ours] = settings.get(theirs) or _derived(settings, theirs)
         base, scaling = _rotary(settings)
         found["rope_scaling"] = [] if scaling is None else list(taken(scaling, {key: key for key in _SCALING}).values())
+        if isinstance(window := self.window(settings, kind, found["layers"]), int):  # else `differences` refuses it
+            found["window"] = window
         tied, of = settings.get("tie_word_embeddings", False), {"qwen2": "qkv_bias", "qwen3": "qk_norm"}.get(kind)
         return {"kind": self.kind, **found, "rope_base": base, "tied": tied, **({of: True} if of else {})}
 

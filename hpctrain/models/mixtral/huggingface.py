@@ -42,7 +42,10 @@ class MixtralFormat(LlamaFormat[MixtralShape]):
     }  # fmt: skip
     model_types = tuple(architectures)
     left_out = {
-        "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+        "mixtral": {
+            "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
         "qwen3_moe": {
             "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
             "norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 1, "sliding_window": 4096,
