@@ -232,8 +232,8 @@ class PlainModel(StagedModel[WholeSequences]):
             changed = [name for name, version in (self._versions or {}).items() if after.get(name) != version]
             if changed:
                 raise ValueError(
-                    f"the buffer {changed[0]} of model.kind = {self.kind} changes in training, and checkpoints hold "
-                    "parameters only; use a norm without running statistics, such as LayerNorm"
+                    f"the buffer {changed[0]} of model.kind = {self.kind} changes in training, where it "
+                    "would be another on another grid; use a norm without running statistics, such as LayerNorm"
                 )
 
     def _versions_of_buffers(self) -> dict[str, tuple[int, int]]:

@@ -34,8 +34,8 @@ class PlainSpec(ModelSpec):
 
     A tensor axis divides the module by `hpctrain.parallelize`; its attribute `replicate`, if it has one, names the
     modules to leave whole. Weights are drawn from torch's generator, seeded by run.seed, the same on all ranks. Random
-    numbers drawn in training, as by dropout, would be others on another grid and are refused, and so are buffers that
-    change in training, as checkpoints hold parameters.
+    numbers drawn in training, as by dropout, and buffers that change in training, would be others on another grid, and
+    are refused.
 
     Args:
         kind: "package.module:function".
