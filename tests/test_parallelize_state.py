@@ -172,6 +172,15 @@ def test_updates_by_hand(world, zero):
         return
     update(model, ids[grid.data.rank], 1)
     update(serial, ids.flatten(), 0.5)
+    if world.size == 2:  # of parts it would be another
+        for each, own, share in ((model, ids[grid.data.rank], 1), (serial, ids.flatten(), 0.5)):
+            each.zero_grad()
+            (each(own).square().sum() * share).backward()
+        norms = [
+            sum(p.grad.data.norm(2).item() ** 2 for p in each.parameters() if p.grad is not None)
+            for each in (model, serial)
+        ]
+        torch.testing.assert_close(*map(torch.tensor, norms), **CLOSE)
     whole = ht.gather_state_dict(model)
     if world.rank == 0:
         torch.testing.assert_close(whole, serial.state_dict(), **CLOSE)

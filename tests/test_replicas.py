@@ -98,6 +98,11 @@ def test_a_weight_that_was_frozen(world):
     model[0].weight.requires_grad_()
     with pytest.raises(ValueError, match="was frozen when the trainer was made"):
         step(trainer, model, grid)
+    model[0].weight.requires_grad_(False)
+    step(trainer, model, grid)
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="is frozen now, and would still decay"):
+        step(trainer, model, grid)
 
 
 @pytest.mark.each_value(4)

@@ -18,7 +18,7 @@ import torch
 from hpctrain import comm
 from hpctrain.convert.part import Part, name_of
 from hpctrain.convert.refusals import caller, unpicklable
-from hpctrain.convert.sharding import POINTWISE, Sharding
+from hpctrain.convert.sharding import ATTRIBUTES, POINTWISE, Sharding
 from hpctrain.convert.whole_operands import OF_SHAPE, RANDOM, apply_to_whole, foreign, refuse_initial, refuse_shape
 from hpctrain.rank_gradient import RankGradient, as_tensors
 
@@ -49,7 +49,7 @@ class PartialGradient(RankGradient):
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
         name, options = function.__name__, options or {}
-        if name not in _UNREAD:
+        if name not in _UNREAD or function == _DATA:
             _complete_replicas(_first(arguments, options))
             for each in arguments[1:]:
                 _complete_replicas(each if isinstance(each, PartialGradient) else None)
@@ -131,6 +131,7 @@ _MIXING = {
 _COMPARED = {"equal", "allclose"}
 # They ask nothing of the numbers, so that the replicas' need not be there.
 _UNREAD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "__get__", "__set__", "size", "dim", "numel"}
+_DATA = ATTRIBUTES["data"].__get__
 # What torch makes the states of its optimizers of.
 _PLAIN = {
     "clone", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new",

@@ -74,7 +74,8 @@ def open_trained(source: Path, overrides: list[str], world: MPI.Intracomm) -> Tr
         else:
             _load_checkpoint(model, source / "checkpoints")
             for parameter in model.parameters():
-                parameter.data = parameter.detach().to(precision.compute)
+                if parameter.requires_grad:  # but the biases of routers, of many small steps
+                    parameter.data = parameter.detach().to(precision.compute)
     return Trained(config, grid, model.eval(), tokenizer)
 
 

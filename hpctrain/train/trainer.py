@@ -20,6 +20,7 @@ from hpctrain.one_line import parallelize
 from hpctrain.pipeline import AMPNet, Schedule
 from hpctrain.pipeline.ampnet import MessageNetwork
 from hpctrain.pipeline.network import Network
+from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard import check_shards
 from hpctrain.train import expert_load
 from hpctrain.train.forward_backward import PipelinedModel, WholeModel
@@ -110,6 +111,7 @@ class Trainer:
         self._loads: dict[str, Load] = {}
         self._named_unused = False
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._trained = [p for p in model.parameters() if p.requires_grad]
         # What parallelize made gives the one loss on every rank of a replica; others give each rank its share.
         self._counts_loss = grid.tensor.rank == grid.sequence.rank == 0 or not hasattr(model, "hpctrain_grid")
 
@@ -186,10 +188,19 @@ class Trainer:
         return self.strategy.report() | self._passes.report() | expert_load.metrics(self._loads)
 
     def _check_frozen(self) -> None:
-        if any(p.requires_grad for p in self._frozen):
+        after = "make the trainer, and its optimizer, after freezing and unfreezing"
+        with as_tensors():  # a parallelized weight takes long to be asked
+            thawed = any(p.requires_grad for p in self._frozen)
+            frozen = not all(p.requires_grad for p in self._trained)
+        if thawed:
             raise ValueError(
                 "a weight that was frozen when the trainer was made requires its gradient now, which nobody would sum; "
-                "make the trainer, and its optimizer, after freezing and unfreezing"
+                f"{after}"
+            )
+        if frozen:
+            raise ValueError(
+                "a weight that was trained when the trainer was made is frozen now, and would still decay and move by "
+                f"its momentum; {after}"
             )
 
     def _name_unused(self) -> None:
