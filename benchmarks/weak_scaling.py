@@ -43,7 +43,7 @@ def main():
     for rounds in range(1, options.repeat + 1):
         for axis, made in studies.items():
             measure(
-                CONFIG, made, options.output / axis, rounds, options.steps, 1, descriptions[axis], lambda text: None
+                CONFIG, made, options.output / axis, rounds, options.steps, 1, descriptions[axis], say=lambda text: None
             )
     for axis in studies:
         write(options.output / axis, descriptions[axis])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import stat
+from pathlib import Path
 
 
 def status(path: str | os.PathLike) -> os.stat_result | None:
@@ -31,6 +33,21 @@ def regular(path: str | os.PathLike) -> os.stat_result | None:
 def is_folder(path: str | os.PathLike) -> bool:
     """Whether a folder is at a path; errors as `status`."""
     return (found := status(path)) is not None and stat.S_ISDIR(found.st_mode)
+
+
+def in_use(path: str | os.PathLike) -> bool:
+    """Whether the name is, be it by a link to nothing; errors as `status`."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def free_name(path: Path) -> Path:
+    """The path, or with .1, .2, … after it the first that is not in use; errors as `status`."""
+    paths = (path.with_name(path.name + end) for end in itertools.chain([""], map(".{}".format, itertools.count(1))))
+    return next(path for path in paths if not in_use(path))
 
 
 def read_bounded(path: str | os.PathLike, most: int) -> bytes:

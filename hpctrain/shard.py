@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,11 @@ class Shard:
     holders: tuple[int, ...] = ()
     partial: bool = True
     alike: str = "data"
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], replicated: tuple[str, ...] = ()) -> Shard:
+        """Of a tensor of which a rank has all."""
+        return cls(tuple(shape), tuple(slice(0, size) for size in shape), replicated)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -172,11 +172,11 @@ def test_buffers_are_used_again(world, name, microbatches):
 def test_buffers_of_many_shapes(world):
     """Are not kept for ever, but where somebody has one."""
     pool = Pool()
-    held = pool.take((1000,), torch.float32, None)
+    kept = pool.take((1000,), torch.float32, None)
     for length in range(1, 200):
         pool.take((length,), torch.float32, None)
     assert len(pool.buffers) <= 16
-    assert pool.take((1000,), torch.float32, None).data_ptr() != held.data_ptr()
+    assert pool.take((1000,), torch.float32, None).data_ptr() != kept.data_ptr()
 
 
 def test_the_backward_before_a_sum_is_announced(world):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -54,14 +53,14 @@ def start(root: Path, step: int) -> None:
         FileExistsError: when the step has a checkpoint, as none is ever overwritten; and when a later one has, from
             which `resume` would go on.
     """
-    if _there(place(root, step)):
+    if files.in_use(place(root, step)):
         raise FileExistsError(f"{place(root, step)} exists already")
     if (newest := next(iter(steps(root)), step)) > step:
         raise FileExistsError(f"{place(root, newest)} is of a later step: remove it, or save in another folder")
     make(root)
     path = unfinished(root, step)
-    if _there(path) and not discard(path):
-        path.rename(_free(path))
+    if files.in_use(path) and not discard(path):
+        path.rename(files.free_name(path))
     path.mkdir()
 
 
@@ -76,7 +75,7 @@ def make(path: Path) -> None:
 def publish(root: Path, step: int) -> Path:
     """Turn what was written, and is on disk, into the checkpoint: rename, `latest`. Each is on disk before the next."""
     path, final = unfinished(root, step), place(root, step)
-    if _there(final):
+    if files.in_use(final):
         raise FileExistsError(f"{final} exists already")
     path.rename(final)
     try:
@@ -100,7 +99,7 @@ def prune(root: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints; the caller has verified the newest."""
     for step in steps(root)[keep:]:
         # under a name that nobody reads, as it is taken apart file by file
-        discard(place(root, step).rename(_free(unfinished(root, step))))
+        discard(place(root, step).rename(files.free_name(unfinished(root, step))))
 
 
 def clean(root: Path) -> None:
@@ -124,24 +123,9 @@ def discard(path: Path) -> bool:
 
 def set_aside(root: Path, step: int) -> Path:
     """Rename a checkpoint that must not be used, to make room for another of that step."""
-    aside = place(root, step).rename(_free(root / f"step-{step}.bad"))
+    aside = place(root, step).rename(files.free_name(root / f"step-{step}.bad"))
     if left := steps(root):
         point(root, left[0])
     else:
         (root / LATEST).unlink(missing_ok=True)
     return aside
-
-
-def _free(path: Path) -> Path:
-    """The path, or with .1, .2, … after it the first that is not in use."""
-    paths = (path.with_name(path.name + end) for end in itertools.chain([""], map(".{}".format, itertools.count(1))))
-    return next(path for path in paths if not _there(path))
-
-
-def _there(path: Path) -> bool:
-    """Whether the name is in use, be it by a link to nothing. Raises OSError where that cannot be told."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True

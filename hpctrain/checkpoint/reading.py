@@ -130,5 +130,5 @@ def whole(node: Node, name: str) -> torch.Tensor:
     """All of one tensor."""
     shape, dtype = described(node.manifest)[name]
     tensor = torch.empty(shape, dtype=dtype)
-    load(node, [Entry(name, Shard(shape, tuple(slice(0, size) for size in shape)), tensor)])
+    load(node, [Entry(name, Shard.whole(shape), tensor)])
     return tensor

@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.data_parallel import DataParallelStrategy
 from hpctrain.grid import Grid
+from hpctrain.parameter import annotate
 from hpctrain.shard import Shard
 from hpctrain.shard_entries import Described, Entry
 
@@ -45,8 +46,7 @@ def _as_parameters(model: torch.nn.Module, grid: Grid) -> Iterator[tuple[str, to
     for name, buffer in found.items():
         shard = getattr(model.get_submodule(name.rpartition(".")[0]), "shard", None)
         if not isinstance(shard, Shard) or shard.shape != buffer.shape:
-            shard = Shard(tuple(buffer.shape), tuple(slice(0, n) for n in buffer.shape), replicated=("x", "y", "z"))
+            shard = Shard.whole(buffer.shape, replicated=("x", "y", "z"))
         holders = tuple(rank for rank, names in enumerate(stages) if name in names)
-        parameter = torch.nn.Parameter(buffer.detach(), requires_grad=False)
-        parameter.shard = dataclasses.replace(shard, holders=holders if len(holders) > 1 else ())  # type: ignore
-        yield name, parameter
+        shard = dataclasses.replace(shard, holders=holders if len(holders) > 1 else ())
+        yield name, annotate(torch.nn.Parameter(buffer.detach(), requires_grad=False), shard=shard)

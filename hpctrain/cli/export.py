@@ -6,7 +6,6 @@ import argparse
 import shutil
 from pathlib import Path
 
-WHOLE = "model.safetensors", "model.safetensors.index.json"  # of which one is there when all weights are
 SUMMARY = "write a run's weights for Hugging Face transformers"
 
 
@@ -17,9 +16,16 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     source, target = Path(options.run) / "model", Path(options.output)
-    if not any((source / name).is_file() for name in WHOLE):
-        raise ValueError(f"{options.run} holds no weights ({source}/{WHOLE[0]} is missing); has the run finished?")
+    if not has_weights(source):
+        raise ValueError(
+            f"{options.run} holds no weights ({source}/model.safetensors is missing); has the run finished?"
+        )
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} exists and is not empty; choose another folder")
     shutil.copytree(source, target, dirs_exist_ok=True)
     print(f"wrote {target}/")
+
+
+def has_weights(folder: Path) -> bool:
+    """All that were exported: the one file, or what is written after the last of several."""
+    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from hpctrain.cli.export import has_weights
 from hpctrain.slurm import client, submitted
 
 SUMMARY = "list the submitted runs: state, last step, loss, tokens/s"
@@ -80,7 +81,7 @@ def _row(job: submitted.Submitted) -> tuple[str, ...]:
     elif facts is None:
         state = "UNKNOWN"  # no answer
     else:  # forgotten by Slurm
-        state = "COMPLETED" if folder and any((folder / "model").glob("model*.safetensors")) else "ENDED"
+        state = "COMPLETED" if folder and has_weights(folder / "model") else "ENDED"
     figures = ("", "", "")
     if record:
         loss = "skipped" if record["loss"] is None else f"{record['loss']:.4f}"

@@ -51,8 +51,6 @@ class PartialGradient(RankGradient):
         name, options = function.__name__, options or {}
         if name not in _UNREAD or function == _DATA:
             _complete_replicas(_first(arguments, options))
-            for each in arguments[1:]:
-                _complete_replicas(each if isinstance(each, PartialGradient) else None)
         unread = name == "__get__" and function not in OF_SHAPE  # optimizers ask for many attributes
         library = "torch" if unread else caller(sys._getframe(1))
         if library == "hpctrain":  # states of optimizers, that code of a user's made
@@ -61,8 +59,11 @@ class PartialGradient(RankGradient):
         by_others = library != "torch"
         if by_others:
             refuse_shape(function, _first(arguments, options))
-            if arguments and isinstance(arguments[0], torch.nn.Parameter):
-                check_update(name, arguments)
+            late = unsummed(arguments[1:])
+            if late and isinstance(arguments[0], torch.nn.Parameter):
+                complete(name, late)
+            for each in late:
+                _complete_replicas(each)
         if (by_others or name in RANDOM) and foreign(function, arguments, options, cls):
             refuse_initial(sys._getframe(1))
             return apply_to_whole(function, arguments, options, cls, gathered)
@@ -192,7 +193,7 @@ def part_of_gradient(tensor: torch.Tensor, parameter: torch.Tensor, sharding: Sh
 def gathered(tensor: PartialGradient) -> torch.Tensor:
     """The whole; differentiable. Collective over the tensor axis."""
     name = "a whole"
-    part = check_completed(name, tensor)
+    part = _check_completed(name, tensor)
     with as_tensors():
         if not part.divided:
             return tensor.as_subclass(torch.Tensor)
@@ -216,21 +217,23 @@ def _check_whole(name, gradient) -> None:
             f"{name} of {name_of(gradient.part)} would be that of the part that this rank holds; {instead}, "
             "replicate=[...] of ht.parallelize leaves a module whole, and .as_subclass(torch.Tensor) is the part"
         )
-    check_completed(name, gradient)
+    _check_completed(name, gradient)
 
 
-def check_update(name: str, arguments: Sequence) -> None:
-    """Of what is computed of a weight, and may change it: with gradients that are complete, be it now."""
-    for each in arguments[1:]:
-        if isinstance(each, PartialGradient) and not each.summed:
-            check_completed(name, each)
+def unsummed(arguments: Sequence) -> list[PartialGradient]:
+    """Of the arguments of an operation, the gradients that are those of one replica."""
+    return [each for each in arguments if isinstance(each, PartialGradient) and not each.summed]
 
 
-def check_completed(name: str, gradient: PartialGradient) -> Part:
-    """Raises ValueError for a gradient that is not that of all replicas, and cannot be made so."""
+def complete(name: str, gradients: Sequence[PartialGradient]) -> None:
+    """Average those that are to change a weight over the replicas. Raises ValueError where nobody does that."""
+    for gradient in gradients:
+        _check_completed(name, gradient)
+
+
+def _check_completed(name, gradient) -> Part:
     if gradient.part is None:
         _check_whole(name, gradient)
-    assert gradient.part is not None
     _complete_replicas(gradient)  # a later one of a list
     if not gradient.summed:
         raise ValueError(NOT_SUMMED.format(f"{name} of the gradient of {gradient.part.name!r}"))
@@ -248,7 +251,7 @@ def _norm(function, arguments, options):
         _check_whole(name, _first(arguments, options))
         with as_tensors():
             return function(*arguments, **options)
-    parts = [check_completed(name, g) if isinstance(g, PartialGradient) else None for g in gradients]
+    parts = [_check_completed(name, g) if isinstance(g, PartialGradient) else None for g in gradients]
     order = float(order)
     with as_tensors():
         filled = [g if g.numel() else g.new_zeros(1) for g in gradients]  # of no elements, some norms are refused
@@ -280,7 +283,7 @@ def _complete(name, function, arguments, options):
         with as_tensors():
             return function(*arguments, **options)
     op, nothing = _COMPLETED[name]
-    part = check_completed(name, gradient)
+    part = _check_completed(name, gradient)
     with as_tensors():
         own = function(gradient if gradient.numel() else gradient.new_zeros(1))
     if not part.divided:

@@ -19,7 +19,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hpctrain.convert.arriving_gradients import mark_copy
 from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
-from hpctrain.convert.gradients import PartialGradient, check_update, gathered, part_of_gradient, part_of_weight
+from hpctrain.convert.gradients import (
+    PartialGradient,
+    complete,
+    gathered,
+    part_of_gradient,
+    part_of_weight,
+    unsummed,
+)
 from hpctrain.convert.refusals import by_user, check_function, place, refused, unpicklable, wants_whole
 from hpctrain.convert.sharded_activation import whole as whole_activation
 from hpctrain.convert.sharding import ATTRIBUTES, POINTWISE, Sharding, hooked, local
@@ -55,8 +62,8 @@ class Sharded(torch.Tensor):
                 return part_of_weight(made, args[0].sharding) if made.shape == args[0].shape else made
             else:
                 of_part = name in _OF_THE_PART
-                if by_user(sys._getframe(1)):
-                    check_update(name, args)
+                if (gradients := unsummed(args[1:])) and by_user(sys._getframe(1)):
+                    complete(name, gradients)
             return func(*args, **kwargs) if of_part else _as_whole(func, name, args, kwargs)
 
     def __hash__(self):

@@ -83,9 +83,11 @@ def _below(folder: Path) -> list[Path]:
         raise error
 
     def first_time(path: Path) -> bool:
-        count, facts = len(seen), path.stat()
-        seen.add((facts.st_dev, facts.st_ino))
-        return len(seen) > count
+        facts = path.stat()
+        known = facts.st_dev, facts.st_ino
+        first = known not in seen
+        seen.add(known)
+        return first
 
     first_time(folder)
     found: list[Path] = []

@@ -80,12 +80,11 @@ class FileTokenizer:
         self.description = description
         # ids may have gaps, so that the largest is not their number
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-        ends = [self._tokenizer.token_to_id(token) for token in self.END]
-        known = [end for end in ends if end is not None]
+        numbers = {token: self._tokenizer.token_to_id(token) for token in self.END}
+        known = {token: number for token, number in numbers.items() if number is not None}
         if not known:
             raise ValueError(f"{name} has no token to end a document; add one of {', '.join(self.END)}")
-        self.end_of_document = known[0]
-        self.end = next(token for token, number in zip(self.END, ends) if number is not None)
+        self.end, self.end_of_document = next(iter(known.items()))
 
     def encode(self, text: str) -> np.ndarray:
         try:

@@ -135,7 +135,7 @@ class ServedBucket(GradBucket):
             if low < high:
                 within = slice(low - self.served.start, high - self.served.start)
                 piece = torch.nn.Parameter(self.own[within])
-                annotate(piece, shard=Shard((high - low,), (slice(0, high - low),)))
+                annotate(piece, shard=Shard.whole((high - low,)))
                 piece.grad = self.gradient[within]
                 pieces.append(ParameterSlice(parameter, low - start, high - start, piece))
         return pieces

@@ -48,9 +48,12 @@ def parameter(
     made = annotate(torch.nn.Parameter(data.to(device)), shard=shard)
     summands = grid.alike(shard).size > 1 or (shard.partial and any(grid.shape[axis] > 1 for axis in shard.replicated))
     if summands or shard.divided:  # until a strategy puts its own hook there
-        annotate(made, unmanaged=functools.partial(mark_gradient, summed=not summands))
-        on_arrival(made, made.unmanaged)  # type: ignore[attr-defined]
+        _mark(made, functools.partial(mark_gradient, summed=not summands))
     return made
+
+
+def _mark(parameter, marks):
+    on_arrival(annotate(parameter, unmanaged=marks), marks)
 
 
 class Layer(torch.nn.Module):
@@ -63,10 +66,10 @@ class Layer(torch.nn.Module):
             own = copied._parameters[name]
             if parameter is None or own is None:
                 continue
-            kept = {key: value for key, value in vars(parameter).items() if key in ("shard", "same_as", "unmanaged")}
-            annotate(own, **kept)
-            if "unmanaged" in kept:
-                on_arrival(own, kept["unmanaged"])
+            known = vars(parameter)
+            annotate(own, **{key: known[key] for key in ("shard", "same_as") if key in known})
+            if "unmanaged" in known:
+                _mark(own, known["unmanaged"])
         return copied
 
 

@@ -124,7 +124,7 @@ class Network(torch.nn.Module):
                         f"{name} of stage {stage} is of plain torch, and {tensor} tensor ranks share the stage; use "
                         "hpctrain.layers, or grid.tensor=1"
                     )
-                shard = shard or Shard(tuple(parameter.shape), tuple(slice(0, size) for size in parameter.shape))
+                shard = shard or Shard.whole(parameter.shape)
                 holders = tuple(sorted(ranks[stage])) if len(ranks[stage]) > 1 else ()
                 annotate(parameter, shard=dataclasses.replace(shard, holders=holders))
 

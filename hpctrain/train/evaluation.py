@@ -87,8 +87,8 @@ def evaluate(
     model.eval()
     with torch.no_grad():
         for first in range(0, most, stages):  # a microbatch a stage fills the pipeline
-            microbatches = []
-            for number, starts in mine[first : first + stages]:
+            together, microbatches = mine[first : first + stages], []
+            for number, starts in together:
                 try:
                     ids, targets = _windows(tokens, starts, parts[number][1], context)
                 except (ValueError, OSError) as error:  # of this rank alone, which the others would wait for
@@ -100,7 +100,7 @@ def evaluate(
             empty = torch.empty(0, context, dtype=torch.int64)
             microbatches += [_microbatch(model, empty, empty, end)] * (stages - len(microbatches))
             losses = executor.run(Stages(model, microbatches))
-            for (number, _), loss in zip(mine[first : first + stages], losses):
+            for (number, _), loss in zip(together, losses):
                 sums[number] += loss.double().cpu()
     comm.all_reduce(sums, grid.world)
     comm.all_reduce(counts, grid.replica)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,12 +85,10 @@ def exported_in(source: Path) -> Path | None:
 
 def _undivided() -> list[str]:
     """Overrides: how a training cut its pipeline and shared its weights does not matter to what was trained."""
-    default, sections = Config(), ("pipeline", "data_parallel")
-    settings = {section: dataclasses.asdict(getattr(default, section)) for section in sections}
-    options = [
-        f"{section}.{key}={toml_value(value)}" for section in sections for key, value in settings[section].items()
-    ]
-    return [*options, "train.microbatches=1"]
+    default = Config()
+    sections = {"pipeline": default.pipeline, "data_parallel": default.data_parallel}
+    settings = {f"{name}.{key}": value for name, each in sections.items() for key, value in vars(each).items()}
+    return [*(f"{key}={toml_value(value)}" for key, value in settings.items()), "train.microbatches=1"]
 
 
 def configuration(source: Path, overrides: list[str], ranks: int) -> Config:

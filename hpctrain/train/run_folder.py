@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from hpctrain import files
@@ -58,8 +56,7 @@ class RunFolder:
         mine = batch_job() is None or batch_job() in jobs
         self.resumes = resume == "must" or (resume == "auto" and mine and has_checkpoints(self.path))
         if files.status(self.path) and not self.resumes:
-            self.moved = next(path for path in _numbered(self.path) if not files.status(path))
-            self.path.rename(self.moved)
+            self.moved = self.path.rename(files.free_name(self.path))
             jobs = []
         self.path.mkdir(exist_ok=self.resumes)
         files.sync(self.path.parent)
@@ -84,7 +81,7 @@ class RunFolder:
         self.history = kept_records(lines, step)
         exported = self.path / "model"
         if self._steps > step and files.status(exported):  # at an earlier end: of other weights than this job's
-            exported.rename(next(path for path in _numbered(exported) if not files.status(path)))
+            exported.rename(files.free_name(exported))
         self._replace("config.toml", self._config)
         self._rewrite()
         self._loggers.begin(step)
@@ -164,10 +161,6 @@ class RunFolder:
             self._replace(name, text + "\n")
         except OSError as error:
             log.warning("WARNING: %s is not written: %s", self.path / name, error)
-
-
-def _numbered(path: Path) -> Iterator[Path]:
-    return (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
 
 
 def has_checkpoints(run: Path) -> bool:

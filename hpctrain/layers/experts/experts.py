@@ -217,7 +217,7 @@ class _Experts(torch.autograd.Function):
                 late.queue.append(lambda: accumulate(down, grad_down()))
             gradients = None, None
         else:
-            gradients = grad_up(), grad_down()
+            gradients = grad_up() if up.requires_grad else None, grad_down() if down.requires_grad else None
         return *returning.wait(), *gradients, None, None
 
 

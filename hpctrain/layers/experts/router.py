@@ -71,12 +71,12 @@ class Router(Layer):
         self.scale, self.aux_loss, self.z_loss, self.balance_bias = scale, aux_loss, z_loss, balance_bias
         self.aux_scope, self.jitter, self.key = aux_scope, jitter, drawn_key(grid, key)
         std = (3 * features) ** -0.5 if std is None else std
-        shard = Shard((experts, features), (slice(0, experts), slice(0, features)), ("x", "y", "z"))
+        shard = Shard.whole((experts, features), replicated=("x", "y", "z"))
         self.weight = parameter(grid, shard, self.key / "weight", std, dtype=dtype, device=device)
         self.bias = None
         if balance_bias or scores == "sigmoid":
             wide = comm.accumulation_dtype(self.weight.dtype)  # of many small steps
-            shard = Shard((experts,), (slice(0, experts),), ("x", "y", "z"))
+            shard = Shard.whole((experts,), replicated=("x", "y", "z"))
             self.bias = parameter(grid, shard, self.key / "bias", None, dtype=wide, device=device).requires_grad_(False)
         self.record = Record(grid, experts)
 

@@ -76,8 +76,7 @@ class MessageNetwork(torch.nn.Module):
                 if parameter in seen:
                     raise ValueError(f"nodes {seen[parameter]} and {node} share {name}; make them one node")
                 seen[parameter] = node
-                whole = tuple(parameter.shape)
-                annotate(parameter, shard=Shard(whole, tuple(slice(0, size) for size in whole)))
+                annotate(parameter, shard=Shard.whole(parameter.shape))
 
     def forward(self, *inputs: Any):
         raise TypeError("a MessageNetwork is run by ht.Trainer with a pipeline.AMPNet, not called")
