@@ -59,6 +59,7 @@ MIXING_OPTIMIZERS = {
     "lamb": "the norms of the whole weight and of its update",
     "lars": "the norms of the whole weight and of its gradient",
     "lbfgs": "inner products of whole gradients",
+    "prodigy": "the distance of all weights from where they began",
     "muon": "the whole matrix of the momentum, which it orthogonalises",
     "shampoo": "inner products of rows and of columns of the whole gradient",
     "soap": "the eigenvectors of Shampoo's matrices",

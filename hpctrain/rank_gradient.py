@@ -16,6 +16,7 @@ _OF_ALL = {
     "norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm", "cat", "dot", "mm", "bmm",
     "addmm", "matmul", "__matmul__", "__rmatmul__", "_amp_foreach_non_finite_check_and_unscale_",
 }  # fmt: skip
+ZEROING = {"zero_", "_foreach_zero_"}
 _SAME = {"view", "reshape", "flatten", "ravel", "detach", "contiguous", "to", "float", "double"}
 # What a loop that sums by its own means does, by MPI say: whether the sum is right is its own affair.
 _HANDED_OUT = {"data_ptr", "numpy", "__array__", "__dlpack__", "copy_", "untyped_storage"}
@@ -26,6 +27,7 @@ class RankGradient(torch.Tensor):
 
     Attributes:
         summed: over the ranks that hold the same part.
+        of_sum: that it was such a sum, to which a backward may have added since.
         of_shape: the shape of the gradient of which this is a part; None where it is all of it.
 
     Raises:
@@ -34,11 +36,14 @@ class RankGradient(torch.Tensor):
     """
 
     summed = True
+    of_sum = False
     of_shape: tuple[int, ...] | None = None
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
         name, options = function.__name__, options or {}
+        if name in ZEROING:
+            mark_zeroed(arguments)
         if name in _HANDED_OUT:
             for gradient in _gradients(arguments[:1], {}):
                 gradient.summed = True
@@ -69,6 +74,12 @@ def mark_gradient(parameter: torch.nn.Parameter, summed: bool) -> None:
                 gradient.of_shape = shard.global_shape
             parameter.grad = gradient
     gradient.summed = summed
+
+
+def mark_zeroed(arguments: tuple) -> None:
+    """Of one gradient, or a list of them, that becomes zeros, of which any number are zeros."""
+    for gradient in _gradients(arguments, {}):
+        gradient.of_sum = False
 
 
 def _unsummed(result):

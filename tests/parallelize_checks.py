@@ -91,10 +91,15 @@ def check_gradients(model, serial, grid):
             )
 
 
+def part_of(parameter):
+    """What this rank has of it, whose shape is its own."""
+    return parameter.detach().as_subclass(torch.Tensor)
+
+
 def held_once(model, grid):
     """Every element of every weight lies on one rank of the tensor axis."""
     for parameter in model.parameters():
         whole = parameter.whole_shape
-        assert grid.tensor.comm.allreduce(parameter.detach().numel()) == torch.Size(whole).numel()
+        assert grid.tensor.comm.allreduce(part_of(parameter).numel()) == torch.Size(whole).numel()
         assert parameter.dim() == len(whole)
         assert tuple(parameter.shape) == whole

@@ -135,6 +135,29 @@ def test_what_is_not_trained(world, tmp_path):
     assert len(one.strategy.optimizer.state_dict()["state"]) == 3
 
 
+class CountingInGroups(torch.optim.SGD):
+    """As schedule-free optimizers do, which average the weights by it."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+def test_an_optimizer_that_counts_in_its_groups(world, tmp_path):
+    """Its count would be lost; a rate that a schedule sets is the script's own."""
+    root = world.bcast(tmp_path) / "checkpoints"
+    one = training(ht.Grid(data=world.size), 1, make=CountingInGroups)
+    one.step([torch.ones(4, 3, dtype=torch.float64)])
+    with pytest.raises(ValueError, match="CountingInGroups changes k of its param_groups in a step; checkpoints hold"):
+        ht.checkpoint.save(root, 1, one.model, one.strategy)
+    other = training(ht.Grid(data=world.size), 1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(other.optimizer, 0.5)
+    other.step([torch.ones(4, 3, dtype=torch.float64)])
+    schedule.step()
+    ht.checkpoint.save(root, 1, other.model, other.strategy)
+
+
 def test_an_optimizer_that_keeps_other_things(world, tmp_path):
     one = training(ht.Grid(data=world.size), 1, make=Counting)
     one.step([torch.ones(4, 3, dtype=torch.float64)])

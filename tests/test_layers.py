@@ -178,6 +178,17 @@ def test_a_deep_copy(world):
     replicas.zero_grad()
 
 
+@pytest.mark.ranks(1, 2)
+def test_autocast_is_refused(world):
+    grid = Grid(tensor=world.size)
+    layer = Linear(grid, 8, 6, to="inner", key=KEY)
+    with (
+        torch.autocast("cpu"),
+        pytest.raises(ValueError, match="within torch.autocast: leave it out, and make"),
+    ):
+        layer(torch.ones(2, 8), Tokens.of(grid, 1, 2))
+
+
 @pytest.mark.ranks(1, 2, 3)
 def test_standalone_layers_follow_torch_s_seed(world):
     """Without a key, torch.manual_seed on the first rank decides, as for torch's own layers."""

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from parallelize_checks import CLOSE, boxes, check_gradients, compare, numbers
+from parallelize_checks import CLOSE, boxes, check_gradients, compare, numbers, part_of
 from test_parallelize_transformers import IDS, PADDING, gpt2, llama, transformers
 from torch import nn
 
@@ -101,7 +101,7 @@ def test_learned_biases(world):
 def held_once_but_norms(model, grid):
     for name, parameter in model.named_parameters():
         if "norm" not in name:
-            assert grid.tensor.comm.allreduce(parameter.detach().numel()) == torch.Size(parameter.whole_shape).numel()
+            assert grid.tensor.comm.allreduce(part_of(parameter).numel()) == torch.Size(parameter.whole_shape).numel()
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 8), (1, 8), (3, 1, 2, 8)])

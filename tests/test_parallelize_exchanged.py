@@ -1,9 +1,14 @@
 """Units with a part exchanged: nothing is taken over that does more than what torch put there."""
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from parallelize_checks import compare, numbers, tensor_grids
 from torch import nn
+
+import hpctrain as ht
 
 pytestmark = pytest.mark.mpi
 
@@ -79,3 +84,118 @@ def test_weights_computed_from_others(world):
     for grid in tensor_grids(world):
         for replicate in ([], ["1"]):
             compare(make, grid, [numbers(2, 4)], replicate=replicate)
+
+
+class Feed(nn.Module):
+    """A block of its own, whose function may drop hidden features."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.act, self.p = nn.Linear(12, 17), nn.Linear(17, 12), F.gelu, 0.0
+
+    def forward(self, x):
+        return self.down(F.dropout(self.act(self.up(x)), self.p, self.training))
+
+
+class Named(Feed):
+    """Whose chance nobody can read."""
+
+    def forward(self, x):
+        options = {"p": self.p, "training": self.training}
+        return self.down(F.dropout(self.act(self.up(x)), **options))
+
+
+class Pair(Feed):
+    """A pair beside something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, x):
+        return self.norm(x + self.down(F.dropout(self.act(self.up(x)), self.p, self.training)))
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.act, self.p = nn.Linear(12, 17), F.gelu, 0.0
+
+    def forward(self, x):
+        return F.dropout(self.act(self.dense(x)), self.p, self.training)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.norm = nn.Linear(17, 12), nn.LayerNorm(12)
+
+    def forward(self, x, residual):
+        return self.norm(self.dense(x) + residual)
+
+
+class Bert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.intermediate, self.output = Inner(), Outer()
+
+    def forward(self, x):
+        made = self.intermediate(x)
+        return self.output(made, x)
+
+
+def softmax(x):
+    return x.softmax(-1)
+
+
+def layer():
+    return nn.TransformerEncoderLayer(12, 3, 17, dropout=0.0)
+
+
+LATER = {
+    "activation of an encoder layer": (layer, "", {"activation": softmax}),
+    "dropout of an encoder layer": (layer, "", {"dropout": nn.Dropout(0.5)}),
+    "second of an encoder layer": (layer, "", {"linear2": Adapted(nn.Linear(17, 12), 17, 12)}),
+    "activation of a block": (Feed, "", {"act": softmax}),
+    "activation beside others": (Pair, "", {"act": softmax}),
+    "second beside others": (Pair, "", {"down": nn.Linear(17, 12)}),
+    "activation of BERT's kind": (Bert, "intermediate", {"act": softmax}),
+    "first of BERT's kind": (Bert, "", {"intermediate": Inner()}),
+    "second of BERT's kind": (Bert, "output", {"dense": nn.Linear(17, 12)}),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", LATER)
+def test_parts_exchanged_afterwards(world, case):
+    """They would meet parts of activations."""
+    make, path, parts = LATER[case]
+    torch.manual_seed(0)
+    model = ht.parallelize(make(), ht.Grid(tensor=world.size))
+    x = torch.ones(5, 2, 12)
+    model(x)
+    for name, part in parts.items():
+        setattr(model.get_submodule(path), name, copy.deepcopy(part))
+    with pytest.raises(ValueError, match="exchanged"):
+        model(x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("make", "path"), [(Feed, ""), (Pair, ""), (Bert, "intermediate")])
+def test_functions_that_drop_later(world, make, path):
+    """Each rank would draw the mask of its features. In evaluation nothing is dropped."""
+    torch.manual_seed(0)
+    model = ht.parallelize(make(), ht.Grid(tensor=world.size))
+    x = torch.ones(5, 2, 12)
+    model(x)
+    model.get_submodule(path).p = 0.5
+    model.eval()(x)
+    with pytest.raises(ValueError, match=r"p=0.5 of \w+ drops features before \w*"):
+        model.train()(x)
+
+
+@pytest.mark.ranks(2)
+def test_a_chance_that_nobody_can_read(world):
+    """Such a block is left to its layers."""
+    model = compare(Named, ht.Grid(tensor=world.size), [numbers(5, 2, 12)])
+    assert getattr(model.up, "leaves", True)

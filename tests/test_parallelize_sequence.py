@@ -133,6 +133,26 @@ def test_three_steps(world, case, way):
             torch.testing.assert_close(gathered, dict(serial.state_dict()), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_that_are_clipped_in_between(world, zero):
+    """With zero=1 a second backward adds to the mean; with zero=0 that would count once for each rank of a sequence."""
+    whole = ids(29)
+    for grid in grids(world.size):
+        serial = seeded(gpt2)
+        model = ht.parallelize(copy.deepcopy(serial), grid, zero=zero)
+        norms = []
+        for m in (serial, model):
+            for limit in (0.1, 1e9):
+                loss_of(m(whole).logits, whole).backward()
+                if zero == 0 and m is model and limit > 1:
+                    with pytest.raises(ValueError, match="added to the gradients of .* or use zero=1"):
+                        torch.nn.utils.clip_grad_norm_(m.parameters(), limit)
+                else:
+                    norms.append(float(torch.nn.utils.clip_grad_norm_(m.parameters(), limit)))
+        assert norms[2:] == pytest.approx(norms[: len(norms) - 2], rel=1e-11)
+
+
 def serial_step(model, optimizer, batches):
     """The loss and the norm of gradients."""
     optimizer.zero_grad()

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from parallelize_checks import CLOSE, tensor_grids
+from parallelize_checks import CLOSE, part_of, tensor_grids
 from read_weights import IDS, Tied, check_weights, made, train
 from torch import nn
 
@@ -14,17 +14,19 @@ pytestmark = pytest.mark.mpi
 
 
 def test_the_part(world):
-    """What optimizers and the library itself work on; and the whole shape for everybody else."""
+    """What torch's optimizers and the library itself work on; and the whole shape for everybody else."""
     model = ht.parallelize(made(Tied), ht.Grid(tensor=world.size))
     weight = model.first.weight
-    rows = weight.detach().shape[0]
+    rows = part_of(weight).shape[0]
     assert world.allreduce(rows) == 6
     assert weight.shape == (6, 5)
     assert weight.numel() == 30
     assert len(weight) == weight.size(0) == 6
-    assert weight.data.shape == torch.zeros_like(weight).shape == (rows, 5)
+    assert weight.data.shape == torch.zeros_like(weight).shape == (6, 5)
+    assert torch.zeros_like(weight).as_subclass(torch.Tensor).shape == (rows, 5)
     model(IDS).sum().backward()
-    assert weight.grad.shape == (rows, 5)
+    assert weight.grad.shape == (6, 5)
+    assert weight.grad.as_subclass(torch.Tensor).shape == (rows, 5)
     again = torch.autograd.grad(model(IDS).sum(), [weight])[0]
     torch.testing.assert_close(again, weight.grad, **CLOSE)
 

@@ -108,6 +108,21 @@ def test_equals_plain_torch(world, train):
                 torch.testing.assert_close(stored[theirs], tensor, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("steps", [4, 5])
+def test_averages_of_replicas_that_train_by_themselves(world, train, steps):
+    """At the end of the run, be that a step in which the weights were averaged, and from the checkpoint."""
+    grid = ((world.size, 1, "1"), "local_sgd")
+    assert train(*given(*grid), "data_parallel.average_every=2", f"run.steps={steps}", "run.checkpoint_every=1") == 0
+    if world.rank == 0:
+        run = next(iter(path.parent for path in train.folder.glob("*/config.toml")))
+        out = train.folder / "out"
+        assert main(["checkpoint", "export", str(run), "-o", str(out), "--weights", "ema"]) == 0
+        theirs, ours = (load_file(path / "model.safetensors") for path in (out, run / "model"))
+        torch.testing.assert_close(ours, theirs, rtol=1e-15, atol=1e-15)
+    world.barrier()
+
+
 def test_a_checkpoint_is_exported_with_its_average_or_without(world, train, capsys):
     """As at the end of the run, tokenizer and all, with what train.ema_use says, unless the command says otherwise. A
     run that uses no average has the weights of one without, and does not go on without it."""

@@ -14,6 +14,7 @@ from hpctrain.checkpoint.checkpointer import Checkpointer
 from hpctrain.checkpoint.manifests import Manifest
 from hpctrain.checkpoint.training_state import TrainingState
 from hpctrain.data_parallel import DataParallelStrategy
+from hpctrain.data_parallel.optimizer_state import counted_in_groups
 
 
 def save(
@@ -31,7 +32,8 @@ def save(
 
     Raises:
         ValueError: on every rank, where it could not be written, as on a full disk, of which nothing is left then;
-            where `root` has a checkpoint of this step or a later one; for an `about` that JSON does not hold.
+            where `root` has a checkpoint of this step or a later one; for an `about` that JSON does not hold; for an
+            optimizer that counts in its `param_groups`.
     """
     root = Path(root)
     about = {"grid": strategy.grid.shape, **(about or {})}
@@ -40,6 +42,11 @@ def save(
             json.dumps(about)
         except TypeError as wrong:
             raise ValueError(f"about must be what JSON holds: {wrong}") from None
+        if counted := counted_in_groups(strategy.optimizer):
+            raise ValueError(
+                f"{type(strategy.optimizer).__name__} changes {', '.join(sorted(counted))} of its param_groups in a "
+                "step; checkpoints hold its state of parameters alone: let it keep torch.tensor(...) of them there"
+            )
     checkpointer = Checkpointer(root, strategy.grid.comm, keep, background=False)
     if error := checkpointer.save(step, TrainingState(model, strategy), about):
         raise ValueError(f"no checkpoint of {error}")

@@ -71,7 +71,7 @@ def mark_summed(parameters: Iterable[torch.nn.Parameter]) -> None:
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, RankGradient):
-            gradient.summed = True
+            gradient.summed = gradient.of_sum = True
         elif gradient is not None:
             vars(gradient)["summed_version"] = gradient._version
 

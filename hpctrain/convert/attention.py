@@ -162,7 +162,8 @@ def split_feed_forward(plan: Plan, module: torch.nn.TransformerEncoderLayer | to
     features, activation = module.linear1.out_features, module.activation
     between = (activation,) if isinstance(activation, torch.nn.Module) else ()
     calls = plan.unit_calls(module, "_ff_block")
-    split_pair(plan, module.linear1, module.linear2, between, calls, over_tokens=False)
+    planned = [(module, name, getattr(module, name)) for name in ("linear1", "activation", "dropout", "linear2")]
+    split_pair(plan, module.linear1, module.linear2, between, planned, calls, over_tokens=False)
     parts = plan.parts(features)
     if plan.box:
         parts = [part for (part,) in plan.blocks(Layout.of((features,), {0: ("x", "y", "z")}))]

@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torch import nn
 from hpctrain.comm.functional import reshard
 from hpctrain.convert.gathering_again import gathering_again, once_more
 from hpctrain.convert.linear import linear
+from hpctrain.convert.plain import those_with
 from hpctrain.convert.products import SplitLinear, split_linear
 from hpctrain.convert.sharded_activation import ShardedActivation, of_rows, rows_in
 from hpctrain.convert.sharding import local
@@ -161,10 +163,14 @@ def split_block(plan: Plan, module: nn.Module, ups: list[nn.Module], down: nn.Mo
 
 
 def split_pair(
-    plan: Plan, up: nn.Module, down: nn.Module, between: tuple[nn.Module, ...], calls: UnitCalls,
-    over_tokens: bool = True,
+    plan: Plan, up: nn.Module, down: nn.Module, between: tuple[nn.Module, ...],
+    planned: Sequence[tuple[Any, str, Any]], calls: UnitCalls, over_tokens: bool = True,
 ) -> None:  # fmt: skip
-    """Two layers that are no module of their own, and what is between them: on a box, see `Entered`, or in one line."""
+    """Two layers that are no module of their own, and what is between them: on a box, see `Entered`, or in one line.
+
+    Args:
+        planned: what has to be as it is now; see `SplitLinear`.
+    """
     if plan.box:
         entered = EnteredOnce(plan.grid, over_tokens)
         split_up(plan, up, entered)
@@ -172,8 +178,8 @@ def split_pair(
     else:
         split_linear(plan, up, by_output=True, leaves=False)
         split_linear(plan, down, by_output=False, enters=False)
-    plan.change(up, unit_calls=calls)
-    plan.change(down, unit_calls=calls, between=between)
+    plan.change(up, unit_calls=calls, planned=those_with(down, planned))
+    plan.change(down, unit_calls=calls, between=between, planned=planned)
 
 
 def split_up(plan: Plan, layer: nn.Module, entered: Entered, fused: int = 1, unit: int = 1) -> None:

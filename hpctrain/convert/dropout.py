@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from hpctrain import comm
 from hpctrain.convert.hooks import check_hooks
+from hpctrain.convert.sources import MethodSource, methods_of
 from hpctrain.convert.unit_calls import UnitCalls
 
 
@@ -48,7 +54,37 @@ def whole_mask(shape: Sequence[int], p: float, like: torch.Tensor, inplace: bool
     return torch.empty(shape, dtype=drawn, device=like.device).bernoulli_(1 - p).bool()
 
 
-class SplitDropout(torch.nn.Dropout):
+def chance_of(call: ast.Call, method: MethodSource, module: nn.Module) -> tuple[Any, list[tuple[Any, str]]]:
+    """The p of a call of F.dropout in a method of `module`, None where nobody knows it; and, where it may change, the
+    object that has it and the name of its attribute."""
+    p = next((each.value for each in call.keywords if each.arg == "p"), [*call.args[1:2], None][0])
+    return method.value(p, module), [(method.value(p.value, module), p.attr)] if isinstance(p, ast.Attribute) else []
+
+
+class FunctionsThatDrop(TorchFunctionMode):
+    """Notes whether a function is given so many features that might drop some, as F.dropout whose p is 0 now."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.features, self.found = features, False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if "dropout" in getattr(func, "__name__", "") and args[0].shape[-1:] == (self.features,):
+            self.found = True
+        return func(*args, **(kwargs or {}))
+
+    def chances(self, module: nn.Module) -> list[tuple[Any, str]] | None:
+        """Whose attributes, of which names, their p are, where calls in methods of the module say so; none where there
+        are no such functions, and None where nobody can tell."""
+        if not self.found:
+            return []
+        methods = [(each, method) for each in module.modules() for method in methods_of(each)]
+        calls = [(each, m, n) for each, m in methods for n in ast.walk(m.tree) if isinstance(n, ast.Call)]
+        drops = [(each, m, n) for each, m, n in calls if m.value(n.func, each) is F.dropout]
+        return [chance for each, m, n in drops for chance in chance_of(n, m, each)[1]] or None
+
+
+class SplitDropout(nn.Dropout):
     """Mixin for nn.Dropout on features that are divided.
 
     Attributes: `features`, of the whole; `part`, those of this rank; `unit_calls`, within which alone it may drop any.
@@ -66,7 +102,7 @@ class SplitDropout(torch.nn.Dropout):
         return drop(input, self, self.features, self.part)
 
 
-def drop(x: torch.Tensor, module: torch.nn.Dropout, features: int, part: slice) -> torch.Tensor:
+def drop(x: torch.Tensor, module: nn.Dropout, features: int, part: slice) -> torch.Tensor:
     """What nn.Dropout makes of `part` of so many features."""
     if not module.training or module.p == 0:
         return x

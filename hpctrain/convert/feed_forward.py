@@ -16,8 +16,16 @@ import torch
 from torch import nn
 
 from hpctrain.convert.box import split_block
-from hpctrain.convert.dropout import SplitDropout
-from hpctrain.convert.plain import altered, arguments, is_hooked, is_of_diffusers, is_one_of
+from hpctrain.convert.dropout import FunctionsThatDrop, SplitDropout
+from hpctrain.convert.plain import (
+    altered,
+    arguments,
+    children_and_functions,
+    is_hooked,
+    is_of_diffusers,
+    is_one_of,
+    those_with,
+)
 from hpctrain.convert.products import SharedEntry, pair_pays, share_entry, split_linear, split_matrix
 from hpctrain.convert.twins import TwinLinear, with_children
 from hpctrain.convert.unit_module import Unit
@@ -46,16 +54,19 @@ def split_feed_forward_block(plan: Plan, module: nn.Module) -> None:
         ups = [path for path in linears if path != down]
         for fused in (1, 2):
             if _fits([inner[path] for path in ups], inner[down], fused):
-                dropouts = _divides(module, ups, down, fused)
-                if dropouts is not None:
-                    _split(plan, module, ups, down, fused, dropouts)
+                found = _divides(module, ups, down, fused)
+                if found is not None:
+                    _split(plan, module, ups, down, fused, *found)
                     return
 
 
-def _split(plan, module, ups, down, fused, dropouts):
+def _split(plan, module, ups, down, fused, dropouts, zeros):
     layers, last = [module.get_submodule(path) for path in ups], module.get_submodule(down)
     deeper = [child for child in module.modules() if child not in (module, *module.children(), *layers, last)]
-    plan.change(last, between=tuple(deeper), unit_calls=plan.unit_calls(module))  # the unit looks at its children
+    planned = [each for inner in module.modules() for each in children_and_functions(inner)]
+    for layer in layers:
+        plan.change(layer, planned=those_with(last, planned))
+    plan.change(last, between=tuple(deeper), planned=planned, zeros=zeros, unit_calls=plan.unit_calls(module))
     plan.change(module, named=None if arguments(module) else _arguments(module))
     if plan.box and not dropouts and _treats_rows_alone(module, ups, down, fused):
         split_block(plan, module, layers, last, fused)
@@ -97,7 +108,8 @@ def _fits(ups, down, fused) -> bool:
 
 
 def _divides(module, ups, down, fused):
-    """The names of the dropouts that see hidden features, where the parts add up; else None."""
+    """Where the parts add up, the names of the dropouts that see hidden features, and the chances of functions that do;
+    else None."""
     first, last = module.get_submodule(ups[0]), module.get_submodule(down)
     hidden = _PARTS[-1].stop
     if hidden in (first.in_features, last.out_features):  # nobody could tell what a dropout sees
@@ -117,8 +129,8 @@ def _divides(module, ups, down, fused):
         layers[down] = TwinLinear(out[:, part], bias * (part.start == 0))
         return _twin(module, layers, seen, training)(x, *(each * (part.start == 0) for each in residuals))
 
-    state = torch.get_rng_state()
-    with torch.no_grad():
+    state, functions = torch.get_rng_state(), FunctionsThatDrop(hidden)
+    with torch.no_grad(), functions:
         try:
             parts = [sum(run(part, training) for part in _PARTS) for training in (False, True)]
             seen.clear()
@@ -131,7 +143,8 @@ def _divides(module, ups, down, fused):
         return None
     if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(whole, parts)):
         return None
-    return [name for name, width in seen.items() if width == hidden]
+    zeros = functions.chances(module)
+    return None if zeros is None else ([name for name, width in seen.items() if width == hidden], zeros)
 
 
 def _treats_rows_alone(module, ups, down, fused) -> bool:

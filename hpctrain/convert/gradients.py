@@ -19,8 +19,16 @@ from hpctrain import comm
 from hpctrain.convert.part import Part, name_of
 from hpctrain.convert.refusals import caller, unpicklable
 from hpctrain.convert.sharding import ATTRIBUTES, POINTWISE, Sharding
-from hpctrain.convert.whole_operands import OF_SHAPE, RANDOM, apply_to_whole, foreign, refuse_initial, refuse_shape
-from hpctrain.rank_gradient import RankGradient, as_tensors
+from hpctrain.convert.whole_operands import (
+    OF_SHAPE,
+    RANDOM,
+    apply_to_whole,
+    asks_shape,
+    foreign,
+    refuse_initial,
+    whole_shape,
+)
+from hpctrain.rank_gradient import ZEROING, RankGradient, as_tensors, mark_zeroed
 
 NOT_SUMMED = (
     "the gradients of the replicas are not summed yet; call ht.sync_gradients(model) after the last backward, before {}"
@@ -49,6 +57,8 @@ class PartialGradient(RankGradient):
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
         name, options = function.__name__, options or {}
+        if name in ZEROING:
+            mark_zeroed(arguments)
         if name not in _UNREAD or function == _DATA:
             _complete_replicas(_first(arguments, options))
         unread = name == "__get__" and function not in OF_SHAPE  # optimizers ask for many attributes
@@ -58,7 +68,8 @@ class PartialGradient(RankGradient):
                 return function(*arguments, **options)
         by_others = library != "torch"
         if by_others:
-            refuse_shape(function, _first(arguments, options))
+            if asks_shape(function, _first(arguments, options).part):
+                return whole_shape(function, arguments[0], arguments, options)
             late = unsummed(arguments[1:])
             if late and isinstance(arguments[0], torch.nn.Parameter):
                 complete(name, late)
@@ -67,6 +78,8 @@ class PartialGradient(RankGradient):
         if (by_others or name in RANDOM) and foreign(function, arguments, options, cls):
             refuse_initial(sys._getframe(1))
             return apply_to_whole(function, arguments, options, cls, gathered)
+        if by_others and (part := _first(arguments, options).part) and part.sharding:
+            arguments, options = part.sharding.own((arguments, options))
         if name in _NORMS:
             return _norm(function, arguments, options)
         of_two = name in ("max", "min") and len(arguments) == 2 and isinstance(arguments[1], torch.Tensor)
@@ -88,12 +101,15 @@ class PartialGradient(RankGradient):
                 return result
             if any(result is given for given in (*arguments, *options.values())):  # changed in place
                 return result
-            return _inherit(name, result, _first(arguments, options))
+            source = _first(arguments, options)
+            sized = name in _SIZED and source.part is not None and source.part.sharding is not None
+            return result if sized else _inherit(name, result, source)
 
     def like(self, tensor: torch.Tensor) -> PartialGradient:
         """Another part, of the same."""
         result = tensor.as_subclass(type(self))
-        result.part, result.summed, result.in_place = self.part, self.summed, self.in_place
+        result.part, result.summed, result.of_sum = self.part, self.summed, self.of_sum
+        result.in_place = self.in_place
         return result
 
     def __deepcopy__(self, memo):
@@ -133,10 +149,10 @@ _COMPARED = {"equal", "allclose"}
 # They ask nothing of the numbers, so that the replicas' need not be there.
 _UNREAD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "__get__", "__set__", "size", "dim", "numel"}
 _DATA = ATTRIBUTES["data"].__get__
+_SIZED = {"new", "new_empty", "new_zeros", "new_ones", "new_full"}  # by their caller, who is told the whole's size
 # What torch makes the states of its optimizers of.
 _PLAIN = {
-    "clone", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new",
-    "new_empty", "new_zeros", "new_ones", "new_full",
+    "clone", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", *_SIZED,
 }  # fmt: skip
 _UNTYPED = {"as_subclass", "__deepcopy__", "new_tensor"}
 # Beside what is pointwise.

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpctrain.convert.box import Entered, split_block, split_down, split_up
-from hpctrain.convert.plain import is_plain, is_pointwise
+from hpctrain.convert.plain import is_plain, is_pointwise, those_with
 from hpctrain.convert.products import (
     SharedEntry,
     SplitConv1D,
@@ -90,4 +90,6 @@ def split_gpt2_mlp(plan: Plan, module: Any) -> None:
         for layer in (module.c_fc, module.c_proj):
             plan.change(layer, unit_calls=plan.unit_calls(module, "forward"))
         split_conv1d(plan, module.c_proj, by_output=False, enters=False)
-    plan.change(module.c_proj, between=(module.act,))
+    planned = [(module, name, getattr(module, name)) for name in ("c_fc", "act", "c_proj")]
+    plan.change(module.c_fc, planned=those_with(module.c_proj, planned))
+    plan.change(module.c_proj, between=(module.act,), planned=planned)

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from hpctrain.convert.box import split_pair
+from hpctrain.convert.dropout import FunctionsThatDrop
 from hpctrain.convert.handed_on import hands_on
-from hpctrain.convert.plain import altered, arguments, is_hooked, is_plain
+from hpctrain.convert.plain import altered, arguments, children_and_functions, is_hooked, is_plain
 from hpctrain.convert.products import pair_pays
 from hpctrain.convert.twins import TwinLinear, with_children
 
@@ -32,9 +33,13 @@ def split_intermediate(plan: Plan, module: Any) -> None:
     if not (plan.is_free(up) and plan.is_free(down) and pair_pays(up, down)):
         return
     method = hands_on(module, "intermediate", "output")
-    if method and takes_it_alone(module.output) and _treats_features_alone(module.intermediate):
+    zeros = _treats_features_alone(module.intermediate) if method and takes_it_alone(module.output) else None
+    if zeros is not None:
         between = tuple(each for each in module.intermediate.modules() if each is not up)
-        split_pair(plan, up, down, between, plan.unit_calls(module, method))
+        planned = [(module, name, module._modules[name]) for name in ("intermediate", "output")]
+        planned += [*children_and_functions(module.intermediate), (module.output, "dense", down)]
+        split_pair(plan, up, down, between, planned, plan.unit_calls(module, method))
+        plan.change(down, zeros=zeros)
 
 
 def takes_it_alone(module: nn.Module) -> bool:
@@ -75,13 +80,14 @@ def _layer(module: nn.Module | None) -> nn.Linear | None:
     return None if any(map(is_hooked, module.modules())) else dense
 
 
-def _treats_features_alone(module: nn.Module) -> bool:
-    """Whether it makes each feature, and each token, by itself from what `dense` makes, and draws nothing."""
+def _treats_features_alone(module: nn.Module) -> list[tuple[Any, str]] | None:
+    """Where it makes each feature, and each token, by itself from what `dense` makes, and draws nothing: the chances of
+    functions that would, see `FunctionsThatDrop`; else None."""
     others = {name: child for name, child in module._modules.items() if name != "dense" and child}
     if len(arguments(module)) != 1 or any([*child.parameters()] for child in others.values()):
-        return False
+        return None
     if any(isinstance(each, nn.Dropout) for each in module.modules()):
-        return False
+        return None
     chance = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(shape, generator=chance, dtype=torch.float64) for shape in ((_HIDDEN, _WIDTH), _HIDDEN))
     x = torch.randn(2, 3, _WIDTH, generator=chance, dtype=torch.float64)
@@ -91,22 +97,22 @@ def _treats_features_alone(module: nn.Module) -> bool:
         children = {**copy.deepcopy(others), "dense": TwinLinear(weight[features], bias[features])}
         return with_children(module, children, training)(x)
 
-    state = torch.get_rng_state()
-    with torch.no_grad():
+    state, functions = torch.get_rng_state(), FunctionsThatDrop(_HIDDEN)
+    with torch.no_grad(), functions:
         try:
             for training in (False, True):
                 whole = run(x, slice(None), training)
                 some = run(x, part, training), run(few, slice(None), training)
                 expected = whole[..., part], whole.flatten(0, 1)[None, _FEW]
                 if not all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-9) for a, b in zip(some, expected)):
-                    return False
+                    return None
                 if not torch.equal(torch.get_rng_state(), state):
-                    return False
+                    return None
         except Exception:  # whatever it does with its layers, it is not this
-            return False
+            return None
         finally:
             torch.set_rng_state(state)
-    return whole.shape == (2, 3, _HIDDEN)
+    return functions.chances(module) if whole.shape == (2, 3, _HIDDEN) else None
 
 
 class _Noting(nn.Module):

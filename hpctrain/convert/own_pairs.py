@@ -7,7 +7,6 @@ What is between them is seen of the module's source (`handed_on`), and has to tr
 from __future__ import annotations
 
 import ast
-import inspect
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpctrain.convert.box import split_pair
-from hpctrain.convert.dropout import SplitDropout
+from hpctrain.convert.dropout import SplitDropout, chance_of
 from hpctrain.convert.handed_on import bodies, read_elsewhere
 from hpctrain.convert.plain import is_plain, is_pointwise
 from hpctrain.convert.products import pair_pays
@@ -50,7 +49,8 @@ def split_own_pairs(plan: Plan, module: nn.Module) -> None:
             if not divides and not all(_is_zero(each.p) for each in dropouts):
                 continue
             calls, features = plan.unit_calls(module, way.method.name), layers[down].in_features
-            split_pair(plan, layers[up], layers[down], tuple(way.between), calls)
+            planned = [*way.called, *((module, name, layers[name]) for name in (up, down))]
+            split_pair(plan, layers[up], layers[down], tuple(way.between), planned, calls)
             part = plan.parts(features)[plan.axis.rank]
             for each in dropouts if divides else ():
                 plan.swap_class(each, SplitDropout, features=features, part=part, unit_calls=calls)
@@ -87,12 +87,14 @@ def _calls_of(node, child):
 
 
 class _Way:
-    """Of what one layer makes, statement by statement: the modules `between`, and the `zeros`, an object and the name
-    of its attribute, by which nothing is dropped."""
+    """Of what one layer makes, statement by statement: the modules `between`; what is `called`, an object, the name of
+    its attribute and the value; and the `zeros`, an object and the name of its attribute, by which nothing is dropped.
+    """
 
     def __init__(self, module: nn.Module, method: MethodSource, up: str):
         self.module, self.method, self.up = module, method, up
         self.between: list[nn.Module] = []
+        self.called: list[tuple[Any, str, Any]] = []
         self.zeros: list[tuple[Any, str]] = []
         self.name, self.names = "", set[str]()
         self.passed: list[ast.Name] = []
@@ -127,27 +129,17 @@ class _Way:
 
     def _treats_features_alone(self, call: ast.Call) -> bool:
         called = self._value(call.func)
+        if isinstance(call.func, ast.Attribute) and isinstance(owner := self._value(call.func.value), nn.Module):
+            self.called.append((owner, call.func.attr, called))
         if called is F.dropout:
-            p = next((each.value for each in call.keywords if each.arg == "p"), [*call.args[1:2], None][0])
-            if isinstance(p, ast.Attribute):
-                self.zeros.append((self._value(p.value), p.attr))
-            return _is_zero(self._value(p))
+            p, zeros = chance_of(call, self.method, self.module)
+            self.zeros += zeros
+            return _is_zero(p)
         if isinstance(called, nn.Module):
             self.between.append(called)
         if isinstance(called, nn.Dropout):
             return is_plain(called, nn.Dropout)
         return is_pointwise(called)
 
-    def _value(self, node: ast.expr | None) -> Any:
-        """Of a constant, and of a name with dots that is known outside of the method and stays as it is; else None."""
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.Attribute):
-            owner = self._value(node.value)
-            computed = hasattr(inspect.getattr_static(type(owner), node.attr, None), "__get__")
-            return None if computed else getattr(owner, node.attr, None)
-        if not isinstance(node, ast.Name):
-            return None
-        if node.id == "self":
-            return self.module
-        return None if node.id in self.method.local else self.method.known.get(node.id)
+    def _value(self, node: ast.expr) -> Any:
+        return self.method.value(node, self.module)

@@ -65,6 +65,17 @@ def altered(module: nn.Module) -> str:
     return "its forward was replaced" if "forward" in vars(module) else ""
 
 
+def children_and_functions(owner: nn.Module) -> list[tuple[Any, str, Any]]:
+    """What it calls: the owner, the name of its attribute and the value of each."""
+    own = {name: value for name, value in vars(owner).items() if inspect.isroutine(value)}
+    return [(owner, name, value) for name, value in {**owner._modules, **own}.items()]
+
+
+def those_with(module: nn.Module, planned: Iterable[tuple[Any, str, Any]]) -> list[tuple[Any, str, Any]]:
+    """Of such values, the module itself and those that have it."""
+    return [each for each in planned if isinstance(each[2], nn.Module) and module in each[2].modules()]
+
+
 def arguments(module: nn.Module, others: bool = False) -> list[str]:
     """Those that its forward takes, by place or by name; none where it takes any in another way, but for any number of
     `others` where these are allowed."""

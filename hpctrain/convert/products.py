@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +38,8 @@ class SplitLinear(nn.Module):
         enters: the input is whole; otherwise the unit around has brought it inside.
         leaves: the output is made whole; otherwise it stays divided.
         shards: of what leaves a unit, each rank keeps some rows.
-        between: what made the input of its part, in a unit that is no module of its own; `zeros`, an object and the
-            name of its attribute, by which nothing of it may be dropped.
+        between: what made the input of its part, in a unit that is no module of its own; `planned`, an object, the name
+            of its attribute and what that has to be still; `zeros`, one by which nothing of it may be dropped.
         unit_calls: of its unit, within which alone it may be called where it takes or gives parts.
     """
 
@@ -51,6 +52,7 @@ class SplitLinear(nn.Module):
     feature_dim = -1  # of activations
     shards = False
     between: tuple[nn.Module, ...] = ()
+    planned: Sequence[tuple[Any, str, Any]] = ()
     zeros: tuple[tuple[object, str], ...] = ()
     unit_calls: UnitCalls | None = None
     path: str
@@ -63,9 +65,18 @@ class SplitLinear(nn.Module):
                 check_global_hooks()
                 if self.unit_calls is not None:
                     self.unit_calls.check(self.path)
+                for owner, name, value in self.planned:
+                    if getattr(owner, name, None) is not value:
+                        self._refuse_exchanged(owner, name)
                 if self.zeros and self.training:
                     self._check_zeros()
         return self.run(x, self.enters, self.leaves)
+
+    def _refuse_exchanged(self, owner, name):
+        raise ValueError(
+            f"{name} of {type(owner).__name__} was exchanged since ht.parallelize divided it together with others, and "
+            f"would meet parts of activations; do it before, or list {self.path!r} in replicate"
+        )
 
     def _check_zeros(self):
         for owner, name in self.zeros:

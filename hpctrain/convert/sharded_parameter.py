@@ -209,6 +209,8 @@ def _as_whole(func, name, args, kwargs):
     if mine and (writes(name) or kwargs.get("out") is first):
         return _write(func, name, first, args, kwargs)
     if not torch.is_grad_enabled() and name.removeprefix("_foreach_").strip("_") in POINTWISE:
+        weight = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Sharded))
+        args, kwargs = weight.sharding.own((args, kwargs))
         sharding = _common_sharding(name, args, kwargs)
         if sharding is not None:
             result = func(*args, **kwargs)
@@ -275,10 +277,11 @@ def _write(func, name, parameter, args, kwargs):
     if parameter.requires_grad and torch.is_grad_enabled() and not of_initial(func):
         return func(*args, **kwargs)  # which torch refuses, in its own words
     refuse_initial(sys._getframe(3))  # from the operation on
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
-    if name.strip("_") in POINTWISE and all(x.shape == parameter.shape for x in tensors):
-        return func(*args, **kwargs)
     sharding = parameter.sharding
+    own, options = sharding.own((args, kwargs))
+    tensors = [x for x in tree_leaves((own, options)) if isinstance(x, torch.Tensor) and x.dim()]
+    if name.strip("_") in POINTWISE and all(x.shape == parameter.shape for x in tensors):
+        return func(*own, **options)
     full = sharding.gather(parameter.detach())
     args, kwargs = tree_map(lambda x: full if x is parameter else _whole_of(x), (args, kwargs))
     result = func(*args, **kwargs)

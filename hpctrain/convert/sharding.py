@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from hpctrain.convert import boundary
 from hpctrain.convert.refusals import hook_refused
@@ -68,6 +70,17 @@ class Sharding:
         """This rank's part, in memory of its own; with as many dims as the weight."""
         part = whole.reshape(self.shard.global_shape)[self.shard.slices].clone(memory_format=torch.contiguous_format)
         return part.view(self.local_shape)
+
+    def own(self, values: Any) -> Any:
+        """Of lists and the like, with this rank's part in the place of whole tensors, where another rank has all of the
+        weight: to that rank they look as parts do, and all have to treat them alike."""
+        if self.counts.count(0) < len(self.counts) - 1 or self.local_shape == self.whole_shape:
+            return values
+
+        def mine(x):
+            return self.take(x) if isinstance(x, torch.Tensor) and x.shape == self.whole_shape else x
+
+        return tree_map(mine, values)
 
     @property
     def local_shape(self) -> tuple[int, ...]:

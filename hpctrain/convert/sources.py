@@ -26,6 +26,21 @@ class MethodSource(NamedTuple):
     local: set[str]
     known: dict[str, Any]
 
+    def value(self, node: ast.expr | None, module: nn.Module) -> Any:
+        """Of a constant, and of a name with dots that is known outside of the method and stays as it is, the module
+        being `self`; else None."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Attribute):
+            owner = self.value(node.value, module)
+            computed = hasattr(inspect.getattr_static(type(owner), node.attr, None), "__get__")
+            return None if computed else getattr(owner, node.attr, None)
+        if not isinstance(node, ast.Name):
+            return None
+        if node.id == "self":
+            return module
+        return None if node.id in self.local else self.known.get(node.id)
+
 
 def methods_of(module: nn.Module) -> tuple[MethodSource, ...]:
     """Every method that its type has besides nn.Module's. With what is around decorated ones, and where a method asks

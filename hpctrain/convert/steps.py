@@ -25,8 +25,8 @@ def sync_gradients(model: torch.nn.Module, grid: Grid | None = None) -> None:
         grid: of a model that `parallelize` did not make.
 
     Raises:
-        ValueError: on every rank, when the gradients are summed already, and no backward has added to them since; for a
-            model made with `zero`, whose gradients are averaged without.
+        ValueError: on every rank, when the gradients are summed already, or a backward has added to sums; for a model
+            made with `zero`, whose gradients are averaged without.
     """
     grid = grid_of(model, grid)
     if replicas_of(model) is not None:
@@ -35,7 +35,7 @@ def sync_gradients(model: torch.nn.Module, grid: Grid | None = None) -> None:
             "as torch's DistributedDataParallel does; leave the call out, and let the loss be the mean over the "
             "replica's own batch"
         )
-    if sum_over_replicas(model, grid) is None:
+    if not sum_over_replicas(model, grid):
         raise ValueError(
             "ht.sync_gradients was called twice: the gradients are the sums over the replicas already, and a second "
             "sum would multiply them by the number of replicas; call it once, after the last backward of a step"

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpctrain.convert.gathered_copy import writes
+from hpctrain.convert.part import Part
 from hpctrain.convert.refusals import place
 from hpctrain.convert.sharding import ATTRIBUTES, local
 
@@ -22,8 +23,8 @@ RANDOM = {
 _INITIAL = {"xavier_uniform_", "xavier_normal_", "kaiming_normal_", "orthogonal_", "eye_", "dirac_", "sparse_"}
 # They ask for attributes, or make parts into the same parts.
 _OF_PARTS = {"__get__", "__set__", "as_subclass", "__repr__", "__format__", "detach", "backward"}
-_NUMBER = {"numel", "nelement"}
-_SIZES = {*_NUMBER, "size", "dim", "ndimension", "__len__"}
+_DIMS = {"dim", "ndimension"}
+_SIZES = {"numel", "nelement", "size", "__len__", *_DIMS}
 _SHAPES = {ATTRIBUTES[name].__get__ for name in ("shape", "ndim")}
 OF_SHAPE = _SHAPES | {ATTRIBUTES[name].__get__ for name in ("T", "mT", "H", "mH")}
 
@@ -53,7 +54,7 @@ def foreign(function: Callable, arguments: Any, options: Any, kind: type) -> boo
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return True
         shape = parts[0].shape
-        return len(tensors) > 1 and any(x.numel() > 1 and x.shape != shape for x in tensors)
+        return len(tensors) > 1 and any(x.numel() > 1 and x.shape != shape for x in parts[0].part.sharding.own(tensors))
 
 
 def apply_to_whole(function: Callable, arguments: Any, options: Any, kind: type, gathered: Callable):
@@ -82,21 +83,33 @@ def of_shape(function: Callable) -> bool:
     return function.__name__ in _SIZES or function in _SHAPES
 
 
-def refuse_shape(function: Any, tensor: Any) -> None:
-    """Raise ValueError for the number of elements of a part of a gradient, which goes into means, and for any shape of
-    one that lies flat, as replicas share out gradients; for its transpose too."""
-    part, name = tensor.part, function.__name__
+def asks_shape(function: Callable, part: Part | None) -> bool:
+    """Whether it asks for the shape of a part that is not the shape of the whole, or is a transposition of a range."""
     if part is None or not part.divided:
-        return
-    flat = part.sharding is None
-    if (name in _NUMBER and part.grid is not None) or (
-        flat and (name in _SIZES or name == "t" or function in OF_SHAPE)
-    ):
-        name = function.__self__.__name__ if name == "__get__" else name
-        raise ValueError(
-            f"{place()}: {name} of {part.name!r} would be that of the part that this rank holds; ask the weight itself,"
-            " or .as_subclass(torch.Tensor), which is the part"
-        )
+        return False
+    name = function.__name__
+    if part.sharding is None:
+        return of_shape(function) or name == "t" or function in OF_SHAPE
+    return of_shape(function) and name not in _DIMS and function != ATTRIBUTES["ndim"].__get__
+
+
+def whole_shape(function: Any, tensor: Any, arguments: Any, options: Any) -> Any:
+    """What a function that asks for the shape says of the whole, as of the weight itself: code of the user's makes
+    noise and means by it.
+
+    Raises:
+        ValueError: where the part does not lie as the weight does, be it flat, as replicas share out gradients, or a
+            view of another shape.
+    """
+    part, name = tensor.part, function.__name__
+    with local():
+        if part.sharding is not None and tensor.in_place and tensor.shape == part.sharding.local_shape:
+            return function(torch.empty(part.sharding.whole_shape, device="meta"), *arguments[1:], **options)
+    name = function.__self__.__name__ if name == "__get__" else name
+    raise ValueError(
+        f"{place()}: {name} of {part.name!r} would be that of the part that this rank holds; ask the weight itself,"
+        " or .as_subclass(torch.Tensor), which is the part"
+    )
 
 
 def of_initial(function: Callable) -> bool:

@@ -35,10 +35,12 @@ def replica_totals(loss: torch.Tensor, squares: torch.Tensor, grid: Grid) -> tor
 
 def square(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Sum of the squares of all elements, float64; taken in float32 where they have 16 bits."""
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64)
-    wide = torch.float32 if tensors[0].dtype in REDUCED_HERE else None
-    return torch.stack(torch._foreach_norm(tensors, 2, wide)).double().square().sum().cpu()
+    found = torch.zeros((), dtype=torch.float64)
+    for dtype in {tensor.dtype for tensor in tensors}:
+        wide = torch.float32 if dtype in REDUCED_HERE else None
+        norms = torch._foreach_norm([tensor for tensor in tensors if tensor.dtype == dtype], 2, wide)
+        found = found + torch.stack(norms).double().square().sum().cpu()
+    return found
 
 
 def clip(parameters: Iterable[torch.nn.Parameter], norm: float, limit: float) -> None:

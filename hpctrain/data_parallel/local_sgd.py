@@ -98,6 +98,13 @@ class LocalSGD(DataParallel):
         with torch.no_grad():
             torch._foreach_copy_(weights, own)
 
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """As ever, and the average over the replicas of those, which `checkpoint export` takes too."""
+        with super().averaged_weights():
+            self._average([p for p in self.parameters if "ema" in self.optimizer.state.get(p, {})])
+            yield
+
     def to_save(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
         return [self._count(), *optimizer_state.own_to_save(names, self.optimizer, self.grid)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -226,6 +227,24 @@ def _check_states(optimizer, kept, names: Names) -> None:
 
 def _keys_of_state(optimizer, group: dict) -> set[str]:
     """Of an optimizer's state of a parameter after a step: known from a copy's, of a group with one number."""
+    return {key for key, value in _after_a_step(optimizer, group)[0].items() if value is not None}
+
+
+def counted_in_groups(optimizer: torch.optim.Optimizer) -> set[str]:
+    """The numbers that a step of the optimizer changes in its groups, which are no state of any parameter; none where
+    nobody can tell, as its step needs more than a gradient."""
+    found: set[str] = set()
+    for group in optimizer.param_groups:
+        if group["params"]:
+            with contextlib.suppress(Exception):
+                after = _after_a_step(optimizer, group)[1]
+                numbers = {key: value for key, value in group.items() if isinstance(value, (int, float))}
+                found |= {key for key, value in numbers.items() if after.get(key) != value}
+    return found
+
+
+def _after_a_step(optimizer, group) -> tuple[dict, dict]:
+    """State and options of a copy of the optimizer, after a step of a number without a gradient to speak of."""
     number = torch.nn.Parameter(group["params"][0].detach().new_zeros(1))
     number.grad = torch.zeros_like(number)
     options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
@@ -234,7 +253,7 @@ def _keys_of_state(optimizer, group: dict) -> set[str]:
     alone.state, alone.param_groups = collections.defaultdict(dict), [{**options, "params": [number]}]
     alone._optimizer_step_pre_hooks, alone._optimizer_step_post_hooks = {}, {}
     type(optimizer).step(alone)  # its own may be wrapped, as by schedulers
-    return {key for key, value in alone.state[number].items() if value is not None}
+    return alone.state[number], alone.param_groups[0]
 
 
 def _with_numbers_on_device(optimizer) -> set[torch.nn.Parameter]:

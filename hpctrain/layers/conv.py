@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hpctrain import comm
 from hpctrain.grid import Axis, Grid
-from hpctrain.layers.parameter import Layer, drawn_key, parameter
+from hpctrain.layers.parameter import Layer, drawn_key, parameter, refuse_autocast
 from hpctrain.layers.rules import IMAGES, shard
 from hpctrain.layers.spatial import Stencil
 from hpctrain.matmul.sharded_dim import Rows
@@ -87,6 +87,7 @@ class Conv2d(Layer):
         self.bias = parameter(grid, of_bias, key / "bias", None, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        refuse_autocast(x)
         return _Convolution.apply(x, self.weight, self.bias, self, self.stencil.halo(x))
 
     def gather(self, x: torch.Tensor, halo: comm.Halo) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import Algorithm, BoxAlgorithm, PlaneAlgorithm, algorithm_of
 from hpctrain.layers.box import BoxProduct
-from hpctrain.layers.parameter import Factory, Layer, drawn_key, parameter
+from hpctrain.layers.parameter import Factory, Layer, drawn_key, parameter, refuse_autocast
 from hpctrain.layers.plane import PlaneProduct
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
@@ -65,6 +65,7 @@ class Linear(Layer):
         self.bias = parameter(grid, self.product.bias, key / "bias", None, **factory) if bias else None
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        refuse_autocast(x)
         if x.shape != (expected := self.product.shape_of_input(tokens)):
             layout = "residual" if self.to_inner else "inner"
             raise ValueError(

@@ -73,6 +73,16 @@ class Layer(torch.nn.Module):
         return copied
 
 
+def refuse_autocast(x: torch.Tensor) -> None:
+    """Raise ValueError within torch.autocast, which would change the types of some operations of a layer alone."""
+    if torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            "ht.layers compute in the type of their weights, got a call within torch.autocast: leave it out, and make "
+            "the layers with dtype=torch.bfloat16, or give a strategy, which keeps master weights, "
+            "hpctrain.data_parallel.Precision(compute=torch.bfloat16)"
+        )
+
+
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Add to the parameter's gradient and call its hooks, as autograd does."""
     if gradient is not None:

@@ -18,7 +18,7 @@ from hpctrain.layers.experts.dispatch_choice import choose
 from hpctrain.layers.experts.grouped import products, weight_gradients
 from hpctrain.layers.experts.replicas import Replicas, chosen_replicas
 from hpctrain.layers.experts.routing import Routing
-from hpctrain.layers.parameter import Factory, Layer, ProductQueue, accumulate, drawn_key, parameter
+from hpctrain.layers.parameter import Factory, Layer, ProductQueue, accumulate, drawn_key, parameter, refuse_autocast
 from hpctrain.randomness import RngKey
 from hpctrain.shard import expert_shard, split_sizes
 
@@ -92,6 +92,7 @@ class Experts(Layer):
     def forward(self, x: torch.Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """`meanwhile` is called while results travel back to their tokens; its backward comes while gradients travel to
         the experts."""
+        refuse_autocast(x)
         (dispatch, replicas), first = routing.rows.tokens.decide(lambda: self._dispatch(x, routing))
         if first and self.training and self.capacity:
             routing.record.add_dropped(routing.experts.numel() - dispatch.kept // self.parts)
