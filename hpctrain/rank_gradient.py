@@ -16,7 +16,8 @@ _OF_ALL = {
     "norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm", "cat", "dot", "mm", "bmm",
     "addmm", "matmul", "__matmul__", "__rmatmul__", "_amp_foreach_non_finite_check_and_unscale_",
 }  # fmt: skip
-ZEROING = {"zero_", "_foreach_zero_"}
+_TIMES = {"fill_", "mul_", "__imul__", "_foreach_mul_"}
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SAME = {"view", "reshape", "flatten", "ravel", "detach", "contiguous", "to", "float", "double"}
 # What a loop that sums by its own means does, by MPI say: whether the sum is right is its own affair.
 _HANDED_OUT = {"data_ptr", "numpy", "__array__", "__dlpack__", "copy_", "untyped_storage"}
@@ -28,6 +29,7 @@ class RankGradient(torch.Tensor):
     Attributes:
         summed: over the ranks that hold the same part.
         of_sum: that it was such a sum, to which a backward may have added since.
+        seen_by: the gradient that `.data` or `.detach()` of it is.
         of_shape: the shape of the gradient of which this is a part; None where it is all of it.
 
     Raises:
@@ -37,13 +39,13 @@ class RankGradient(torch.Tensor):
 
     summed = True
     of_sum = False
+    seen_by: RankGradient | None = None
     of_shape: tuple[int, ...] | None = None
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
         name, options = function.__name__, options or {}
-        if name in ZEROING:
-            mark_zeroed(arguments)
+        mark_zeroed(name, arguments)
         if name in _HANDED_OUT:
             for gradient in _gradients(arguments[:1], {}):
                 gradient.summed = True
@@ -55,7 +57,9 @@ class RankGradient(torch.Tensor):
             result = function(*arguments, **options)
         if name != "__get__" and not all(gradient.summed for gradient in _gradients(arguments, options)):
             return _unsummed(result)
-        return _another(result, arguments[0]) if name in _SAME and _is_own(arguments) else result
+        if (name in _SAME or function == _DATA) and _is_own(arguments):
+            return _another(result, arguments[0])
+        return result
 
     def __reduce_ex__(self, protocol):
         with as_tensors():
@@ -76,10 +80,17 @@ def mark_gradient(parameter: torch.nn.Parameter, summed: bool) -> None:
     gradient.summed = summed
 
 
-def mark_zeroed(arguments: tuple) -> None:
-    """Of one gradient, or a list of them, that becomes zeros, of which any number are zeros."""
+def mark_zeroed(name: str, arguments: tuple) -> None:
+    """Where a function makes gradients zeros, of which any number add up to zeros: they are no sum any more."""
+    if name in _TIMES:
+        if len(arguments) < 2 or isinstance(arguments[1], (torch.Tensor, list, tuple)) or arguments[1] != 0:
+            return
+    elif name not in ("zero_", "_foreach_zero_"):
+        return
     for gradient in _gradients(arguments, {}):
-        gradient.of_sum = False
+        seen: RankGradient | None = gradient
+        while seen is not None:
+            seen.of_sum, seen = False, seen.seen_by
 
 
 def _unsummed(result):
@@ -96,7 +107,7 @@ def _unsummed(result):
 def _another(result, gradient):
     """The same numbers, in another tensor."""
     result = result.as_subclass(RankGradient)
-    result.of_shape = gradient.of_shape
+    result.of_shape, result.summed, result.seen_by = gradient.of_shape, gradient.summed, gradient
     return result
 
 

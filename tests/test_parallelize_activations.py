@@ -293,3 +293,32 @@ def test_checkpoints_that_know_of_no_parts(world):
         model(IDS, labels=IDS)
     with torch.no_grad():
         model.eval()(IDS, labels=IDS)
+
+
+class DroppedRows(nn.Module):
+    """A norm of one's own, that drops features of tokens in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma, self.p = nn.Parameter(torch.rand(8)), 0.3
+
+    def forward(self, x):
+        return F.dropout(x, self.p, self.training) * self.gamma
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("p", [0.3, 0.0])
+def test_modules_that_drop_rows_in_training(world, p):
+    """Divided in evaluation, and trained: such a module is given all rows, whatever its p is at first."""
+
+    def make():
+        model = nn.Sequential(MLP(), DroppedRows(), MLP()).eval()
+        model[1].p = p
+        return model
+
+    def run(model, x):
+        model.train()
+        model[1].p = 0.3
+        return model(x)
+
+    compare(make, ht.Grid(tensor=world.size), [numbers(2, 5, 8)], run, **SHARDED)

@@ -105,6 +105,42 @@ class Named(Feed):
         return self.down(F.dropout(self.act(self.up(x)), **options))
 
 
+class Outside(Feed):
+    """Whose outputs are dropped too, by a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return self.drop(super().forward(x))
+
+
+class LocalName(Feed):
+    """One chance can be read, the other cannot."""
+
+    def forward(self, x):
+        p = self.p
+        hidden = F.dropout(self.act(self.up(x)), p, self.training)
+        return F.dropout(self.down(hidden), self.p, self.training)
+
+
+class Shared(nn.Module):
+    """One dropout of hidden features and of outputs, as in Swin's blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(12, 17), nn.Linear(17, 12), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.drop(self.down(self.drop(F.gelu(self.up(x)))))
+
+
+class SharedFirst(Shared):
+    def forward(self, x):
+        return self.down(self.drop(F.gelu(self.up(self.drop(x)))))
+
+
 class Pair(Feed):
     """A pair beside something else."""
 
@@ -194,8 +230,11 @@ def test_functions_that_drop_later(world, make, path):
         model.train()(x)
 
 
-@pytest.mark.ranks(2)
-def test_a_chance_that_nobody_can_read(world):
-    """Such a block is left to its layers."""
-    model = compare(Named, ht.Grid(tensor=world.size), [numbers(5, 2, 12)])
-    assert getattr(model.up, "leaves", True)
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("make", "divided"), [(Named, False), (LocalName, False), (Outside, True), (Shared, False), (SharedFirst, False)]
+)
+def test_dropouts_in_blocks(world, make, divided):
+    """Blocks whose chances nobody can read, or whose dropout is used twice, are left to their layers."""
+    model = compare(make, ht.Grid(tensor=world.size), [numbers(5, 2, 12)])
+    assert getattr(model.up, "leaves", True) != divided

@@ -213,7 +213,8 @@ def test_balance_loss(world, doubles):
         for options in ({}, {"output_router_logits": True}):
             with pytest.raises(ValueError, match="MixtralForCausalLM got output_router_logits = True, whose auxiliary"):
                 model(IDS, labels=IDS, **options)
-        model(IDS, output_router_logits=False)
+        for each in (model, copy.deepcopy(model)):
+            each(IDS, output_router_logits=False)
 
 
 def test_generation_that_ends_at_different_steps(world, doubles):

@@ -139,7 +139,7 @@ REFUSED = {
     "product": lambda g: g.detach() @ g.T,
     "inner product": lambda g: torch.dot(g.view(-1), g.flatten()),
     "row": lambda g: g[:1],
-    "one of several": lambda g: torch.cat([g, g]).norm(),
+    "one of several": lambda g: torch.cat([g.flatten(), g.flatten()]).norm(),
     "array": lambda g: g.cpu().numpy(),
     "of what was made of it": lambda g: (0.9 * g + torch.ones_like(g)).std(),
 }

@@ -15,17 +15,20 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-13}
 
 
 def narrow():
-    """Weights of one output, a table of one row, and wide ones."""
+    """Weights of one output, a table of one row, and wider ones, of which some rank may have one row."""
     torch.manual_seed(1)
     return nn.ModuleDict(
-        {"one": nn.Linear(6, 1), "conv": nn.Conv2d(3, 1, 2), "table": nn.Embedding(1, 6), "wide": nn.Linear(6, 8)}
-    ).double()
+        {
+            "one": nn.Linear(6, 1), "conv": nn.Conv2d(3, 1, 2), "table": nn.Embedding(1, 6), "wide": nn.Linear(6, 8),
+            "odd": nn.Linear(6, 3),
+        }
+    ).double()  # fmt: skip
 
 
 def run(model):
     x = numbers(2, 6)
     loss = model["one"](x).square().sum() + model["conv"](numbers(2, 3, 4, 4)).square().sum()
-    return loss + (model["wide"](x + model["table"](torch.tensor([0, 0]))) ** 2).sum()
+    return loss + model["odd"](x).square().sum() + (model["wide"](x + model["table"](torch.tensor([0, 0]))) ** 2).sum()
 
 
 def of(p, seed=3):
@@ -107,9 +110,48 @@ def masked(p):
     p.masked_fill_(of(p) > 0, 0.5)
 
 
+@torch.no_grad()
+def decayed(p):
+    p.mul_(torch.tensor([0.9], dtype=p.dtype))
+    p.data.mul_(torch.tensor([0.9], dtype=p.dtype))
+    p.copy_(p * torch.tensor([0.9], dtype=p.dtype))
+
+
+@torch.no_grad()
+def centred(p):
+    if p.dim() > 1:
+        p.sub_(p.mean(0, keepdim=True))
+        p.data.sub_(p.mean(1, keepdim=True))
+        p.data.add_(of(p[0], 5)).add_(of(p[:1], 6))
+
+
+@torch.no_grad()
+def triangular(p):
+    if p.dim() == 2:
+        p.data.fill_diagonal_(0)
+        p.data.tril_(1)
+        p.data.copy_(torch.triu(p.data, -2) + p.data.roll(1, 0))
+
+
+@torch.no_grad()
+def rows_set(p):
+    p.data.index_fill_(0, torch.tensor([len(p) - 1]), 0.25)
+
+
+@torch.no_grad()
+def drawn_around(p):
+    p.data.copy_(torch.normal(p.data, 0.01))
+
+
+@torch.no_grad()
+def stacked(p):
+    p.mul_(torch.stack([p.grad, p.data]).norm())
+
+
 CASES = [
     exponential_average, copied, stepped, towards, towards_it, data_towards, data_changed, noise_in_gradients,
-    noise_on_gradients, noise_of_the_shape, noise_of_the_size, mean_by_the_number, state_of_the_shape, masked,
+    noise_on_gradients, noise_of_the_shape, noise_of_the_size, mean_by_the_number, state_of_the_shape, masked, decayed,
+    centred, triangular, rows_set, drawn_around, stacked,
 ]  # fmt: skip
 
 
@@ -140,3 +182,26 @@ def test_shapes_of_views_are_refused(world):
         assert part.view(-1).dim() == 1
         with pytest.raises(ValueError, match=r"line \d+ of .*test_parallelize_shapes.py: shape of 'weight' would be"):
             torch.randn(part.view(-1).shape)
+
+
+@torch.no_grad()
+def followed(average, model):
+    for mean, p in zip(average.parameters(), model.parameters()):
+        mean.lerp_(p, 0.1)
+        mean.data.mul_(0.9).add_(p.data, alpha=0.1)
+        mean.add_((mean - p) * 0.1)
+
+
+def test_averages_that_are_whole(world):
+    """A model that was copied before the line follows the weights on every rank, and is as far from them."""
+    serial = narrow()
+    model, found = ht.parallelize(copy.deepcopy(serial), ht.Grid(tensor=world.size)), []
+    for each in (serial, model):
+        average = copy.deepcopy(serial)
+        for p in average.parameters():
+            p.data.add_(of(p))
+        followed(average, each)
+        with torch.no_grad():
+            far = [(mean - p).norm() for mean, p in zip(average.parameters(), each.parameters())]
+        found.append([far, [p.detach() for p in average.parameters()]])
+    torch.testing.assert_close(found[1], found[0], **CLOSE)

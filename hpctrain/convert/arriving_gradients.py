@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -22,22 +23,23 @@ def mark_gradients(model: torch.nn.Module, grid: Grid, complete: Callable[[], No
     place of these.
 
     Args:
-        complete: averages them over the replicas, when they are needed; where None, whoever needs them has to see to it
-            before.
+        complete: a method that averages them over the replicas, when they are needed; where None, whoever needs them
+            has to see to it before.
     """
+    weak = None if complete is None else weakref.WeakMethod(complete)
     for name, parameter in model.named_parameters():
         sharding = getattr(parameter, "sharding", None)
-        part = Part(name, grid, () if sharding is None else (sharding.axis,), complete, sharding)
+        part = Part(name, grid, () if sharding is None else (sharding.axis,), weak, sharding)
         summed = grid.alike(shard_of(parameter)).size == 1
         if (part.divided or not summed) and parameter.is_floating_point():
-            _mark(parameter, _Marker(part, summed))
+            _mark(parameter, Marker(part, summed))
 
 
 def mark_copy(copied: torch.nn.Parameter, original: torch.nn.Parameter) -> None:
     """As the original's; nobody averages those of a copy."""
     marker = vars(original).get("arrival")
-    if isinstance(marker, _Marker):
-        _mark(copied, _Marker(dataclasses.replace(marker.part, complete=None), marker.summed))
+    if isinstance(marker, Marker):
+        _mark(copied, Marker(dataclasses.replace(marker.part, complete=None), marker.summed))
 
 
 def _mark(parameter, marker):
@@ -47,7 +49,9 @@ def _mark(parameter, marker):
     parameter.requires_grad_(trained)
 
 
-class _Marker:
+class Marker:
+    """Marks a gradient as a part, and whether it is the sum over the replicas as it is."""
+
     __slots__ = ("part", "summed")
 
     def __init__(self, part: Part, summed: bool):
@@ -61,6 +65,14 @@ class _Marker:
                 gradient.part = self.part
                 parameter.grad = gradient
         gradient.summed = self.summed
+
+
+def mark_made(parameter: torch.nn.Parameter) -> None:
+    """Its gradient, that no backward left there, as backward's would be."""
+    for name in ("arrival", "unmanaged"):
+        marker = vars(parameter).get(name)
+        if marker is not None and (name == "unmanaged" or isinstance(marker, Marker)):
+            marker(parameter)
 
 
 # For code of ours, which knows of parts ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain import comm
-from hpctrain.convert.arriving_gradients import is_summed, mark_summed
+from hpctrain.convert.arriving_gradients import is_summed, mark_made, mark_summed
 from hpctrain.data_parallel.buckets import sum_gradients, summed_over
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate, shard_of
@@ -137,6 +137,7 @@ def _sum(found, grid) -> None:
     for parameter in found.unsummed:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+            mark_made(parameter)
     sum_gradients(found.unsummed, grid)
 
 

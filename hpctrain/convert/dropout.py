@@ -74,14 +74,16 @@ class FunctionsThatDrop(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def chances(self, module: nn.Module) -> list[tuple[Any, str]] | None:
-        """Whose attributes, of which names, their p are, where calls in methods of the module say so; none where there
-        are no such functions, and None where nobody can tell."""
+        """Whose attributes, of which names, may be their p, as they are 0 in calls in the module's methods; none where
+        there are no such functions, and None where nobody can tell of one."""
         if not self.found:
             return []
-        methods = [(each, method) for each in module.modules() for method in methods_of(each)]
+        methods = [(each, m) for each in module.modules() if type(each) is not nn.Dropout for m in methods_of(each)]
         calls = [(each, m, n) for each, m in methods for n in ast.walk(m.tree) if isinstance(n, ast.Call)]
-        drops = [(each, m, n) for each, m, n in calls if m.value(n.func, each) is F.dropout]
-        return [chance for each, m, n in drops for chance in chance_of(n, m, each)[1]] or None
+        drops = [chance_of(n, m, each) for each, m, n in calls if m.value(n.func, each) is F.dropout]
+        if any(p is None for p, _ in drops):
+            return None
+        return [chance for p, found in drops if p == 0 for chance in found] or None
 
 
 class SplitDropout(nn.Dropout):

@@ -200,15 +200,16 @@ def refuse_router_losses(model: torch.nn.Module, grid: Grid) -> None:
         return
 
     def check(module, arguments, options):
-        given = {**dict(zip(forwards[module], arguments)), **options}.get("output_router_logits")
+        given = {**dict(zip(names[type(module)], arguments)), **options}.get("output_router_logits")
         if module.config.output_router_logits if given is None else given:
             raise ValueError(
                 f"{type(module).__name__} got output_router_logits = True, whose auxiliary loss would be that of the "
                 f"tokens of one of {grid.data.size} replicas; leave it out, or use data=1"
             )
 
-    pretrained = filter(is_pretrained, model.modules())
-    forwards = {module: list(inspect.signature(type(module).forward).parameters)[1:] for module in pretrained}
-    for module, names in forwards.items():
-        if "output_router_logits" in names:
+    pretrained = [*filter(is_pretrained, model.modules())]
+    kinds = {type(module) for module in pretrained}
+    names: dict[type, list[str]] = {kind: list(inspect.signature(kind.forward).parameters)[1:] for kind in kinds}
+    for module in pretrained:
+        if "output_router_logits" in names[type(module)]:
             module.register_forward_pre_hook(check, with_kwargs=True)

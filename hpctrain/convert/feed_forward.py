@@ -122,7 +122,7 @@ def _divides(module, ups, down, fused):
     weights = {name: (numbers(fused, hidden, first.in_features), numbers(fused, hidden)) for name in ups}
     out, bias = numbers(last.out_features, hidden), numbers(last.out_features)
     x, residuals = numbers(2, 3, first.in_features), [numbers(2, 3, last.out_features)] * (len(_arguments(module)) - 1)
-    seen: dict[str, int] = {}
+    seen: dict[str, set[int]] = {}
 
     def run(part, training):
         layers = {name: TwinLinear(*(w[:, part].flatten(0, 1) for w in weights[name])) for name in ups}
@@ -143,8 +143,10 @@ def _divides(module, ups, down, fused):
         return None
     if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(whole, parts)):
         return None
-    zeros = functions.chances(module)
-    return None if zeros is None else ([name for name, width in seen.items() if width == hidden], zeros)
+    zeros, dropouts = functions.chances(module), [name for name, widths in seen.items() if hidden in widths]
+    if zeros is None or any(len(seen[name]) > 1 for name in dropouts):  # one that drops outputs as well
+        return None
+    return dropouts, zeros
 
 
 def _treats_rows_alone(module, ups, down, fused) -> bool:
@@ -196,14 +198,14 @@ class _Last(TwinLinear):
 
 
 class _Seen(nn.Dropout):
-    """Drops nothing, and notes the width of what it is given."""
+    """Drops nothing, and notes the widths of what it is given."""
 
     def __init__(self, p: float, name: str, seen: dict):
         super().__init__(p)
         self.name, self.seen = name, seen
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen[self.name] = x.shape[-1]
+        self.seen.setdefault(self.name, set()).add(x.shape[-1])
         return x
 
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hpctrain import comm
+from hpctrain.convert import function_kinds as kinds
+from hpctrain.convert.gathered_copy import writes
 from hpctrain.convert.part import Part, name_of
 from hpctrain.convert.refusals import caller, unpicklable
 from hpctrain.convert.sharding import ATTRIBUTES, POINTWISE, Sharding
@@ -28,12 +31,13 @@ from hpctrain.convert.whole_operands import (
     refuse_initial,
     whole_shape,
 )
-from hpctrain.rank_gradient import ZEROING, RankGradient, as_tensors, mark_zeroed
+from hpctrain.rank_gradient import RankGradient, as_tensors, mark_zeroed
 
 NOT_SUMMED = (
     "the gradients of the replicas are not summed yet; call ht.sync_gradients(model) after the last backward, before {}"
     ", or average them with zero=0 of ht.parallelize"
 )
+_DATA = ATTRIBUTES["data"].__get__
 
 
 class PartialGradient(RankGradient):
@@ -57,9 +61,8 @@ class PartialGradient(RankGradient):
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
         name, options = function.__name__, options or {}
-        if name in ZEROING:
-            mark_zeroed(arguments)
-        if name not in _UNREAD or function == _DATA:
+        mark_zeroed(name, arguments)
+        if name not in kinds.UNREAD or function == _DATA:
             _complete_replicas(_first(arguments, options))
         unread = name == "__get__" and function not in OF_SHAPE  # optimizers ask for many attributes
         library = "torch" if unread else caller(sys._getframe(1))
@@ -70,40 +73,52 @@ class PartialGradient(RankGradient):
         if by_others:
             if asks_shape(function, _first(arguments, options).part):
                 return whole_shape(function, arguments[0], arguments, options)
-            late = unsummed(arguments[1:])
-            if late and isinstance(arguments[0], torch.nn.Parameter):
+            late = unsummed((*arguments[1:], *options.values()))
+            written = options.get("out", arguments[0]) if writes(name) or "out" in options else None
+            if written is not None and not unsummed([written]):  # a weight, or anything but such a gradient
                 complete(name, late)
             for each in late:
                 _complete_replicas(each)
+        if name in kinds.NOT_LINEAR:
+            complete(name, unsummed(arguments))
         if (by_others or name in RANDOM) and foreign(function, arguments, options, cls):
             refuse_initial(sys._getframe(1))
             return apply_to_whole(function, arguments, options, cls, gathered)
-        if by_others and (part := _first(arguments, options).part) and part.sharding:
-            arguments, options = part.sharding.own((arguments, options))
-        if name in _NORMS:
+        if name in kinds.NORMS:
             return _norm(function, arguments, options)
         of_two = name in ("max", "min") and len(arguments) == 2 and isinstance(arguments[1], torch.Tensor)
-        if name in _COMPLETED and not of_two:
+        if name in kinds.COMPLETED and not of_two:
             return _complete(name, function, arguments, options)
-        if name in _MIXING:
+        if name in kinds.MIXING:
             _check_whole(name, _first(arguments, options))
         with as_tensors():
             result = function(*arguments, **options)
             if name == "_amp_foreach_non_finite_check_and_unscale_":
                 _agree_on_overflow(arguments)
-            if name in _COMPARED:
+            if name in kinds.COMPARED:
                 return _all_agree(result, _first(arguments, options))
             if by_others and name.startswith("_foreach_") and isinstance(result, tuple):
                 rows = zip(*(given for given in arguments if isinstance(given, (list, tuple))))
                 sources = [next((x for x in row if isinstance(x, PartialGradient)), None) for row in rows]
                 return [x if source is None else _inherit(name, x, source) for x, source in zip(result, sources)]
-            if type(result) is not torch.Tensor or name in _UNTYPED or (name in _PLAIN and not by_others):
+            if type(result) is not torch.Tensor or name in kinds.UNTYPED or (name in kinds.PLAIN and not by_others):
                 return result
             if any(result is given for given in (*arguments, *options.values())):  # changed in place
                 return result
             source = _first(arguments, options)
-            sized = name in _SIZED and source.part is not None and source.part.sharding is not None
-            return result if sized else _inherit(name, result, source)
+            if source.part is not None and source.part.divided and source.part.sharding is not None:
+                if name in kinds.SIZED:
+                    return result
+                if by_others and name.strip("_") not in kinds.BY_ELEMENTS:
+                    if all(map(_lies_as_weight, tree_leaves((arguments, options)))):
+                        return apply_to_whole(function, arguments, options, cls, gathered)
+                    result = source.like(result)
+                    result.part = None
+                    return result
+            result = _inherit(name, result, source)
+            if function == _DATA or name == "detach":
+                result.seen_by = source
+            return result
 
     def like(self, tensor: torch.Tensor) -> PartialGradient:
         """Another part, of the same."""
@@ -113,7 +128,9 @@ class PartialGradient(RankGradient):
         return result
 
     def __deepcopy__(self, memo):
-        return copy.deepcopy(_plain(self), memo)
+        _complete_replicas(self)
+        memo[id(self)] = self.like(copy.deepcopy(_plain(self), memo))
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol):
         if self.part is not None and self.part.divided and self.part.of_weight:
@@ -129,34 +146,6 @@ class PartialGradient(RankGradient):
 
 
 # What it does to tensors ---------------------------------------------------------------------------------------------
-
-_NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm")
-# Of all elements: what every rank's own is combined by, and what a part without elements counts for.
-_COMPLETED = {
-    "sum": ("sum", 0.0), "any": ("max", 0.0), "all": ("min", 1.0), "max": ("max", -math.inf), "min": ("min", math.inf),
-}  # fmt: skip
-_MIXING = {
-    "mean", "std", "var", "std_mean", "var_mean", "median", "nanmedian", "mode", "quantile", "prod", "nansum",
-    "nanmean", "amax", "amin", "aminmax", "argmax", "argmin", "logsumexp", "count_nonzero", "dist", "histc",
-    "histogram", "cumsum", "cumprod", "sort", "argsort", "topk", "kthvalue", "softmax", "log_softmax", "normalize",
-    "dot", "vdot", "inner", "mv", "mm", "bmm", "matmul", "__matmul__", "__rmatmul__", "addmm", "addmm_", "addmv",
-    "addbmm", "baddbmm", "einsum", "tensordot", "chain_matmul", "linalg_multi_dot", "linalg_matmul",
-    "cosine_similarity", "svd", "linalg_svd", "qr", "linalg_qr", "linalg_matrix_norm", "linalg_eigh", "numpy",
-    "__array__", "tolist", "item", "__bool__", "__float__", "__int__", "__iter__", "__getitem__", "unbind", "split",
-    "chunk", "tensor_split", "split_with_sizes", "bernoulli", "dropout", "multinomial",
-}  # fmt: skip
-_COMPARED = {"equal", "allclose"}
-# They ask nothing of the numbers, so that the replicas' need not be there.
-_UNREAD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "__get__", "__set__", "size", "dim", "numel"}
-_DATA = ATTRIBUTES["data"].__get__
-_SIZED = {"new", "new_empty", "new_zeros", "new_ones", "new_full"}  # by their caller, who is told the whole's size
-# What torch makes the states of its optimizers of.
-_PLAIN = {
-    "clone", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", *_SIZED,
-}  # fmt: skip
-_UNTYPED = {"as_subclass", "__deepcopy__", "new_tensor"}
-# Beside what is pointwise.
-_UNMOVED = {"__get__", "detach", "view_as", "contiguous", "to", "cpu", "float", "double", "half", "bfloat16", *_PLAIN}
 
 
 def _first(arguments, options) -> PartialGradient:
@@ -176,6 +165,14 @@ def _plain(gradient):
         return gradient.as_subclass(torch.Tensor)
 
 
+def _lies_as_weight(x) -> bool:
+    """Whether it is no part, or one of which the whole can be gathered."""
+    if not isinstance(x, PartialGradient) or x.part is None or not x.part.divided:
+        return True
+    sharding = x.part.sharding
+    return sharding is not None and x.in_place and x.shape == sharding.local_shape
+
+
 def _inherit(name, result, source):
     """The result is such a part too, of the same gradient where every element was treated by itself."""
     same = result.numel() == source.numel()
@@ -184,7 +181,7 @@ def _inherit(name, result, source):
     result = source.like(result)
     if source.part and source.part.divided and not same:
         result.part = None
-    pointwise = name.strip("_") in POINTWISE or name in _UNMOVED
+    pointwise = name.strip("_") in POINTWISE or name in kinds.UNMOVED
     result.in_place = source.in_place and pointwise and result.shape == source.shape
     return result
 
@@ -213,7 +210,7 @@ def gathered(tensor: PartialGradient) -> torch.Tensor:
     with as_tensors():
         if not part.divided:
             return tensor.as_subclass(torch.Tensor)
-        if part.sharding is None or not tensor.in_place or tensor.shape != part.sharding.local_shape:
+        if not _lies_as_weight(tensor):
             _check_whole(name, tensor)
         assert part.sharding is not None
         return part.sharding.gather(tensor.as_subclass(torch.Tensor))
@@ -221,7 +218,9 @@ def gathered(tensor: PartialGradient) -> torch.Tensor:
 
 def _complete_replicas(gradient) -> None:
     if gradient is not None and not gradient.summed and gradient.part and gradient.part.complete:
-        gradient.part.complete()
+        complete = gradient.part.complete()
+        if complete is not None:
+            complete()
 
 
 def _check_whole(name, gradient) -> None:
@@ -236,9 +235,10 @@ def _check_whole(name, gradient) -> None:
     _check_completed(name, gradient)
 
 
-def unsummed(arguments: Sequence) -> list[PartialGradient]:
-    """Of the arguments of an operation, the gradients that are those of one replica."""
-    return [each for each in arguments if isinstance(each, PartialGradient) and not each.summed]
+def unsummed(arguments: Iterable) -> list[PartialGradient]:
+    """Of the arguments of an operation, in lists too, the gradients that are those of one replica."""
+    several = [x for each in arguments for x in (each if isinstance(each, (list, tuple)) else (each,))]
+    return [each for each in several if isinstance(each, PartialGradient) and not each.summed]
 
 
 def complete(name: str, gradients: Sequence[PartialGradient]) -> None:
@@ -298,7 +298,7 @@ def _complete(name, function, arguments, options):
         _check_whole(name, gradient)
         with as_tensors():
             return function(*arguments, **options)
-    op, nothing = _COMPLETED[name]
+    op, nothing = kinds.COMPLETED[name]
     part = _check_completed(name, gradient)
     with as_tensors():
         own = function(gradient if gradient.numel() else gradient.new_zeros(1))

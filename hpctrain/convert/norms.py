@@ -16,6 +16,7 @@ from torch import nn
 
 from hpctrain.comm import functional
 from hpctrain.convert.boundary import enter, gather
+from hpctrain.convert.dropout import FunctionsThatDrop
 from hpctrain.convert.plain import altered, arguments
 from hpctrain.convert.plan import Plan, Refused
 from hpctrain.convert.sharded_activation import ShardedActivation, whole
@@ -141,16 +142,20 @@ def keep_by_rows(plan: Plan, module: torch.nn.Module) -> bool:
     twin, state = copy.copy(module), torch.get_rng_state()
     numbers = {name: torch.randn(width, generator=chance, dtype=torch.float64) for name in module._parameters}
     twin.__dict__ = {**vars(module), "_parameters": {name: nn.Parameter(x) for name, x in numbers.items()}}
-    x = torch.randn(2, 3, width, generator=chance, dtype=torch.float64)
-    with torch.no_grad():
+    x, functions = torch.randn(2, 3, width, generator=chance, dtype=torch.float64), FunctionsThatDrop(width)
+    with torch.no_grad(), functions:
         try:
-            y, rows = twin.forward(x.clone()), [twin.forward(row[None].clone()) for row in x.flatten(0, 1)]
+            for training in (False, True):
+                twin.training = training
+                y, rows = twin.forward(x.clone()), [twin.forward(row[None].clone()) for row in x.flatten(0, 1)]
+                same = isinstance(y, torch.Tensor) and y.shape == x.shape and all(r.shape == (1, width) for r in rows)
+                if not same or not torch.allclose(y.flatten(0, 1), torch.cat(rows), rtol=1e-9, atol=1e-9):
+                    return False
         except Exception:  # whatever it does, it is not this
             return False
         finally:
             torch.set_rng_state(state)
-    same = isinstance(y, torch.Tensor) and y.shape == x.shape and all(row.shape == (1, width) for row in rows)
-    if not same or not torch.allclose(y.flatten(0, 1), torch.cat(rows), rtol=1e-9, atol=1e-9):
+    if functions.found:  # whose masks would be of a rank's rows
         return False
     plan.whole(module)
     plan.swap_class(module, WholeByRows, axis=plan.axis)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hpctrain import comm
+from hpctrain.convert.saved_state import mark_saved
 from hpctrain.convert.steps import divided_replicas, grid_of
 from hpctrain.grid import Grid
 from hpctrain.layers.whole_parameters import counted, whole_tensors
@@ -94,6 +95,7 @@ def load_optimizer_state(
     replicas = divided_replicas(model)
     load = optimizer.load_state_dict if replicas is None else functools.partial(replicas.load_state, optimizer)
     load(parts)
+    mark_saved(optimizer)
 
 
 def parts_of_state(

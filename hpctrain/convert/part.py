@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass
 
 from hpctrain.convert.sharding import Sharding
@@ -14,14 +14,15 @@ class Part:
     """Of which gradient, or weight, a tensor is a part.
 
     Attributes: `name` of the parameter; `grid`, of a gradient that backward left; `axes`, over whose ranks different
-    parts lie; `complete`, which averages the gradients of the replicas, where that is done when they are needed;
+    parts lie; `complete`, which averages the gradients of the replicas, where that is done when they are needed, and
+    which a gradient does not keep: torch keeps the gradient of a weight, where Python's collector sees no circle;
     `sharding`, by which the whole is gathered, where a rank has the part that it says.
     """
 
     name: str
     grid: Grid | None = None
     axes: tuple[Axis, ...] = ()
-    complete: Callable[[], None] | None = None
+    complete: weakref.WeakMethod | None = None
     sharding: Sharding | None = None
 
     @property

@@ -17,7 +17,7 @@ import torch
 from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hpctrain.convert.arriving_gradients import mark_copy
+from hpctrain.convert.arriving_gradients import Marker, mark_copy
 from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
 from hpctrain.convert.gradients import (
     PartialGradient,
@@ -27,7 +27,7 @@ from hpctrain.convert.gradients import (
     part_of_weight,
     unsummed,
 )
-from hpctrain.convert.refusals import by_user, check_function, place, refused, unpicklable, wants_whole
+from hpctrain.convert.refusals import by_user, check_function, hook_refused, place, refused, unpicklable, wants_whole
 from hpctrain.convert.sharded_activation import whole as whole_activation
 from hpctrain.convert.sharding import ATTRIBUTES, POINTWISE, Sharding, hooked, local
 from hpctrain.convert.whole_operands import of_initial, refuse_initial
@@ -62,7 +62,7 @@ class Sharded(torch.Tensor):
                 return part_of_weight(made, args[0].sharding) if made.shape == args[0].shape else made
             else:
                 of_part = name in _OF_THE_PART
-                if (gradients := unsummed(args[1:])) and by_user(sys._getframe(1)):
+                if by_user(sys._getframe(1)) and (gradients := unsummed((*args[1:], *kwargs.values()))):
                     complete(name, gradients)
             return func(*args, **kwargs) if of_part else _as_whole(func, name, args, kwargs)
 
@@ -111,6 +111,12 @@ class ReplicatedParameter(torch.nn.Parameter):
             copied.__dict__.update({key: value for key, value in vars(self).items() if key in ("shard", "whole_shape")})
             mark_copy(copied, self)
         return memo[id(self)]
+
+    def register_hook(self, hook):
+        marker = vars(self).get("arrival")
+        if isinstance(marker, Marker) and not marker.summed:
+            raise ValueError(hook_refused(marker.part.name))
+        return super().register_hook(hook)
 
     def detach(self):
         is_new = sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__  # which wants the same type
@@ -209,9 +215,7 @@ def _as_whole(func, name, args, kwargs):
     if mine and (writes(name) or kwargs.get("out") is first):
         return _write(func, name, first, args, kwargs)
     if not torch.is_grad_enabled() and name.removeprefix("_foreach_").strip("_") in POINTWISE:
-        weight = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Sharded))
-        args, kwargs = weight.sharding.own((args, kwargs))
-        sharding = _common_sharding(name, args, kwargs)
+        sharding = _common_sharding(name, args, kwargs, by_user(sys._getframe(2)))
         if sharding is not None:
             result = func(*args, **kwargs)
             if isinstance(sharding, Sharding):
@@ -257,16 +261,19 @@ def _gradients(caller, outputs, inputs, *others, **options):
     return dict(zip(names, found)) if names else tuple(found)
 
 
-def _common_sharding(name, args, kwargs) -> Sharding | bool | None:
+def _common_sharding(name, args, kwargs, of_user) -> Sharding | bool | None:
     """That of the weights in an operation element by element, where all shapes are those of their parts.
 
-    True where they meet other tensors of the part's shape, such as gradients, so that the result is nothing but a part.
+    True where they meet other tensors, such as gradients, so that the result is nothing but a part.
     """
     if name.startswith("_foreach_"):
         lists = [value for value in args if isinstance(value, (list, tuple)) and isinstance(value[0], torch.Tensor)]
         return True if len(lists) > 1 and all(len({x.shape for x in row}) == 1 for row in zip(*lists)) else None
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
-    if len({x.shape for x in tensors}) != 1:
+    if of_user:
+        if not next(x for x in tensors if isinstance(x, Sharded)).sharding.on_parts(tensors):
+            return None
+    elif len({x.shape for x in tensors}) != 1:
         return None
     shardings = [x.sharding if isinstance(x, Sharded) else None for x in tensors]
     return shardings[0] if all(sharding is shardings[0] for sharding in shardings) else True
@@ -278,10 +285,11 @@ def _write(func, name, parameter, args, kwargs):
         return func(*args, **kwargs)  # which torch refuses, in its own words
     refuse_initial(sys._getframe(3))  # from the operation on
     sharding = parameter.sharding
-    own, options = sharding.own((args, kwargs))
-    tensors = [x for x in tree_leaves((own, options)) if isinstance(x, torch.Tensor) and x.dim()]
-    if name.strip("_") in POINTWISE and all(x.shape == parameter.shape for x in tensors):
-        return func(*own, **options)
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+    if name.strip("_") in POINTWISE:
+        of_user = by_user(sys._getframe(3))
+        if sharding.on_parts(tensors) if of_user else all(x.shape == parameter.shape for x in tensors):
+            return func(*args, **kwargs)
     full = sharding.gather(parameter.detach())
     args, kwargs = tree_map(lambda x: full if x is parameter else _whole_of(x), (args, kwargs))
     result = func(*args, **kwargs)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from hpctrain.convert import boundary
 from hpctrain.convert.refusals import hook_refused
@@ -71,16 +69,30 @@ class Sharding:
         part = whole.reshape(self.shard.global_shape)[self.shard.slices].clone(memory_format=torch.contiguous_format)
         return part.view(self.local_shape)
 
-    def own(self, values: Any) -> Any:
-        """Of lists and the like, with this rank's part in the place of whole tensors, where another rank has all of the
-        weight: to that rank they look as parts do, and all have to treat them alike."""
-        if self.counts.count(0) < len(self.counts) - 1 or self.local_shape == self.whole_shape:
-            return values
+    def on_parts(self, operands: Sequence[torch.Tensor]) -> bool:
+        """Whether code of the user's may do something element by element with parts alone, of these operands in their
+        order.
 
-        def mine(x):
-            return self.take(x) if isinstance(x, torch.Tensor) and x.shape == self.whole_shape else x
+        Every rank says the same. What is no part is whole, or of one element along the dim that ranks divide, which is
+        stretched; but a tensor of this rank's shape is a part as well, unless that is the whole shape: one rank may
+        have all of a narrow weight.
+        """
+        shape = self.local_shape
+        for number, x in enumerate(operands):
+            if not x.dim():
+                continue
+            is_part = hasattr(x, "sharding") or getattr(x, "part", None) is not None
+            if x.shape == shape and (is_part or shape != self.whole_shape):
+                continue
+            if is_part or number == 0 or not self._stretches(x):
+                return False
+        return True
 
-        return tree_map(mine, values)
+    def _stretches(self, x):
+        missing = len(self.whole_shape) - x.dim()
+        if self.blocks is not None or len(self.shard.shape) != len(self.whole_shape):
+            return missing >= 0 and x.numel() == 1
+        return missing >= 0 and (self.dim < missing or x.shape[self.dim - missing] == 1)
 
     @property
     def local_shape(self) -> tuple[int, ...]:

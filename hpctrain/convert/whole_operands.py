@@ -13,16 +13,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hpctrain.convert.gathered_copy import writes
 from hpctrain.convert.part import Part
 from hpctrain.convert.refusals import place
-from hpctrain.convert.sharding import ATTRIBUTES, local
+from hpctrain.convert.sharding import ATTRIBUTES, POINTWISE, local
 
 _RANDOM_LIKE = {"rand_like", "randn_like", "randint_like"}
 RANDOM = {
-    "normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_",
+    "normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_", "normal",
+    "poisson",
 }  # fmt: skip
 # Of torch.nn.init, those that work from the shape: of a part they would take the part's.
 _INITIAL = {"xavier_uniform_", "xavier_normal_", "kaiming_normal_", "orthogonal_", "eye_", "dirac_", "sparse_"}
 # They ask for attributes, or make parts into the same parts.
-_OF_PARTS = {"__get__", "__set__", "as_subclass", "__repr__", "__format__", "detach", "backward"}
+_OF_PARTS = {
+    "__get__", "__set__", "as_subclass", "__repr__", "__format__", "detach", "detach_", "requires_grad_",
+    "share_memory_", "backward",
+}  # fmt: skip
 _DIMS = {"dim", "ndimension"}
 _SIZES = {"numel", "nelement", "size", "__len__", *_DIMS}
 _SHAPES = {ATTRIBUTES[name].__get__ for name in ("shape", "ndim")}
@@ -53,8 +57,12 @@ def foreign(function: Callable, arguments: Any, options: Any, kind: type) -> boo
             return False
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return True
-        shape = parts[0].shape
-        return len(tensors) > 1 and any(x.numel() > 1 and x.shape != shape for x in parts[0].part.sharding.own(tensors))
+        if writes(name) and name.strip("_") not in POINTWISE and isinstance(tensors[0], kind):  # as tril_ does
+            return True
+        shape, sharding = parts[0].shape, parts[0].part.sharding
+        if parts[0].in_place and shape == sharding.local_shape:
+            return not sharding.on_parts(tensors)
+        return any(x.numel() > 1 and x.shape != shape for x in tensors)
 
 
 def apply_to_whole(function: Callable, arguments: Any, options: Any, kind: type, gathered: Callable):
