@@ -35,16 +35,17 @@ def parallelize(
 
     A weight that is read outside of its own module, as in `F.linear(h, self.table.weight)` or a penalty, is the whole
     one, gathered and differentiable; so all ranks must read it. Outside of a forward, its `.data`, `.detach()` and
-    `.grad` are this rank's shard, on which optimizers work, and `state_dict()` is of shards, which `load_state_dict()`
-    takes back and files refuse: `ht.gather_state_dict` is for these, and for optimizers' `ht.gather_optimizer_state`.
+    `.grad` are this rank's shard, on which optimizers work; as the weight does, they say that they have the whole shape,
+    and `.as_subclass(torch.Tensor)` is the shard itself. `state_dict()` is of shards, which `load_state_dict()` takes
+    back and files refuse: `ht.gather_state_dict` is for these, and for optimizers' `ht.gather_optimizer_state`.
     Parameters stay the same objects, with their attributes; hooks on their gradients are given the whole ones.
     `model.apply(f)` gives each module its whole weights, `reset_parameters()` and `load_state_dict` work, and
     `save_pretrained` writes whole weights. What cannot be done to a sharded weight is refused by name.
 
     In a loop of one's own, torch's clip_grad_norm_ and GradScaler, and norms and sums of gradients, are of the whole
     gradient; every rank must call them. So are those of `.data`, and of copies; where they meet tensors of the whole
-    shape, are written to by an index, or random numbers are drawn for them, that is done on the whole. Of
-    torch.autograd.grad gradients are shards likewise, and with create_graph the whole ones. What else would be that of
+    shape, are written to by an index, random numbers are drawn for them, or their elements are moved, that is done on
+    the whole. Of torch.autograd.grad they are shards too, and with create_graph whole. What else would be that of
     a part is refused: other reductions and products of gradients, optimizers that mix the elements of a weight (LBFGS,
     Adafactor, Muon), replicas without `sync_gradients`, torch's DistributedDataParallel.
 
