@@ -5,10 +5,11 @@
 
 In each round the machine is measured as by `hpctrain machine`, where --machine gives no file of it, and then one MPI
 job for each number of ranks measures all grids of all jobs once: what the hour does to the one, it does to the others.
-The machine's file, of the medians of the rounds, is written to --output. A measurement is that of `hpctrain scale`, a
-median over --steps; the least of the rounds counts, as what others do to the machine only adds to a time, and the
-rounds of a grid lie minutes apart, as what others do lasts for a minute at times. Memory is the largest resident set of
-a rank of a job that has this grid alone, after the others: what other grids leave in the heap is up to 5 % of it.
+The machine's file, of those figures of the rounds that count, is written to --output. A measurement is that of
+`hpctrain scale`, a median over --steps; the least of the rounds counts, as what others do to the machine only adds to a
+time, and the rounds of a grid lie minutes apart, as what others do lasts for a minute at times. Memory is the largest
+resident set of a rank of a job that has this grid alone, after the others: what other grids leave in the heap is up to
+5 % of it.
 The plan's choice is the grid that is predicted to be the fastest.
 
 Prints one JSON object a line: of each grid `{"benchmark": "planner", "case", "ranks", "grid", "predicted", "measured",

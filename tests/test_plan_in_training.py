@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from test_plan_learn import figures, written
@@ -83,22 +84,41 @@ def test_jobs_of_any_number_of_ranks():
         assert {load_config(overrides=job).ranks for job in in_training.jobs(ranks)} == {ranks}
 
 
-def test_the_median_of_rounds_counts(tmp_path, monkeypatch):
-    """Of each figure by itself: others slowed products in one round, and exchanges in another."""
-    usual = figures(2) | {"elements": 2e9, "alone": [9.0] * 3, "together": [9.0] * 6}
-    slowed = {"elements": 1e9}, {"tables": 3e9, "elements": 4e9}, {"reading": [(100, 1.0)] * 2}
-    rounds = [json.loads(json.dumps(usual | change)) for change in slowed]
-    left = list(rounds)
+def test_what_counts_of_rounds(tmp_path, monkeypatch):
+    """Of each figure by itself, as others slowed products in one round, and reading in another: the best, and where
+    ranks share cores the median."""
+    usual = [figures(n) | {"alone": [9.0] * 3, "together": [9.0] * len(in_training.jobs(n))} for n in (2, 4)]
+    late = {"reading": [(100, 1.0), (1100, 1.0)]}
+    changed = [
+        [{"elements": 1e9}, {"elements": 1e9}],
+        [{"elements": 1e9, "tables": 5e8}, {"elements": 4e9, "tables": 3e9}],
+        [late, late],
+    ]
+    left = [json.loads(json.dumps(each | change)) for changes in changed for each, change in zip(usual, changes)]
     monkeypatch.setattr(command, "launcher_path", lambda: "mpirun")
+    monkeypatch.setattr(command.cores, "find", lambda: SimpleNamespace(count=2))
     monkeypatch.setattr(command, "_measured", lambda *_: left.pop(0))
     monkeypatch.setattr(command, "_steps", lambda *_: {})
     monkeypatch.setattr(command, "_memory", lambda *_: {"reserved": 2e8})
-    main(["machine", "--ranks", "2", "-o", str(tmp_path / "found.toml")])
+    main(["machine", "--ranks", "2,4", "-o", str(tmp_path / "found.toml")])
     assert not left
-    usual |= {"cores": command.cores.find().count}
-    expected = written(tmp_path, *in_training.in_training([usual]))
+    expected = written(tmp_path, *in_training.in_training(usual))
     read = [Machine.load(path) for path in (expected, tmp_path / "found.toml")]
     assert replace(read[0], name="", description="") == replace(read[1], name="", description="")
+
+
+def test_ranks_that_take_too_long(tmp_path, monkeypatch, capsys):
+    """Said as any other mistake; more ranks may take longer."""
+    launcher = tmp_path / "launcher"
+    launcher.write_text("#!/bin/sh\nexec sleep 60\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(command, "launcher_path", lambda: str(launcher))
+    monkeypatch.setattr(command, "_memory", lambda *_: {})
+    monkeypatch.setattr(command, "LIMIT", 0.05)
+    monkeypatch.setattr(command, "EACH", 0.05)
+    assert main(["machine", "--ranks", "3", "-o", str(tmp_path / "found.toml")]) == 2
+    assert "measuring 3 ranks took longer than 0.2 s; measure fewer by --ranks" in capsys.readouterr().err
+    assert not (tmp_path / "found.toml").exists()
 
 
 def test_no_rounds_are_refused(capsys):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,11 @@ SUMMARY = (
     "measure this machine: products, memory, reading of HDF5, MPI by size and number of ranks, for `hpctrain plan`"
 )
 EPILOG = "Under Slurm start it in an allocation: it measures as many ranks as there are tasks."
-LIMIT = 300  # seconds of a measurement
+LIMIT, EACH = 300, 10  # seconds of a measurement, and more for each rank: many start slowly, or share cores
 ROUNDS = 3
+# Of the figures of `plan.measure`; others do not change.
+RATES = {"elements", "state", "tables", "norms", "activations", "cold", "attention"}
+SECONDS = {"products", "launch", "reading", "collectives", "alone", "together"}
 SOME = ["model.width=384", "model.heads=8", "model.layers=2", "model.context=256", "train.batch=4",
         "train.microbatches=2"]  # fmt: skip
 LEAST = ["model.width=8", "model.heads=1", "model.layers=1", "model.context=4", "train.batch=1", "train.microbatches=1"]
@@ -38,7 +41,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--rounds", metavar="N", type=int, default=ROUNDS,
-        help=f"times to measure all, of which medians count, as others may use the machine for a minute ({ROUNDS})",
+        help="times to measure all, as others may use the machine for a minute: the best of each figure counts, the "
+        f"median where ranks share cores ({ROUNDS})",
     )  # fmt: skip
 
 
@@ -81,31 +85,57 @@ class Measuring:
 
 
 def described(rounds: list[list[dict]]) -> str:
-    """The machine file of the figures of each round, of which medians count."""
+    """The machine file of the figures of each round."""
     from hpctrain.plan.describe import machine_toml
     from hpctrain.plan.in_training import in_training
 
-    return machine_toml(in_training(_medians(rounds)), time.strftime("%Y-%m-%d"), socket.gethostname())
+    return machine_toml(in_training(of_rounds(rounds)), time.strftime("%Y-%m-%d"), socket.gethostname())
 
 
-def _medians(rounds: list) -> Any:
+def of_rounds(rounds: list[list[dict]]) -> list[dict]:
+    """For each number of ranks the figures that count: the best of all rounds, as others only take time away; medians
+    where ranks share cores, as they wait for one another by chance, in a typical round as in a typical step."""
+    return [
+        {key: _chosen([each[key] for each in found], _rule(key, found[0])) for key in found[0]}
+        for found in zip(*rounds, strict=True)
+    ]
+
+
+def _rule(key, figures) -> Callable:
+    if figures["ranks_of_a_node"] <= figures["cores"] and key in RATES | SECONDS:
+        return max if key in RATES else min
+    return statistics.median_low  # one that was measured, and whole numbers stay whole
+
+
+def _chosen(values: list, choose: Callable) -> Any:
     """Of lists and tables alike, number by number."""
-    if isinstance(rounds[0], dict):
-        return {key: _medians([each[key] for each in rounds]) for key in rounds[0]}
-    if isinstance(rounds[0], list):
-        return [_medians(list(each)) for each in zip(*rounds, strict=True)]
-    return statistics.median_low(rounds)  # one that was measured, and whole numbers stay whole
+    if isinstance(values[0], dict):
+        return {key: _chosen([each[key] for each in values], choose) for key in values[0]}
+    if isinstance(values[0], list):
+        return [_chosen(list(each), choose) for each in zip(*values, strict=True)]
+    return choose(values)
 
 
 def _measured(launcher: str, ranks: int, folder: Path, module: str, *arguments: str) -> dict:
-    """What the ranks of a job of this module wrote."""
+    """What the ranks of a job of this module wrote.
+
+    Raises:
+        ValueError: where it fails, or takes too long.
+    """
     out = folder / f"{module}-{ranks}.json"
     command = [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", module, str(out), *arguments]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = run_ranks(
-        command, LIMIT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment,
-    )  # fmt: skip
+    limit = LIMIT + EACH * ranks
+    try:
+        done = run_ranks(
+            command, limit, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"measuring {ranks} ranks took longer than {limit} s; measure fewer by --ranks, or while nobody else uses "
+            "the machine"
+        ) from error
     if done.returncode or not out.exists():
         raise ValueError(f"measuring {ranks} ranks failed with status {done.returncode}:\n{done.stderr[-1000:]}")
     return json.loads(out.read_text())
