@@ -12,10 +12,12 @@ and `.detach()` stand for the whole weight as well.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from hpctrain.convert.arriving_gradients import Marker, mark_copy
 from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
@@ -112,7 +114,7 @@ class ReplicatedParameter(torch.nn.Parameter):
             mark_copy(copied, self)
         return memo[id(self)]
 
-    def register_hook(self, hook):
+    def register_hook(self, hook: Callable) -> RemovableHandle:
         marker = vars(self).get("arrival")
         if isinstance(marker, Marker) and not marker.summed:
             raise ValueError(hook_refused(marker.part.name))
