@@ -306,13 +306,18 @@ class DroppedRows(nn.Module):
         return F.dropout(x, self.p, self.training) * self.gamma
 
 
+class NoisyRows(DroppedRows):
+    def forward(self, x):
+        return (x + self.p * torch.randn_like(x) if self.training else x) * self.gamma
+
+
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("p", [0.3, 0.0])
-def test_modules_that_drop_rows_in_training(world, p):
+@pytest.mark.parametrize(("kind", "p"), [(DroppedRows, 0.3), (DroppedRows, 0.0), (NoisyRows, 0.3)])
+def test_modules_that_drop_rows_in_training(world, kind, p):
     """Divided in evaluation, and trained: such a module is given all rows, whatever its p is at first."""
 
     def make():
-        model = nn.Sequential(MLP(), DroppedRows(), MLP()).eval()
+        model = nn.Sequential(MLP(), kind(), MLP()).eval()
         model[1].p = p
         return model
 

@@ -238,3 +238,19 @@ def test_dropouts_in_blocks(world, make, divided):
     """Blocks whose chances nobody can read, or whose dropout is used twice, are left to their layers."""
     model = compare(make, ht.Grid(tensor=world.size), [numbers(5, 2, 12)])
     assert getattr(model.up, "leaves", True) != divided
+
+
+@pytest.mark.ranks(2)
+def test_a_dropout_of_outputs_that_drops_later(world):
+    """Its features are whole, whatever its p is when the block is divided."""
+
+    def make():
+        model = Outside()
+        model.drop.p = 0.0
+        return model
+
+    def run(model, x):
+        model.drop.p = 0.3
+        return model(x)
+
+    assert not compare(make, ht.Grid(tensor=world.size), [numbers(5, 2, 12)], run).up.leaves
