@@ -155,9 +155,10 @@ class Grid:
     A grid holds a communicator for each axis of several ranks, and one for all others: at most 16 (itself, data and its
     4 parts, pipeline, the 7 sets of tensor axes, expert and copies) and that one. Checked mode has each of the former
     once more. A grid also holds the node of every rank along each axis. `comm/` adds a window of shared memory for each
-    bucket of gradients and up to four for the workspaces of an axis that are in use. `free()` gives them back; so does
-    the end of `with Grid(...) as grid:`. Of a grid that is dropped instead, with its axes and all tensors in its shared
-    memory, on every rank, they are given back when the next grid is made of the same `comm`.
+    bucket of gradients, up to four for the workspaces of an axis that are in use, and two for the sums of each ZeRO-2
+    or 3 strategy. `free()` gives them back; so does the end of `with Grid(...) as grid:`. Of a grid that is dropped
+    instead, with its axes and all tensors in its shared memory, on every rank, they are given back when the next grid
+    is made of the same `comm`.
 
     Stages may arrange their ranks in different boxes: `boxes` has one (x, y, z) for each rank of the pipeline axis, of
     as many ranks as `tensor`. `grid.shape` and `grid.coords` are then those of this rank's stage, `grid.boxes` all.

@@ -4,6 +4,7 @@ import functools
 import math
 
 import torch
+from matmul_checks import last_rank_elsewhere
 
 from hpctrain import Grid, RngKey
 from hpctrain.data_parallel import DataParallel
@@ -17,7 +18,8 @@ DOUBLE = {"dtype": torch.float64}
 
 
 def tensor_grids(world, way="shared memory"):
-    """All (x, y, z) boxes of the ranks; by "messages", as if no two of them shared memory, with sends that wait."""
+    """All (x, y, z) boxes of the ranks; by "messages", as if no two of them shared memory, with sends that wait;
+    with "last rank elsewhere", as if all but the last did."""
     return _boxes(world.size, way)
 
 
@@ -28,6 +30,8 @@ def _boxes(ranks, way):
         grid.transport.synchronous = True
         for axis in (grid.tensor.x, grid.tensor.y, grid.tensor.z):
             axis.one_node = False
+    for grid in grids if way == "last rank elsewhere" else ():
+        last_rank_elsewhere(grid)
     return grids
 
 

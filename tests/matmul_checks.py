@@ -16,6 +16,7 @@ WAYS = {
     "shared memory": "xyz",
     "messages": "",
     "x across nodes": "yz",
+    "last rank elsewhere": None,  # so that one axis lies on one node for some ranks, and not for others
 }
 
 
@@ -37,10 +38,20 @@ def _grids(ranks, way):
     made = [(box, Grid(tensor=box)) for data, pipeline, box in all_grids(ranks) if data == pipeline == 1]
     for _, grid in made:
         t = grid.tensor
-        for axis in (t.x, t.y, t.z):
-            axis.one_node = axis.name in WAYS[way]
+        if way == "last rank elsewhere":
+            last_rank_elsewhere(grid)
+        else:
+            for axis in (t.x, t.y, t.z):
+                axis.one_node = axis.name in WAYS[way]
         grid.transport.synchronous = way == "messages"
     return made
+
+
+def last_rank_elsewhere(grid):
+    """As if all ranks but the last were on one node."""
+    for axis in grid.axes():
+        axis.nodes = tuple(int(rank == grid.size - 1) for rank in grid.members(axis.name))
+        axis.one_node = len(set(axis.nodes)) == 1
 
 
 def products(world, way, algorithms=ALGORITHMS):

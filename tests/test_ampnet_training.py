@@ -1,6 +1,8 @@
 """GPT-2, Llama and networks of one's own by AMPNet: equal to the flushed pipeline with one key, saved and refused."""
 
 import dataclasses
+import resource
+import signal
 from types import SimpleNamespace
 
 import ampnet_checks as checks
@@ -158,6 +160,42 @@ def test_the_order_in_a_file(world, tmp_path):
         order(replay=folder / "parts")
     with pytest.raises((ValueError, OSError), match="No such file"):
         order(replay=folder / "none")
+
+
+def test_a_full_disk_leaves_a_batch_out(world, tmp_path, caplog):
+    """Training goes on, and the batch after it is on a line of its own."""
+    grid, folder = chain_of(world), world.bcast(tmp_path)
+    size, path = world.size, folder / "run" / MESSAGES
+    options = ["pipeline.schedule=ampnet", f"grid.pipeline={size}", "train.clip=0", "model.tied=false"]
+    options += [f"run.out={folder}", "run.name=run"]
+
+    def order(*more):
+        driven, config = SimpleNamespace(options=AMPNet(3), record=None, replay=None), [*options, *more]
+        return MessageOrder(load_config(overrides=config), grid, SimpleNamespace(message_driven=driven)), driven
+
+    if world.rank == 0:
+        path.parent.mkdir()
+    recorded, driven = order("pipeline.record=true")
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for batch in range(3):
+        recorded.before(batch)
+        driven.record.runs.append([(world.rank, 0, (batch, 0))])
+        if batch == 1 and world.rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, usual[1]))
+        recorded.after(batch)
+        if batch == 1 and world.rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    signal.signal(signal.SIGXFSZ, handler)
+    warned = [record.message for record in caplog.records if "lacks batch" in record.message]
+    assert warned == [f"WARNING: {path} lacks batch 1: [Errno 27] File too large"] * (world.rank == 0)
+    world.Barrier()
+    again, driven = order(f"pipeline.replay={path.parent}")
+    for batch in (0, 2):
+        again.before(batch)
+        assert driven.replay.runs == [[(world.rank, 0, (batch, 0))]]
+    with pytest.raises(ValueError, match="and no 1"):
+        again.before(1)
 
 
 def test_bytes_are_those_of_the_messages(world):

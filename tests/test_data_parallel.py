@@ -272,3 +272,24 @@ def test_dropped_strategies_are_freed(world, make):
     del layers, optimizer, strategy
     gc.collect()
     assert [gone() for gone in watched] == [None] * len(watched)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32, torch.float64), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("method", [DataParallel, Zero1, Zero2])
+def test_norm_of_gradients_of_several_dtypes(world, method, dtypes):
+    """Whichever comes first. Sums of small integers are exact; a norm in bfloat16 would have three digits."""
+    grid = Grid(data=world.size)
+    parameters = [torch.nn.Parameter(torch.zeros(1000 + i, dtype=dtype)) for i, dtype in enumerate(dtypes)]
+    for p in parameters:
+        p.shard = Shard.whole(tuple(p.shape))
+    gradients = [[(torch.arange(len(p)) * (rank + 3)) % 7 - 3.0 for p in parameters] for rank in range(world.size)]
+    replicas = method(parameters, grid, None)
+    replicas.zero_grad()
+    replicas.enable_grad_sync()
+    for p, gradient in zip(parameters, gradients[world.rank]):
+        (p * 1).backward(gradient.to(p.dtype))
+    replicas.finish_grad_sync()
+    _, norm = replicas.loss_and_grad_norm(torch.zeros((), dtype=torch.float64))
+    expected = torch.cat([torch.stack(of_ranks).double().sum(0) for of_ranks in zip(*gradients)]).norm().item()
+    assert norm == pytest.approx(expected, rel=1e-6)
+    assert {*world.allgather(norm)} == {norm}

@@ -7,6 +7,7 @@ from comm_checks import complete, started
 from hpctrain import Grid, RngKey
 from hpctrain.layers import Linear, SplitBackward, Tokens
 from hpctrain.pipeline import NAMES, Executor, schedule
+from hpctrain.pipeline.executor import MOST_EDGES
 from hpctrain.pipeline.pool import Pool
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6, 8)]
@@ -14,6 +15,12 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6, 8)]
 WIDTH = 6
 EXACT = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 ROUNDING = ("chimera", "dualpipe", "dualpipev")
+
+
+@pytest.mark.ranks(1)
+def test_tags_of_the_last_edge(world):
+    """Below 32766, of sums over the holders of tied weights, and 32767, of collectives."""
+    assert (2 * (MOST_EDGES - 1), 2 * (MOST_EDGES - 1) + 1) == (32764, 32765)
 
 
 class Layer(torch.nn.Module):

@@ -2,15 +2,17 @@
 
 import copy
 import math
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_checks import DOUBLE, KEY, Layout, check, gradients_over, tensor_grids, weights_of, whole
+from layer_checks import DOUBLE, KEY, Layout, check, gradients_over, randomise, tensor_grids, weights_of, whole
 
 from hpctrain import Grid
 from hpctrain.data_parallel import DataParallel
 from hpctrain.layers import Attention, Dropout, Embedding, Linear, RMSNorm, Tokens, algorithm_of
+from hpctrain.layers.box import BoxProduct
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6, 8)]
 
@@ -38,6 +40,48 @@ def test_linear(world, n_in, n_out, unit, sequences, length, way):
         with torch.no_grad():
             down.bias.copy_(whole((n_out,), "bias", False)[down.bias.shard.slices])
         check(layout, down, serial, x, layout.inner, layout.residual)
+
+
+@pytest.mark.ranks(4, 8)
+@pytest.mark.parametrize("overlap", [(), ("input_gradient",)])
+@pytest.mark.parametrize("to", ["inner", "residual"])
+def test_linear_where_a_node_holds_some_of_the_ranks_along_an_axis(world, to, overlap):
+    """Ranks along one axis share memory, while their neighbours along another do for some of them and not for others:
+    all lay out their summands alike."""
+    for grid in tensor_grids(world, "last rank elsewhere"):
+        layout, x = Layout(grid, 4, 6), whole((24, 8), "x")
+        layer = Linear(grid, 8, 12, to=to, algorithm=algorithm_of(grid, "agarwal", overlap), key=KEY, **DOUBLE)
+        ends = (layout.residual, layout.inner) if to == "inner" else (layout.inner, layout.residual)
+        check(layout, randomise(layer), lambda w, x: F.linear(x, w["weight"], w["bias"]), x, *ends)
+
+
+@pytest.mark.ranks(4, 8)
+def test_the_input_is_not_gathered_into_memory_that_the_next_sum_gives_back(world, monkeypatch):
+    """z across nodes, b's axis in shared memory: a rank that is late for its weight gradient, while the others are in
+    the next backward, still finds its input."""
+    backwards = 3
+    for grid in tensor_grids(world):
+        if grid.tensor.x.size == 1 or grid.tensor.z.size == 1:
+            continue
+        monkeypatch.setattr(grid.tensor.z, "one_node", False)
+        layout = Layout(grid, 4, 6)
+        algorithm = algorithm_of(grid, "agarwal", overlap=["input_gradient"])
+        layer = Linear(grid, 8, 12, to="inner", bias=False, algorithm=algorithm, key=KEY, **DOUBLE)
+        weight_gradient = BoxProduct.weight_gradient
+
+        def late(*args, rank=grid.rank, weight_gradient=weight_gradient):
+            time.sleep(0.2 * (rank % 2))
+            return weight_gradient(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BoxProduct, "weight_gradient", late)
+            inputs = [whole((24, 8), f"x{n}", False) for n in range(backwards)]
+            ys = [layer(layout.residual(x).requires_grad_(), layout.tokens) for x in inputs]
+            seed = whole((24, 12), "seed", False)
+            for y in ys:
+                y.backward(layout.inner(seed))
+        expected = seed.T @ sum(inputs)
+        torch.testing.assert_close(layer.weight.grad, expected[layer.weight.shard.slices], rtol=1e-12, atol=1e-12)
 
 
 def test_a_step_that_was_given_up_leaves_no_gradient(world):
@@ -89,6 +133,31 @@ def test_embedding(world, vocabulary):
         expected.backward(seed)
         y = layer(ids[layout.block], layout.tokens)
         assert torch.equal(y, layout.residual(expected).detach())
+        y.backward(layout.residual(seed))
+        for _, gradient in gradients_over(grid, layer).items():
+            if grid.rank == 0:
+                torch.testing.assert_close(gradient, weights["weight"].grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_ids_outside_of_the_table(world):
+    """Their rows are NaN, as zeros would train on unnoticed; other rows and their gradients are as ever."""
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 3, 4)
+        layer = Embedding(grid, 7, 5, key=KEY, **DOUBLE)
+        ids = torch.tensor([0, 7, 6, -1, 3, 3, 100, 2, 1, -8, 5, 4])
+        outside = (ids < 0) | (ids > 6)
+        if grid.tensor.x.size == 1:
+            with pytest.raises(IndexError):
+                layer.lookup(ids)
+            continue
+        weights = weights_of(grid, layer)
+        expected = F.embedding(ids.where(~outside, 0), weights["weight"])
+        y = layer(ids[layout.block], layout.tokens)
+        found = layout.residual(expected.detach().masked_fill(outside[:, None], math.nan))
+        torch.testing.assert_close(y.detach(), found, rtol=0, atol=0, equal_nan=True)
+        seed = whole(expected.shape, "seed", False)
+        expected.backward(seed.masked_fill(outside[:, None], 0.0))
         y.backward(layout.residual(seed))
         for _, gradient in gradients_over(grid, layer).items():
             if grid.rank == 0:
@@ -210,6 +279,11 @@ def test_standalone_layers_follow_torch_s_seed(world):
     [
         (lambda g: Linear(g, 4, 4, to="outer"), 'to must be "inner" or "residual", got \'outer\''),
         (lambda g: Linear(g, 0, 4, to="inner"), "in_features and out_features must be from 1 on, got 0 and 4"),
+        (
+            lambda g: Linear(g, 8, 10, to="inner", out_unit=4),
+            "out_features must be a multiple of out_unit, got 10 and 4",
+        ),
+        (lambda g: Linear(g, 8, 4, to="residual", in_unit=0), "in_features must be a multiple of in_unit, got 8 and 0"),
         (lambda g: Dropout(g, 1.0, 4, key=KEY), "dropout must be at least 0 and below 1, got 1.0"),
     ],
 )

@@ -46,6 +46,8 @@ def test_lower_bound_with_memory():
     assert lower_bound(1024, 1024, 1024, 8, memory=1024) == pytest.approx(2**20.5 - 1024, rel=1e-12)
     # much memory: what the ranks need however much there is
     assert lower_bound(64, 64, 64, 8, memory=1e6) == lower_bound(64, 64, 64, 8)
+    with pytest.raises(ValueError, match="memory must be more than 0, got 0"):
+        lower_bound(64, 64, 64, 8, memory=0)
 
 
 def test_lower_bound_refuses_nothing():

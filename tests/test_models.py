@@ -15,7 +15,8 @@ from hpctrain.comm import together
 from hpctrain.config import load_config
 from hpctrain.data import ShardedTokens
 from hpctrain.grid_shape import grid_shape
-from hpctrain.models.plain.model import seeded
+from hpctrain.models.plain.model import PlainModel, seeded
+from hpctrain.models.plain.shape import PlainShape
 from hpctrain.pipeline import one_f_one_b
 from hpctrain.plan import step_traffic
 from hpctrain.train.batches import Samples
@@ -213,6 +214,19 @@ def test_a_list_of_parts(world, train):
         check_plain(world, train, "parts", str(number), first, second)
 
 
+ITSELF = ["grid.pipeline=2", "train.clip=0", "model.tied=false"]  # for stages that update by themselves
+
+
+@pytest.mark.ranks(1)
+def test_what_is_refused_once_is_refused_again(world):
+    shape = PlainShape(layers=4, width=12, context=8, vocabulary=258, options={})
+    model = PlainModel(Grid(), shape, lambda: tiny_models.counting(shape), kind="counting", key=RngKey(0))
+    model(torch.zeros(8, dtype=torch.int64), model.tokens(1, 8))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the buffer module.calls of .* changes in training"):
+            model.check_draws()
+
+
 REFUSED = {
     1: [
         ("nobody_has:it", [], "cannot import nobody_has from .*: ModuleNotFoundError: No module named 'nobody_has'"),
@@ -238,6 +252,14 @@ REFUSED = {
             "tiny_models:narrow",
             ["grid.pipeline=2"],
             r"part 1 of .* must give .* = .1, 8, 12. of torch.float64, got .1, 8, 3. of",
+        ),
+        *(
+            (f"tiny_models:{kind}_parts", [*ITSELF, f"pipeline.schedule={schedule}"], message)
+            for schedule in ("1f1b", "pipedream", "pipedream-2bw", "ampnet")  # all but the first update on the way
+            for kind, message in (
+                ("drawing", "stage 0 draws random numbers from the generator of torch in training"),
+                ("counting", r"the buffer layers.1.calls of .* changes in training"),
+            )
         ),
     ],
     4: [

@@ -4,12 +4,27 @@ import dataclasses
 
 import pytest
 import torch
-from training_checks import LENGTH, UNEVEN, batches, check, fitting, in_turn, logits_of, made, microbatches, train_on
+from training_checks import (
+    LENGTH,
+    UNEVEN,
+    batches,
+    check,
+    check_equal,
+    fitting,
+    in_turn,
+    logits_of,
+    made,
+    microbatches,
+    serial,
+    train_on,
+)
 
 from hpctrain import Grid, RngKey
+from hpctrain.config import DataParallelConfig
+from hpctrain.data_parallel import make
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.pipeline import schedule
+from hpctrain.pipeline import StageGraph, list_schedule, schedule
 from hpctrain.train.batches import Samples
 from hpctrain.train.optimizer import adamw
 from hpctrain.train.trainer import Trainer
@@ -67,6 +82,25 @@ def test_any_layers_per_stage(world):
     check(Grid(pipeline=world.size), dataclasses.replace(UNEVEN, layers=layers), 2, 1.0, layers_per_stage=counts)
     with pytest.raises(ValueError, match="layers_per_stage must give at least one block"):
         train_on(Grid(pipeline=world.size), UNEVEN, 2, 1.0, layers_per_stage=[UNEVEN.layers + 1])
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2"])
+def test_ranks_that_share_weights_in_different_orders(world, method):
+    """Two replicas of three stages, {(replica, stage): rank}: ranks 0 and 1 share the tied tables and the middle stage,
+    which comes after the table on rank 0, before it on rank 1."""
+    placement = {(0, 0): 0, (0, 1): 1, (0, 2): 2, (1, 0): 2, (1, 1): 0, (1, 2): 1}
+    count, shape = 4, fitting(UNEVEN, 3)
+    expected = serial(shape, 1.0)
+    grid, order = Grid(pipeline=3), list_schedule(StageGraph.chain(3), placement, count)
+    model = made(grid, shape, None, order.placement)
+    optimizer = adamw(model.parameters(), 0.1)
+    strategy = make(DataParallelConfig(method), model, grid, optimizer)
+    trainer = Trainer(model, grid, optimizer, order, max_norm=1.0, strategy=strategy)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    got = [trainer.step(microbatches(grid, batch, step, count)) for step, batch in enumerate(batches(shape))]
+    check_equal(got, strategy, model, grid, expected)
 
 
 def delayed_reference(name, shape, logits_of, stages, weights, count, replicas):

@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
+from experts_checks import mixture
 from torch import nn
 
 import hpctrain as ht
 from hpctrain.checkpoint import Checkpointer, TrainingState
 from hpctrain.data_parallel import DataParallel, LocalSGD, MixedDataParallel, Precision, Zero1, Zero2, Zero3
 from hpctrain.shard import Shard, split
+from hpctrain.train.optimizer import make_optimizer
 
 pytestmark = pytest.mark.mpi
 
@@ -25,8 +27,8 @@ def network(seed=0, frozen=False):
     return model
 
 
-def trainer_of(model, grid, kind, lr=0.1, **options):
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def trainer_of(model, grid, kind, lr=0.1, given="trained", **options):
+    parameters = [p for p in model.parameters() if p.requires_grad or given == "all"]
     optimizer = torch.optim.AdamW(parameters, lr)
     replicas = KINDS[kind](model if kind == "zero3" else parameters, grid, optimizer, **options)
     return ht.Trainer(model, grid, optimizer, loss=loss, strategy=replicas)
@@ -76,12 +78,109 @@ def test_one_method_after_another(world, first, second):
     check_weights(model, expected)
 
 
+@pytest.mark.parametrize("second", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("first", ["ddp", "zero1", "zero2", "local_sgd"])
+def test_two_methods_in_turn_are_refused(world, first, second):
+    """The gradients lie in the buckets of the second: the first would sum its own, of an earlier step."""
+    grid = ht.Grid(data=world.size)
+    model = ht.parallelize(network(), grid)
+    trainers = [trainer_of(model, grid, kind) for kind in (first, second)]
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=f"{KINDS[first].__name__} was given weights that a later strategy has now"):
+        step(trainers[0], model, grid)
+    assert all(map(torch.equal, before, model.parameters()))
+    step(trainers[1], model, grid)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_frozen_weights_are_saved(world, tmp_path, kind):
+def test_an_optimizer_of_other_weights_is_refused(world, kind):
+    """Alike where some ranks hold none of them, as of those that an earlier ZeRO gave to the optimizer."""
+    grid = ht.Grid(data=world.size)
+    models = [ht.parallelize(network(), grid) for _ in range(2)]
+    optimizer = torch.optim.AdamW(models[0].parameters(), 0.1)
+
+    def make(model):
+        return KINDS[kind](model if kind == "zero3" else model.parameters(), grid, optimizer)
+
+    with pytest.raises(ValueError, match="an optimizer over 4 weights that are not among its parameters"):
+        make(models[1])
+    make(models[0])
+    if kind.startswith("zero"):
+        with pytest.raises(ValueError, match=r"an optimizer over \d+ weights .* make a new optimizer"):
+            make(models[0])
+
+
+@pytest.mark.ranks(4)
+def test_an_optimizer_that_has_no_part_of_the_weights_on_some_ranks(world):
+    grid = ht.Grid(data=4)
+    weight = nn.Parameter(torch.ones(1))
+    weight.shard = Shard((1,), (slice(0, 1),))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    Zero1([weight], grid, optimizer)
+    with pytest.raises(ValueError, match="an optimizer over 1 weights"):
+        Zero1([weight], grid, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3", "in the loop"])
+def test_two_models_under_one_loss(world, kind):
+    """The sum of a bucket of one is under way while backward goes through the other, whose buckets are larger too."""
+    grid, expected = ht.Grid(data=world.size), pair_of(7, 40)
+    first, second = models = pair_of(7, 40)
+    if kind == "in the loop":
+        first, second = (ht.parallelize(model, grid, zero=2) for model in models)
+        steps = [torch.optim.SGD(model.parameters(), 0.1) for model in (first, second)]
+    else:
+        first, second = (ht.parallelize(model, grid) for model in models)
+        steps = [torch.optim.SGD(model.parameters(), 0.1) for model in (first, second)]
+        strategies = [
+            KINDS[kind](model if kind == "zero3" else model.parameters(), grid, optimizer, bucket_bytes=1)
+            for model, optimizer in zip((first, second), steps)
+        ]
+    rows = split(len(X), world.size, world.rank)
+    for _ in range(2):
+        total = (second(first(X[rows])) - Y[rows]).square()
+        if kind == "in the loop":
+            (total.sum() * world.size / len(X)).backward()
+            for optimizer in steps:
+                optimizer.step()
+                optimizer.zero_grad()
+            continue
+        for replicas in strategies:
+            replicas.zero_grad()
+            replicas.enable_grad_sync()
+        (total.sum() / len(X)).backward()
+        for replicas in strategies:
+            replicas.finish_grad_sync()
+        for replicas in strategies:
+            _, norm = replicas.loss_and_grad_norm(torch.zeros((), dtype=torch.float64))
+            replicas.step(norm, 0.0)
+    serial = torch.optim.SGD([p for model in expected for p in model.parameters()], 0.1)
+    for _ in range(2):
+        serial.zero_grad()
+        (expected[1](expected[0](X)) - Y).square().sum().div(len(X)).backward()
+        serial.step()
+    for model, theirs in zip((first, second), expected):
+        check_weights(model, theirs)
+
+
+def pair_of(*sizes):
+    """Two networks, one behind the other."""
+    torch.manual_seed(0)
+    layers = [[nn.Linear(5, size), nn.Tanh(), nn.Linear(size, 5)] for size in sizes]
+    layers[1][2] = nn.Linear(sizes[1], 3)
+    return [nn.Sequential(*each).double() for each in layers]
+
+
+@pytest.mark.parametrize("given", ["trained", "all"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_weights_are_saved(world, tmp_path, kind, given):
+    """And neither decay nor get a gradient, where the strategy and the optimizer are given them too."""
     folder, grid = world.bcast(tmp_path), ht.Grid(data=world.size)
     source = ht.parallelize(network(frozen=True), grid)
-    trainer = trainer_of(source, grid, kind)
+    trainer = trainer_of(source, grid, kind, given=given)
     step(trainer, source, grid)
+    assert source[0].weight.grad is None
+    assert torch.equal(source[0].weight, network()[0].weight)
     state = TrainingState(source, trainer.strategy)
     assert Checkpointer(folder, world, background=False).save(1, state, {}) is None
     target = ht.parallelize(network(seed=1, frozen=True), grid)
@@ -89,6 +188,26 @@ def test_frozen_weights_are_saved(world, tmp_path, kind):
     Checkpointer(folder, world).resume(TrainingState(target, other.strategy))
     assert step(trainer, source, grid) == step(other, target, grid)
     assert torch.equal(source[0].weight, target[0].weight)
+
+
+@pytest.mark.parametrize("kind", [MixedDataParallel, Zero1, Zero2])
+def test_biases_of_routers_beside_weights_in_bfloat16(world, kind):
+    """They are changed by the load of the experts alone, in steps that bfloat16 would round."""
+    grid, rate = ht.Grid(data=world.size), 2.0**-10
+    layer = mixture(grid, torch.ones(5), scores="sigmoid", balance_bias=rate)
+    optimizer = torch.optim.AdamW(layer.parameters(), 0.1)
+    replicas = kind(layer.parameters(), grid, optimizer, precision=Precision(compute=torch.bfloat16))
+    tokens = ht.layers.Tokens.of(grid, 1, 5, grid.data.rank)
+    x = torch.linspace(-1, 1, 35).view(5, 7).sin().bfloat16()
+    trainer = ht.Trainer(
+        layer, grid, optimizer, loss=lambda layer, x: layer(x, tokens).float().square().sum(), strategy=replicas
+    )
+    trainer.step([x])
+    changed = (layer.router.bias - 1) / rate
+    assert {*changed.tolist()} <= {-1.0, 0.0, 1.0}
+    assert changed.any()
+    trainer.step([x])
+    assert {*((layer.router.bias - 1) / rate - changed).tolist()} <= {-1.0, 0.0, 1.0}
 
 
 def test_a_weight_that_was_frozen(world):
@@ -154,6 +273,25 @@ def test_weights_in_another_order_of_memory(world):
     (plain.sin() * start).sum().backward()
     torch.optim.AdamW([plain], 0.1, fused=True).step()
     torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_that_fails(world, kind, averaged):
+    """The optimizer's weights are again those of the training, neither their moving average nor that of replicas."""
+    grid = ht.Grid(data=world.size)
+    model = ht.parallelize(network(), grid)
+    optimizer = make_optimizer(model.parameters(), 0.1, ema_decay=0.5)
+    options = {"every": 0} if kind == "local_sgd" else {}
+    replicas = KINDS[kind](model if kind == "zero3" else model.parameters(), grid, optimizer, **options)
+    trainer = ht.Trainer(model, grid, optimizer, loss=loss, strategy=replicas)
+    for _ in range(2):
+        step(trainer, model, grid)
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in weights]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        trainer.evaluate([[own(grid)], [(X[:, :3], Y)]], averaged=averaged)
+    assert all(map(torch.equal, before, weights))
 
 
 @pytest.mark.parametrize("method", [MixedDataParallel, Zero2])

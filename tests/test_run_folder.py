@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from hpctrain.config import load_config
-from hpctrain.train import lease, run_folder
+from hpctrain.train import lease, loop, run_folder
 from hpctrain.train.lease import Lease
 from hpctrain.train.run_folder import RunFolder
 
@@ -143,6 +144,36 @@ def test_who_lost_it_writes_no_more(config, monkeypatch, links):
         folder.sync()
 
 
+@pytest.mark.parametrize("method", ["listdir", "read_text"])
+def test_a_lease_that_cannot_be_read_for_the_moment(config, monkeypatch, caplog, method):
+    """Says nothing of who has the folder: training goes on, and it is looked at again."""
+    folder = RunFolder(config)
+    folder.begin(0)
+    monkeypatch.setattr(lease, "REFRESH", 0.0)
+
+    def fail(*_, **__):
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as server:
+        server.setattr(os if method == "listdir" else type(folder.path), method, fail)
+        folder.log({"step": 1})
+        folder.sync()
+    assert caplog.text.count("its lease is looked at again in 0 s: [Errno 116] Stale file handle") == 2
+    folder.log({"step": 2})
+    held(folder.path)
+    with pytest.raises(RuntimeError, match=r"was taken over \(process 1 on n7\)"):
+        folder.log({"step": 3})
+
+
+def test_a_lease_that_somebody_deleted(config, monkeypatch):
+    folder = RunFolder(config)
+    folder.begin(0)
+    monkeypatch.setattr(lease, "REFRESH", 0.0)
+    (config.folder.parent / ".a.lease.1").unlink()
+    with pytest.raises(RuntimeError, match="somebody deleted its lease"):
+        folder.log({"step": 1})
+
+
 def test_the_lease_is_refreshed(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "REFRESH", 0.05)
     kept = Lease(tmp_path / "a")
@@ -229,6 +260,24 @@ def test_a_full_disk_costs_no_metrics(config, monkeypatch, caplog):
     lines = (folder.path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
     folder.close()
+
+
+def test_a_full_disk_costs_the_picture_alone(config, monkeypatch, caplog):
+    """What a job has trained is exported first; it ends as it would with the picture."""
+    folder = RunFolder(config)
+    folder.begin(0)
+    folder.log({"step": 1, "loss": 1.0, "lr": 0.1})
+    (folder.path / "loss.png").mkdir()  # cannot be written
+    finished = []
+
+    def finish(session):
+        finished.append((session.folder, "picture" in caplog.text))
+
+    for name, stub in {"introduce": id, "take_steps": lambda session: "", "finish": finish}.items():
+        monkeypatch.setattr(loop, name, stub)
+    assert loop.train(SimpleNamespace(folder=folder)) == ""
+    assert finished == [(folder, False)]
+    assert "a has no picture of the losses: [Errno 21]" in caplog.text
 
 
 def test_metrics_name_the_job_that_took_the_step(config, monkeypatch):

@@ -1,8 +1,13 @@
-"""What is checked before a job's parts are built."""
+"""What is checked before a job's parts are built, and where its weights are from."""
+
+import shutil
 
 import pytest
+from running import write_text
+from trained_here import losses, trainer_in
 
 from hpctrain.config import load_config
+from hpctrain.train import session
 from hpctrain.train.session import build
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
@@ -15,3 +20,56 @@ def test_ranks_with_other_settings(world, resumes):
     text = "--resume = 'must', and rank 0 with ''" if resumes else "run.steps = 3, and rank 0 with 2"
     with pytest.raises(ValueError, match=f"rank 1 was started with {text}; start all ranks alike"):
         build(config, world, "must" if resumes and world.rank else "")
+
+
+MODEL = [
+    "model.layers=1", "model.heads=2", "model.width=8", "model.context=16", "model.vocabulary=257", "train.batch=4",
+    "run.eval_batches=1", "run.checkpoint_every=2", "grid.data=2", "data_parallel.method=zero1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_the_watchdog_is_the_configuration_s(world, tmp_path, seconds):
+    """And not that of scripts, which a trainer starts."""
+    folder = world.bcast(tmp_path)
+    if world.rank == 0:
+        write_text(folder)
+    world.Barrier()
+    files = [f"data.text={folder}/text.txt", f"run.out={folder}"]
+    config = load_config(None, [*MODEL, *files, f"comm.watchdog={seconds}"])
+    watchdog = build(config, world).grid.transport.watchdog
+    assert (watchdog.limit if watchdog else 0) == seconds
+
+
+def test_a_resumed_run_needs_no_folder_that_it_once_started_from(world, tmp_path, capfd):
+    """Its weights are a checkpoint's; begun anew it needs that folder."""
+    train = trainer_in(world, tmp_path, MODEL)
+    assert train("run.steps=1", "run.name=first", "run.seed=5") == 0
+    init = train.folder / "init"
+    if world.rank == 0:
+        shutil.copytree(train.folder / "first/model", init)
+    whole = [f"model.init={init}", "run.steps=4"]
+    assert train(*whole, "run.name=whole") == 0
+    assert train(*whole, "run.name=again") == 0
+    if world.rank == 0:
+        shutil.rmtree(init)
+        (step,) = (train.folder / "again/checkpoints").glob("step-4")
+        shutil.rmtree(step)
+    world.Barrier()
+    for resume in ("--resume", "--resume=auto"):
+        assert train(*whole, "run.name=again", resume) == 0
+        if world.rank == 0:
+            assert losses(train.folder / "again") == losses(train.folder / "whole")
+    capfd.readouterr()
+    assert train(*whole, "run.name=again") == 2
+    if world.rank == 0:
+        assert "init holds no readable config.json" in capfd.readouterr().err
+        assert not (train.folder / "again.1").exists()
+
+
+def test_a_run_that_another_job_began_anew_meanwhile(world, tmp_path, monkeypatch, capfd):
+    """Its checkpoints are gone: neither they nor model.init would give the weights."""
+    monkeypatch.setattr(session, "goes_on", lambda folder, resume: True)
+    assert trainer_in(world, tmp_path, MODEL)("run.name=taken", "--resume=auto") == 2
+    if world.rank == 0:
+        assert "taken anew while this one started; start this one again" in capfd.readouterr().err

@@ -49,6 +49,18 @@ def test_evaluation_of_a_whole_model(world):
     assert trainer.evaluate([[X]], lambda: True) is None
 
 
+def test_the_grid_of_a_trainer_is_watched(world):
+    """By one watchdog, also where there are several trainers."""
+    grid = ht.Grid(data=world.size)
+    model = ht.layers.Linear(grid, 2, 2, to="inner", key=ht.RngKey(0))  # parallelize has a watchdog of its own
+    found = []
+    for _ in range(2):
+        ht.Trainer(model, grid, torch.optim.SGD(model.parameters(), 0.25), loss=square)
+        found.append(grid.transport.watchdog)
+    assert (found[0] is not None) == (world.size > 1)
+    assert found[1] is found[0]
+
+
 def test_what_is_missing_is_said(world):
     grid = ht.Grid(data=world.size)
     model = line(grid)

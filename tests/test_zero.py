@@ -1,6 +1,7 @@
 """ZeRO: training equals the serial program's, with state, gradients and weights spread over the replicas."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -14,9 +15,9 @@ from hpctrain import Grid, RngKey
 from hpctrain.data_parallel import MixedDataParallel, Precision, Zero1, Zero2, Zero3
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.shard import Shard
+from hpctrain.shard import Shard, split
 from hpctrain.shard_entries import Described
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import adamw, make_optimizer
 from hpctrain.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4, 8)]
@@ -206,3 +207,94 @@ def test_changed_weights_reach_every_replica(world, method):
         bucket.masters.master.fill_(1 + world.rank)
     replicas.weights_changed()
     assert weight.tolist() == [1, 1, 1, 2, 2]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("method", METHODS)
+def test_an_evaluation_of_too_few_microbatches(world, method):
+    """Is refused before any rank's weights become their moving average."""
+    grid = Grid(data=2)
+    model = GPT2(grid, SMALL, key=RngKey(3), dtype=torch.float64)
+    optimizer = make_optimizer(model.parameters(), 0.1, ema_decay=0.5)
+    trainer = Trainer(model, grid, optimizer, 2, strategy=made(method, model, grid, optimizer))
+    both = microbatches(grid, batches(SMALL)[0], 0, 2)
+    trainer.step(both)
+    before = [whole.clone() for _, whole in whole_parameters(model, grid)]
+    with pytest.raises(ValueError, match="1f1b is made for 2 microbatches on each replica, got 1; some may be empty"):
+        trainer.evaluate([both, both[:1]], averaged=True)
+    assert all(torch.equal(old, now) for old, (_, now) in zip(before, whole_parameters(model, grid), strict=True))
+
+
+class Nested(torch.nn.Module):
+    """With lists and dicts in one another, which nobody calls, and an embedding of such that is the head as well."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 6)) for _ in range(3)]
+        self.transformer = torch.nn.ModuleDict({
+            "wte": torch.nn.Embedding(11, 6),
+            "h": torch.nn.ModuleList(blocks),
+            "pairs": torch.nn.ModuleList([torch.nn.ModuleDict({name: torch.nn.Linear(6, 6) for name in "ab"})]),
+            "scales": torch.nn.ParameterList([torch.ones(6), torch.ones(6)]),
+            "norm": torch.nn.LayerNorm(6),
+        })  # fmt: skip
+        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.transformer["wte"].weight
+        self.again = blocks[0][0]  # a part of a layer, called outside as well
+
+    def forward(self, ids):
+        parts = self.transformer
+        x = parts["wte"](ids)
+        for block in parts["h"]:
+            x = x + block(x) * parts["scales"][0]
+        (pair,) = parts["pairs"]
+        x = x + pair["b"](pair["a"](x).tanh()) * parts["scales"][1]
+        return self.head(parts["norm"](x) + self.again(x)[..., :6])
+
+
+@pytest.mark.parametrize("messages", [True, False])
+def test_layers_in_nested_lists_and_weights_also_used_outside(world, messages):
+    grid = Grid(data=world.size)
+    if messages:
+        by_messages(grid)
+    torch.manual_seed(0)
+    serially = Nested().double()
+    model = copy.deepcopy(serially)
+    for p in model.parameters():
+        p.shard = Shard.whole(tuple(p.shape))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    replicas = Zero3(model, grid, optimizer, bucket_bytes=300)
+    ids = torch.arange(8 * 5).view(8, 5) ** 2 % 11
+    mine = ids[split(8, world.size, world.rank)]
+    trainer = Trainer(model, grid, optimizer, loss=nested_loss, strategy=replicas)
+    steps = torch.optim.AdamW(serially.parameters(), 0.01)
+    for _ in range(2):
+        got, _ = trainer.step([mine[:1], mine[1:]])
+        steps.zero_grad()
+        expected = nested_loss(serially, ids)
+        expected.backward()
+        steps.step()
+        assert got == pytest.approx(expected.item(), rel=1e-12)
+    for ours, theirs in zip(model.parameters(), serially.parameters()):
+        with ours.gathered:
+            torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-12, atol=1e-12)
+
+
+def nested_loss(model, ids):
+    return torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten(), reduction="sum") / 40
+
+
+@pytest.mark.ranks(2)
+def test_weights_outside_of_the_layers_of_a_model_without_a_forward(world):
+    """By messages nobody would gather them; on one node they are there."""
+    for messages in (False, True):
+        grid = Grid(data=2)
+        if messages:
+            by_messages(grid)
+        model = torch.nn.ModuleDict({"first": torch.nn.Linear(3, 3), "h": torch.nn.ModuleList([torch.nn.Linear(3, 3)])})
+        for p in model.parameters():
+            p.shard = Shard.whole(tuple(p.shape))
+        refused = pytest.raises(ValueError, match="ModuleDict has no forward, and 2 weights .* or choose zero2")
+        with refused if messages else contextlib.nullcontext():
+            Zero3(model, grid, torch.optim.SGD(model.parameters(), 0.1))
+        assert all(len(p) for p in model.parameters())

@@ -124,6 +124,12 @@ def drawing(model):
     return Drawing(*whole(model))
 
 
+def drawing_parts(model):
+    """Of which the second draws."""
+    first, _, *others = parts(model)
+    return [first, lambda: Drawing(_inner(model)), *others]
+
+
 class Counting(nn.Sequential):
     """Has a buffer that changes with every call."""
 
@@ -138,6 +144,12 @@ class Counting(nn.Sequential):
 
 def counting(model):
     return Counting(*whole(model))
+
+
+def counting_parts(model):
+    """Of which the second has the buffer."""
+    first, _, *others = parts(model)
+    return [first, lambda: Counting(_inner(model)), *others]
 
 
 def shared(model):

@@ -35,7 +35,7 @@ class Window:
 
     Its creation is collective, and so is `free`, after which nothing may read its tensors. A grid frees those that are
     left. A window takes a context of MPI's, and 0.4 ms to make; 2,000 of them take 0.75 s, 6,000 take 13: one is made
-    for a bucket of gradients or weights, and up to four for the workspaces of an axis.
+    for a bucket of gradients or weights, up to four for the workspaces of an axis, and two for one of a strategy.
 
     Attributes: `parts`, uint8, every rank's memory in rank order; `whole`, all of it as one.
 

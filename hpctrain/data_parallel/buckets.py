@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -65,6 +66,16 @@ class AllReducedGradBucket(GradBucket):
     def launch(self) -> None:
         super().launch()
         self.work = self._sums.all_reduce_start()
+
+
+class OfParameters(Protocol):
+    parameters: Sequence[torch.nn.Parameter]
+
+
+def holders_of(bucket: OfParameters) -> tuple[int, ...]:
+    """The pipeline ranks that hold a bucket's parameters. Buckets are summed over them in the order of these: that of
+    backward is another on other ranks, as a tied table is the last of the first stage and the first of the last."""
+    return shard_of(bucket.parameters[0]).holders
 
 
 def sum_over_holders(gradient: torch.Tensor, holders: Sequence[int], pipeline: Axis) -> None:

@@ -34,9 +34,10 @@ def replica_totals(loss: torch.Tensor, squares: torch.Tensor, grid: Grid) -> tor
 
 
 def square(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of the squares of all elements, float64; taken in float32 where they have 16 bits."""
+    """Sum of the squares of all elements, float64; taken in float32 where they have 16 bits. Of the dtypes in the order
+    in which they come: a set's differs between processes, and with it the last bits."""
     found = torch.zeros((), dtype=torch.float64)
-    for dtype in {tensor.dtype for tensor in tensors}:
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         wide = torch.float32 if dtype in REDUCED_HERE else None
         norms = torch._foreach_norm([tensor for tensor in tensors if tensor.dtype == dtype], 2, wide)
         found = found + torch.stack(norms).double().square().sum().cpu()

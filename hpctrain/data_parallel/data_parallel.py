@@ -7,7 +7,14 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hpctrain import comm
-from hpctrain.data_parallel.buckets import BUCKET_BYTES, AllReducedGradBucket, GradBucket, grouped, summed_over
+from hpctrain.data_parallel.buckets import (
+    BUCKET_BYTES,
+    AllReducedGradBucket,
+    GradBucket,
+    grouped,
+    holders_of,
+    summed_over,
+)
 from hpctrain.data_parallel.strategy import DataParallelStrategy
 from hpctrain.grid import Axis, Grid
 from hpctrain.parameter import grad_sync_of, on_arrival, shard_of
@@ -58,10 +65,9 @@ class DataParallel(DataParallelStrategy):
         return AllReducedGradBucket(parameters, plane, self.grid.alike(shard_of(parameters[0])))
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the last step."""
+        super().zero_grad()
         self._unused.clear()
         for parameter in self.parameters:
-            parameter.grad = None
             grad_sync_of(parameter).begin_step()
         self._begin()  # anew, where the last backward failed on its way
 
@@ -90,7 +96,7 @@ class DataParallel(DataParallelStrategy):
         for bucket in self.buckets[self._launched :]:
             bucket.launch()
         self._begin()
-        for bucket in self.buckets:
+        for bucket in sorted(self.buckets, key=holders_of):
             bucket.sum_over_holders(self.grid.pipeline)
         for parameter in self._divided_weights:
             mark_gradient(parameter, summed=True)

@@ -94,9 +94,11 @@ class LocalSGD(DataParallel):
         weights: list[torch.Tensor] = [*self.parameters]
         own = [p.detach().clone() for p in weights]
         self._average(weights)
-        yield
-        with torch.no_grad():
-            torch._foreach_copy_(weights, own)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, own)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:

@@ -104,8 +104,8 @@ B = TypeVar("B", bound=ZeroBucket)
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer | None, given: list[ParameterSlice]) -> None:
-    """Replace the parameters in the optimizer's groups, and in its state, by this rank's pieces of them. The groups'
-    options stay."""
+    """Replace the parameters in the optimizer's groups, and in its state, by this rank's pieces of them; frozen ones
+    are left out. The groups' options stay."""
     if optimizer is None:  # the caller updates
         return
     pieces: dict[torch.nn.Parameter, list[ParameterSlice]] = {}

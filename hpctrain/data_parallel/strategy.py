@@ -29,8 +29,13 @@ class DataParallelStrategy:
 
     Args:
         parameters: of this rank's stage, in the same order on all ranks of the data axis; each carries its `Shard`.
+            Those that are frozen are left as they are.
         grid: the process grid.
         optimizer: over these parameters; its learning rate may be set before each step. None where the caller updates.
+
+    Raises:
+        ValueError: on every rank, when the optimizer has other weights, as those that an earlier ZeRO strategy gave it;
+            from `zero_grad()`, when a later strategy has the parameters.
     """
 
     alike = True  # after an update all replicas have the same weights, to the bit
@@ -41,9 +46,13 @@ class DataParallelStrategy:
     def __init__(
         self, parameters: Iterable[torch.nn.Parameter], grid: Grid, optimizer: torch.optim.Optimizer | None = None
     ):
-        self.parameters, self.grid, self._optimizer = list(parameters), grid, optimizer
-        for parameter in self.parameters:
+        given = list(parameters)
+        for parameter in given:
             forget_grad_sync(parameter)
+        self.parameters = [parameter for parameter in given if parameter.requires_grad]
+        self.grid, self._optimizer = grid, optimizer
+        with comm.together(grid.comm):  # ranks differ in what they hold
+            self._check_optimizer()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -51,9 +60,34 @@ class DataParallelStrategy:
         assert self._optimizer is not None, "the strategy was made without an optimizer"
         return self._optimizer
 
+    def _check_optimizer(self) -> None:
+        known = set(self.parameters)
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        if others := [p for group in groups for p in group["params"] if p.requires_grad and p not in known]:
+            raise ValueError(
+                f"{type(self).__name__} got an optimizer over {len(others)} weights that are not among its parameters, "
+                f"the first of shape {tuple(others[0].shape)}: make a new optimizer over model.parameters(), as an "
+                "earlier ZeRO strategy has put its parts of the weights into this one"
+            )
+
     def zero_grad(self) -> None:
+        """Forget the gradients of the last step."""
+        self._check_arrivals()
         for parameter in self.parameters:
             parameter.grad = None
+
+    def _check_arrivals(self) -> None:
+        """Raise ValueError where gradients go to another strategy, whose buckets these are not."""
+        if any(vars(p)["arrival"] != self._arrived for p in self.parameters):
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind} was given weights that a later strategy has now: use one strategy, or Trainer, of a model at "
+                f"a time, or make {kind}, its optimizer and its Trainer anew"
+            )
+
+    def _arrived(self, parameter: torch.nn.Parameter) -> None:
+        """A backward has added to the parameter's gradient."""
+        raise NotImplementedError
 
     def enable_grad_sync(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """The next backward completes the gradients of these parameters, by default of all."""
@@ -108,19 +142,21 @@ class DataParallelStrategy:
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Within it, what the optimizer updates is the moving average of the weights that it keeps, if it does, and so
-        is what every rank computes with. Collective."""
+        is what every rank computes with. Collective, but where what is done within it fails: other ranks may not."""
         averages = {p: state["ema"] for p, state in self.optimizer.state.items() if "ema" in state}
         own = [p.detach().clone() for p in averages]
         self._replace(averages, averages.values())
-        yield
+        try:
+            yield
+        except BaseException:
+            _copy(averages, own)  # and weights held elsewhere follow with the next update
+            raise
         self._replace(averages, own)
 
-    @torch.no_grad()
     def _replace(self, parameters: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
         """Of the optimizer."""
         self.grid.comm.barrier()  # others may compute with them, in shared memory
-        for parameter, value in zip(parameters, values):
-            parameter.copy_(value)
+        _copy(parameters, values)
         self.weights_changed()
 
     def weights_changed(self) -> None:
@@ -150,3 +186,9 @@ class DataParallelStrategy:
 
     def loaded(self) -> None:
         """What `to_load` gave has been filled: bring it to wherever else it is held. Collective."""
+
+
+@torch.no_grad()
+def _copy(parameters: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values):
+        parameter.copy_(value)

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from hpctrain import comm
-from hpctrain.data_parallel.buckets import BUCKET_BYTES, grouped, sum_over_holders, summed_over
+from hpctrain.comm.workspace import Workspace, new_workspace
+from hpctrain.data_parallel.buckets import BUCKET_BYTES, grouped, holders_of, sum_over_holders, summed_over
 from hpctrain.data_parallel.master_weights import MasterWeights, shard_optimizer
 from hpctrain.data_parallel.precision import AS_GIVEN, Precision
 from hpctrain.data_parallel.zero import ZeroStrategy, scaling_of
@@ -52,6 +53,11 @@ class Zero2(ZeroStrategy):
             for group in self._groups(bucket_bytes)
         ]
         shard_optimizer(optimizer, self._pieces())
+        # Not the axis's own: under one loss of two models a sum of the other's strategy may be under way.
+        workspaces: dict[tuple[Axis, bool], Workspace] = {}
+        for bucket in self.buckets:
+            place = bucket.alike, bucket.gradient.is_cpu
+            bucket.workspace = workspaces.setdefault(place, new_workspace(bucket.alike, bucket.gradient))
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         if grid.pipeline.size > 1:
             for alike in (grid.data, grid.copies):
@@ -85,10 +91,10 @@ class Zero2(ZeroStrategy):
             for bucket in self.buckets:
                 self._launch(bucket)
         self._settle()
-        for bucket in self.buckets:
+        for bucket in sorted(self.buckets, key=holders_of):
             if not bucket.launches:
                 bucket.gradient.zero_()
-            sum_over_holders(bucket.gradient, shard_of(bucket.parameters[0]).holders, self.grid.pipeline)
+            sum_over_holders(bucket.gradient, holders_of(bucket), self.grid.pipeline)
 
     def _is_unused(self, parameter):
         return not self._bucket_of[parameter].arrived[parameter]
@@ -148,7 +154,10 @@ class ShardedGradBucket:
         arrived: how often each parameter's gradient has come in this step.
         launches: how often the bucket was summed.
         gradient: this rank's range of the sums.
+        workspace: where they are taken, of all buckets of a strategy with the same ranks.
     """
+
+    workspace: Workspace
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None, alike: Axis, precision: Precision):
         self.parameters, self.plane, self.alike = parameters, plane, alike
@@ -179,12 +188,11 @@ class ShardedGradBucket:
 
     def reserve(self) -> None:
         """Make the memory for sums of this size, on which the replicas agree. Collective over them."""
-        comm.workspace(self.alike, self._summand, "started").reserve(sum(self._sizes), self._summand)
+        self.workspace.reserve(sum(self._sizes), self._summand)
 
     def launch(self) -> None:
         """Begin to sum what has come."""
-        scratch = comm.workspace(self.alike, self._summand, "started")
-        summands = scratch.buffer(sum(self._sizes), self._summand)
+        summands = self.workspace.buffer(sum(self._sizes), self._summand)
         for parameter, part in zip(self.parameters, summands.split(self._sizes)):
             if parameter.grad is None:
                 part.zero_()
@@ -193,7 +201,7 @@ class ShardedGradBucket:
                 parameter.grad = None
         if self.plane is not None:
             comm.all_reduce(summands, self.plane)
-        self.work = scratch.reduce_start(summands, self._counts, self.gradient.dtype)
+        self.work = self.workspace.reduce_start(summands, self._counts, self.gradient.dtype)
         self.launches += 1
 
     def add(self) -> None:

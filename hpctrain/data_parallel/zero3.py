@@ -26,10 +26,10 @@ class Zero3(Zero2):
 
     On one node the ranks have one copy of the weights in shared memory, in which a gather moves nothing.
 
-    The layers are the items of the model's `ModuleList`s and `ModuleDict`s; each must compute in its `forward`, and
-    backward must reach the first tensor that it returns. What is in none of them, or in several, is gathered as long as
-    the whole model computes. Elsewhere, parameters have no memory to be read: use `with parameter.gathered:`, which is
-    collective over the data axis.
+    The layers are the items of the model's `ModuleList`s and `ModuleDict`s, in each other too; each must compute in its
+    `forward`, and backward must reach the first tensor that it returns. What is in none of them, in several, or in one
+    and outside, is gathered as long as the whole model computes. Elsewhere, parameters have no memory to be read: use
+    `with parameter.gathered:`, which is collective over the data axis.
 
     Where weights travel by messages a gather is a collective: all replicas must compute the same layers in the same
     order, forward and backward, of which they may use different parameters. A number before each layer says whether
@@ -40,7 +40,8 @@ class Zero3(Zero2):
         model: whose `parameters()` the optimizer has; the other arguments are as of `Zero1`.
 
     Raises:
-        ValueError: on every rank, when the model's linear layers gather their weights ahead over z; from forward,
+        ValueError: on every rank, when the model's linear layers gather their weights ahead over z, and when the
+            model has weights outside of its layers and no forward, and weights travel by messages; from forward,
             backward or `finish_grad_sync()`, when replicas compute different layers and weights travel by messages.
     """
 
@@ -58,12 +59,20 @@ class Zero3(Zero2):
     ):
         modules = _layers(model)
         uses = Counter(p for module in modules for p in set(module.parameters()))
+        uses.update({*_outside(model, {*modules})})
         trained = [p for p in model.parameters() if p.requires_grad]
         inside = {module: [p for p in module.parameters() if uses[p] == 1 and p.requires_grad] for module in modules}
-        self._parameters_of = {**inside, model: [p for p in trained if uses[p] != 1]}
-        super().__init__(trained, grid, optimizer, bucket_bytes, precision)
+        gathered = {p for parameters in inside.values() for p in parameters}
+        self._parameters_of = {**inside, model: [p for p in trained if p not in gathered]}
         by_messages = any(comm.path_of(grid.alike(shard_of(p)), p) is comm.Path.MESSAGES for p in trained)
         self._by_messages = any(grid.comm.allgather(by_messages))  # copies may be on one node where data is not
+        if self._by_messages and self._parameters_of[model] and not _is_called(model):
+            raise ValueError(
+                f"zero3 between nodes gathers weights before a module's forward; {type(model).__name__} has no "
+                f"forward, and {len(self._parameters_of[model])} weights that are in no layer or in several: give it a "
+                "forward that computes all, or choose zero2"
+            )
+        super().__init__(trained, grid, optimizer, bucket_bytes, precision)
         self._tracker = ModuleTracker()
         self._backwards = 0  # that came to what is outside of the layers, in this step
         self._reached: list[_Layer] = []  # by the backward that is under way, and not left
@@ -274,7 +283,24 @@ def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     found: list[torch.nn.Module] = []
     for child in model.children():
         if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)):
-            found += child.children()
+            found += _items(child)
         else:
             found += _layers(child)
     return found
+
+
+def _items(container: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those that are called: of an item that is a list or dict itself, its own."""
+    return [each for item in container.children() for each in ([item] if _is_called(item) else _items(item))]
+
+
+def _is_called(module: torch.nn.Module) -> bool:
+    return type(module).forward is not torch.nn.Module.forward
+
+
+def _outside(module: torch.nn.Module, layers: set[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
+    """Of the module and all in it but the layers; a parameter or a part of a layer may be here as well."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if child not in layers:
+            yield from _outside(child, layers)

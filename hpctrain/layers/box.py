@@ -107,12 +107,13 @@ class _BoxLinear(torch.autograd.Function):
         grad = mm.gathered_c(grad, sharding)
         if not ctx.needs_input_grad[1]:
             return mm.tn(weight, grad, sharding) if needs_x else None, None, grad_bias, None, None
-        if needs_x and "input_gradient" in product.overlap and sharding.b.axis.size > 1:
+        begun = needs_x and "input_gradient" in product.overlap and sharding.b.axis.size > 1
+        if begun and mm.in_place(sharding.a.axis, weight):
             # x is gathered first: its barrier, after the sum is begun, would be one for the sum to wait for.
             whole = mm.gathered_b(x, sharding)
             grad_x = mm.tn_start(weight, grad, sharding)
         else:
             grad_x = comm.done(mm.tn(weight, grad, sharding) if needs_x else None)
-            whole = mm.gathered_b(x, sharding)
+            whole = mm.gathered_b(x, sharding)  # after the sum, which uses the same scratch memory
         grad_weight = product.weight_gradient(grad, whole, weight, sharding)
         return grad_x.wait(), grad_weight, grad_bias, None, None

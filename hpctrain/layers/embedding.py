@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,8 @@ class Embedding(Layer):
     The table is split as the weight of a `Linear(width, vocabulary, to="inner")` is, so that the two can be tied.
 
     Shapes: `forward(ids, tokens)` takes all ids of the z block, (sequences × length,) int64, and returns (rows, width)
-    in the residual layout. Ids must be below `vocabulary`.
+    in the residual layout. Ids must be from 0 on and below `vocabulary`: the rows of others are NaN where x has several
+    ranks; elsewhere torch refuses them.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Embedding(Layer):
         super().__init__()
         self.tensor = grid.tensor
         x, z = grid.tensor.x, grid.tensor.z
+        self.vocabulary = vocabulary
         self.range = split(vocabulary, x.size, x.rank)
         self.rows_over_z = split_sizes(self.range.stop - self.range.start, z.size)
         as_weight = shard(BOX, grid, {"inner out": vocabulary, "residual in": width})  # as in PLANE
@@ -45,12 +48,14 @@ class Embedding(Layer):
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows for `ids`, zero for those that lie on other ranks of x: a partial sum over x, (ids, width)."""
         over = None if self.tensor.z.size == 1 else (self.tensor.z, self.rows_over_z)
-        return look_up(self.weight, ids, self.range, whole=self.tensor.x.size == 1, over=over)
+        return look_up(
+            self.weight, ids, self.range, whole=self.tensor.x.size == 1, over=over, vocabulary=self.vocabulary
+        )
 
 
 def look_up(
     weight: torch.Tensor, ids: torch.Tensor, rows: slice, *, whole: bool, over: tuple | None = None,
-    padding: int | None = None,
+    padding: int | None = None, vocabulary: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The rows for `ids` of a table of which this rank holds `rows`, zero for others: (ids, width), differentiable.
 
@@ -59,13 +64,14 @@ def look_up(
         whole: the rank holds all rows.
         over: (axis, counts), where `weight` is but this rank's part of `rows`, and they are gathered.
         padding: an id that gives its row no gradient.
+        vocabulary: rows of the whole table, where ids outside of it are not refused before: their rows are NaN.
     """
-    return _Lookup.apply(weight, ids, rows, whole, over, padding)
+    return _Lookup.apply(weight, ids, rows, whole, over, padding, vocabulary)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight, ids, rows, whole, over, padding):
+    def forward(ctx, weight, ids, rows, whole, over, padding, vocabulary):
         table = weight if over is None else comm.all_gather(weight, *over)
         ctx.weight, ctx.over, ctx.shape, ctx.dtype = weight, over, table.shape, table.dtype
         counted = None if padding is None else ids != padding
@@ -77,6 +83,8 @@ class _Lookup(torch.autograd.Function):
         ctx.save_for_backward(local, mine if counted is None else mine & counted)
         out = table.new_zeros(len(ids), table.shape[1])
         out[mine] = table[local[mine]]
+        if vocabulary is not None:
+            out[(ids < 0) | (ids >= vocabulary)] = math.nan
         return out
 
     @staticmethod
@@ -93,7 +101,7 @@ class _Lookup(torch.autograd.Function):
         table = table.zero_().index_add_(0, local, grad.to(wide)).to(ctx.dtype)
         if ctx.over is not None:
             table = functional.reduce_scatter(table, *ctx.over)
-        return table, None, None, None, None, None
+        return table, *[None] * 6
 
 
 def scatter_rows(partial: torch.Tensor, tokens: Tokens) -> torch.Tensor:

@@ -24,7 +24,7 @@ class Linear(Layer):
     Args:
         grid: the process grid; W is split over its tensor axis.
         in_features, out_features: any sizes. Where they do not divide, the first ranks hold one unit more.
-        in_unit, out_unit: features that must stay together, such as those of one attention head.
+        in_unit, out_unit: features that must stay together, such as those of one attention head; divisors of these.
         algorithm: the matrix product, by name or as made by `layers.algorithm_of`.
         std: standard deviation of the initial weights; torch's default, uniform, has 1 / sqrt(3 in_features).
         key: names the initial weights; by default drawn from torch's generator.
@@ -47,6 +47,9 @@ class Linear(Layer):
             raise ValueError(f'to must be "inner" or "residual", got {to!r}')
         if min(in_features, out_features) < 1:
             raise ValueError(f"in_features and out_features must be from 1 on, got {in_features} and {out_features}")
+        for side, features, unit in (("in", in_features, in_unit), ("out", out_features, out_unit)):
+            if unit < 1 or features % unit:
+                raise ValueError(f"{side}_features must be a multiple of {side}_unit, got {features} and {unit}")
         self.to_inner = to == "inner"
         self.in_features, self.out_features = in_features, out_features
         key = drawn_key(grid, key)

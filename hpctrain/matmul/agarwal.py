@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from hpctrain import comm
+from hpctrain.grid import Axis
 from hpctrain.matmul.base import Matmul
 from hpctrain.matmul.operands import Direct, Gathered, Operand, Orders, operand
 from hpctrain.matmul.panels import in_place, panels, rotated
@@ -60,12 +61,25 @@ class Agarwal(Matmul):
 
     layouts = ((("x", "z"), ("y",)), (("y", "x"), ("z",)), (("x", "y"), ("z",)))
 
+    def __init__(self, tensor: Axis):
+        super().__init__(tensor)
+        nodes = torch.tensor(tensor.nodes).view(self.shape)
+        # whether every rank of the box has its neighbours along the axis on its node
+        self._on_nodes = {
+            axis: bool((nodes == nodes.narrow(dim, 0, 1)).all()) for dim, axis in enumerate((self.x, self.y, self.z))
+        }
+
+    def in_place(self, axis: Axis, block: torch.Tensor) -> bool:
+        """Whether the axis's blocks are within reach, on every rank of the box. Asked of all: a node may hold some of
+        them only, and ranks that sum in shared memory along one axis must lay out their summands alike."""
+        return self._on_nodes[axis] and in_place(axis, block)
+
     def nn(
         self, a: torch.Tensor, b: torch.Tensor, sharding: Sharding, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """C = A B, plus `bias` where C is stored transposed."""
         b = sharding.b.gather(b)
-        if in_place(sharding.a.axis, b) and (not sharding.panels_in_c or in_place(sharding.c.axis, b)):
+        if self.in_place(sharding.a.axis, b) and (not sharding.panels_in_c or self.in_place(sharding.c.axis, b)):
             left, right = _factors_of_c(sharding.a.gather(a), b, sharding)
             return sharding.c.multiply(left, right, bias)
         source = operand(Direct, sharding.a, 0, a, self._orders(sharding.a, sharding), self._scratch)
@@ -90,7 +104,7 @@ class Agarwal(Matmul):
         """A = C Bᵀ; `out` and `plus` as in `Rows.multiply`."""
         whole = b.whole if isinstance(b, Gathered) else sharding.b.gather(b)
         source = self._c(c, sharding, whole=plus is not None)
-        if isinstance(source, Gathered) and (plus is not None or in_place(sharding.a.axis, whole)):
+        if isinstance(source, Gathered) and (plus is not None or self.in_place(sharding.a.axis, whole)):
             left, right = _factors_of_a(source.whole, whole, sharding)
             return sharding.a.multiply(left, right, out=out, plus=plus)
         k = whole.shape[sharding.transposed]
@@ -100,7 +114,7 @@ class Agarwal(Matmul):
     def tn(self, a: torch.Tensor, c: torch.Tensor | Gathered, sharding: Sharding) -> torch.Tensor:
         """B = Aᵀ C."""
         of_c = self._c(c, sharding)
-        if isinstance(of_c, Gathered) and in_place(sharding.a.axis, a):
+        if isinstance(of_c, Gathered) and self.in_place(sharding.a.axis, a):
             return sharding.b.multiply(*_factors_of_b(sharding.a.gather(a), of_c.whole, sharding))
         k, n = a.shape[1], (of_c.whole if isinstance(of_c, Gathered) else of_c.block).shape[not sharding.transposed]
         partial = summand_buffer(sharding.b.axis, (n, k) if sharding.transposed else (k, n), a)
@@ -110,10 +124,8 @@ class Agarwal(Matmul):
         return sharding.b.reduce(partial)
 
     def tn_start(self, a: torch.Tensor, c: Gathered, sharding: Sharding) -> comm.Work[torch.Tensor]:
-        """`tn`, whose sum over ranks is but begun; `wait()` returns it."""
-        if in_place(sharding.a.axis, a):
-            return sharding.b.multiply_start(*_factors_of_b(sharding.a.gather(a), c.whole, sharding))
-        return comm.done(self.tn(a, c, sharding))
+        """`tn`, whose sum over ranks is but begun; `wait()` returns it. A is gathered whole."""
+        return sharding.b.multiply_start(*_factors_of_b(sharding.a.gather(a), c.whole, sharding))
 
     def gathered_b(self, b: torch.Tensor, sharding: Sharding) -> Gathered:
         """B whole, for several products."""
@@ -121,13 +133,13 @@ class Agarwal(Matmul):
 
     def gathered_c(self, c: torch.Tensor, sharding: Sharding) -> Gathered:
         """C whole, for several products."""
-        order = () if in_place(sharding.a.axis, c) else self._orders(sharding.c, sharding)[sharding.c.axis.rank]
+        order = () if self.in_place(sharding.a.axis, c) else self._orders(sharding.c, sharding)[sharding.c.axis.rank]
         return Gathered(sharding.c.gather(c), int(sharding.transposed), order)
 
     def _c(self, c: torch.Tensor | Gathered, sharding: Sharding, whole: bool = False) -> Operand:
         if isinstance(c, Gathered):
             return c
-        if whole or not sharding.panels_in_c or in_place(sharding.c.axis, c):
+        if whole or not sharding.panels_in_c or self.in_place(sharding.c.axis, c):
             return self.gathered_c(c, sharding)
         return Direct(sharding.c, 1, c, self._orders(sharding.c, sharding), self._scratch)
 

@@ -22,6 +22,8 @@ def lower_bound(m: int, k: int, n: int, ranks: int, memory: float | None = None)
     for name, value in (("m", m), ("k", k), ("n", n), ("ranks", ranks)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if memory is not None and not memory > 0:
+        raise ValueError(f"memory must be more than 0, got {memory}")
     d1, d2, d3 = sorted((m, k, n), reverse=True)
     if ranks * d2 <= d1:
         needed = (d1 * d2 + d1 * d3) / ranks + d2 * d3

@@ -56,7 +56,7 @@ class StagedModel(torch.nn.Module, abc.ABC, Generic[T]):
         share the sequence; collective."""
 
     def check_draws(self) -> None:
-        """After the first step, before its update: refuse random numbers that depend on the grid.
+        """After the first step, before an update that is the caller's: refuse random numbers that depend on the grid.
 
         Raises:
             ValueError: on every rank. Collective the first time, and nothing later.

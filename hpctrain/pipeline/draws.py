@@ -1,4 +1,5 @@
-"""Random numbers that depend on the grid: found in the first training step, before its update."""
+"""Random numbers that depend on the grid: found in the first training step, before an update that is
+the caller's."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class DrawCheck:
         return y
 
     def check(self) -> None:
-        """After the first step, before its update: refuse stages that drew numbers which depend on the grid.
+        """After the first step, before an update that is the caller's: refuse stages that drew numbers which depend on
+        the grid.
 
         Raises:
             ValueError: on every rank. Collective the first time, and nothing later.

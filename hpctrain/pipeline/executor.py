@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hpctrain import comm
+from hpctrain.data_parallel.buckets import HOLDERS_TAG
 from hpctrain.grid import Axis
 from hpctrain.pipeline.actions import (
     BACKWARD,
@@ -28,7 +29,7 @@ from hpctrain.pipeline.pool import Pool
 from hpctrain.pipeline.schedules import COSTS, Schedule
 from hpctrain.pipeline.simulate import Costs
 
-MOST_EDGES = 1 << 14  # two tags each, below those that hpctrain.comm uses itself
+MOST_EDGES = HOLDERS_TAG // 2  # two tags each, below those that data_parallel and hpctrain.comm use themselves
 
 
 class StageWork(abc.ABC):

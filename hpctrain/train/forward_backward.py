@@ -114,8 +114,10 @@ class PipelinedModel:
         if self.updates:
             assert isinstance(self.model, StagedModel)  # others keep one version of their weights
             losses = self._train.run(Versions(self.model, microbatches, self.strategy))
-            return [loss / len(self.schedule.updates) for loss in losses]
-        losses = self._train.run(self._work(microbatches, self.slices, self.strategy.loss_scale), self._last_backward)
+            losses = [loss / len(self.schedule.updates) for loss in losses]
+        else:
+            work = self._work(microbatches, self.slices, self.strategy.loss_scale)
+            losses = self._train.run(work, self._last_backward)
         self.model.check_draws()
         return losses
 

@@ -32,11 +32,12 @@ def train(session: Session) -> str:
     reason = take_steps(session)
     if folder:
         folder.close()
-        folder.plot()
     if not reason:
         finish(session)
     elif folder:
         print(f"stopped by {reason} after step {session.position.step}; saved, go on with --resume", flush=True)
+    if folder:
+        folder.plot()
     return reason
 
 

@@ -35,7 +35,7 @@ class MessageDriven:
     ):  # fmt: skip
         with comm.together(grid.comm):  # not every rank holds weights that are shared
             _check(model, grid, strategy, max_norm)
-        self.grid, self.options, self.metrics = grid, options, Metrics()
+        self.model, self.grid, self.options, self.metrics = model, grid, options, Metrics()
         graph, placement = (model.graph, model.placement) if isinstance(model, MessageNetwork) else chain_of(model)
         self._engine = Engine(
             grid.pipeline, grid.comm, graph, placement, options.max_active_keys, model.device, self.metrics
@@ -56,6 +56,8 @@ class MessageDriven:
         """The losses that were computed here, by instance; of several updates the mean, as `PipelinedModel` has it."""
         order = self.replay.runs.pop(0) if self.replay else None
         losses = self._engine.run(instances, True, self.record, order)
+        if isinstance(self.model, StagedModel):
+            self.model.check_draws()
         updates = -(-len(instances) // self.options.min_update_frequency)
         return [loss / updates for _, loss in sorted(losses, key=lambda each: each[0])]
 

@@ -36,7 +36,7 @@ def preflight(config: Config, resume: str = "") -> None:
     mixed = is_mixed(config.data_parallel.method, *dtypes(config.precision))
     if mixed and (schedule := pipeline_schedule(config)).delayed:
         raise ValueError(f"pipeline.schedule = {schedule.name} trains in one precision, got {config.precision}")
-    if config.model.init:
+    if config.model.init and resume != "must":  # else the weights are a checkpoint's
         spec = models.get(config.model.kind)
         check_config(spec.huggingface, spec.shape(vars(config.model)), Path(config.model.init))
     check_installed(config)

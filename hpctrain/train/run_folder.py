@@ -52,9 +52,8 @@ class RunFolder:
             check_resumable(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lease = Lease(self.path)
-        jobs = self._jobs()
-        mine = batch_job() is None or batch_job() in jobs
-        self.resumes = resume == "must" or (resume == "auto" and mine and has_checkpoints(self.path))
+        jobs = jobs_of(self.path)
+        self.resumes = goes_on(self.path, resume)
         if files.status(self.path) and not self.resumes:
             self.moved = self.path.rename(files.free_name(self.path))
             jobs = []
@@ -68,11 +67,6 @@ class RunFolder:
         self._metrics: int | None = None  # until `begin`
         self._lacking = False
         self._loggers = MetricLoggers(config, self.path)
-
-    def _jobs(self) -> list[str]:
-        """The jobs of the batch system that have written here."""
-        path = self.path / JOBS
-        return path.read_text(encoding="utf-8").splitlines() if files.status(path) else []
 
     def begin(self, step: int) -> None:
         """Go on after `step`, with this configuration: what the metrics say of later steps is forgotten."""
@@ -146,9 +140,13 @@ class RunFolder:
         if self._metrics is not None:
             os.close(self._metrics)
 
-    def plot(self) -> Path:
-        expert_load.plot(self.history, self.path / "experts.png")
-        return plot_losses(self.history, self.path / "loss.png", self.path.name)
+    def plot(self) -> None:
+        """The pictures. A full disk must not end the job, which has still to say why it stopped."""
+        try:
+            expert_load.plot(self.history, self.path / "experts.png")
+            plot_losses(self.history, self.path / "loss.png", self.path.name)
+        except OSError as error:
+            log.warning("WARNING: %s has no picture of the losses: %s", self.path, error)
 
     def write_ranks(self, about: dict, ranks: list[dict]) -> None:
         """What `RankTotals` say of every rank, and `about` the job."""
@@ -161,6 +159,18 @@ class RunFolder:
             self._replace(name, text + "\n")
         except OSError as error:
             log.warning("WARNING: %s is not written: %s", self.path / name, error)
+
+
+def goes_on(run: Path, resume: str) -> bool:
+    """Whether a job goes on with what is there; `resume` as `RunFolder` takes it."""
+    mine = batch_job() is None or batch_job() in jobs_of(run)
+    return resume == "must" or (resume == "auto" and mine and has_checkpoints(run))
+
+
+def jobs_of(run: Path) -> list[str]:
+    """The jobs of the batch system that have written there."""
+    path = run / JOBS
+    return path.read_text(encoding="utf-8").splitlines() if files.status(path) else []
 
 
 def has_checkpoints(run: Path) -> bool:

@@ -31,7 +31,7 @@ from hpctrain.train.dtypes import dtypes
 from hpctrain.train.message_order import MessageOrder
 from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.rank_totals import RankTotals
-from hpctrain.train.run_folder import RunFolder
+from hpctrain.train.run_folder import RunFolder, goes_on
 from hpctrain.train.same_training import check_same_training, description
 from hpctrain.train.sanity import Sanity
 from hpctrain.train.signals import Interrupts
@@ -127,13 +127,21 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
 
     data = open_data(config, world, key)
     schedule = pipeline_schedule(config)
-    spec, model, precision = _model(config, grid, device, schedule, key)
+    resumes = False
+    with comm.together(world):
+        if grid.rank == 0:
+            resumes = goes_on(config.folder, resume)
+    spec, model, precision = _model(config, grid, device, schedule, key, world.bcast(resumes))
     trainer = _trainer(config, grid, model, schedule, precision)
+    if not config.comm.watchdog:
+        grid.transport.watchdog = None  # that of the trainer, for scripts
 
     folder = None
     with comm.together(world):
         if grid.rank == 0:
             folder = RunFolder(config, resume)
+            if resumes and not folder.resumes:
+                raise ValueError(f"another job began {folder.path} anew while this one started; start this one again")
     options = config.checkpoint
     checkpointer = Checkpointer(config.folder / "checkpoints", watched, options.keep, options.background)
     if interrupts:
@@ -184,9 +192,10 @@ def about(session: Session) -> dict[str, Any]:
 
 
 def _model(
-    config: Config, grid: Grid, device: torch.device, schedule: Schedule, key: RngKey
+    config: Config, grid: Grid, device: torch.device, schedule: Schedule, key: RngKey, resumes: bool
 ) -> tuple[ModelSpec, StagedModel, Precision]:
-    """Its kind, this rank's stages of it, and the precision that it is trained in."""
+    """Its kind, this rank's stages of it, and the precision that it is trained in. Where the job resumes, a checkpoint
+    has the weights: the folder of model.init may be gone."""
     spec = models.get(config.model.kind)
     shape = spec.shape(vars(config.model))
     torch.set_float32_matmul_precision(config.precision.matmul)
@@ -207,7 +216,7 @@ def _model(
     for module in model.modules():
         if isinstance(module, Experts):
             module.dispatch, module.replicate_hot = config.experts.dispatch, config.experts.replicate_hot
-    if config.model.init:
+    if config.model.init and not resumes:
         with comm.together(grid.comm):
             load(spec, model, Path(config.model.init))
     return spec, model, precision

@@ -58,6 +58,9 @@ class Trainer:
         strategy: one of `ht.data_parallel` over the same parameters and optimizer; by default `DataParallel`.
         slices: lengths of the token slices, where the schedule cuts sequences (`terapipe`).
 
+    From here on a watchdog ends the job where an operation of communication takes longer than HPCTRAIN_WATCHDOG seconds
+    (600; 0 is never), unless the grid has one.
+
     Raises:
         ValueError: on every rank, for an optimizer that mixes the elements of a weight; a model that is not cut into
             stages and has no `loss`, or meets a pipeline axis or a schedule; a schedule that places stages elsewhere
@@ -82,6 +85,7 @@ class Trainer:
         if not plain:
             check_shards(model)
         _check_kind(model, grid, schedule, loss)
+        comm.start_watchdog(grid)
         if plain:
             model = _divided(model, grid, optimizer)
         if any(hasattr(p, "replicas") for p in model.parameters()):
@@ -165,7 +169,12 @@ class Trainer:
         the optimizer keeps one.
 
         None where `stops`, asked on all ranks before each list, says on all of them that there is no time for it.
+
+        Raises:
+            ValueError: as `step`, for any of the lists, before the first is evaluated.
         """
+        for part in batches:
+            self._passes.check(part)
         self.model.eval()
         losses = []
         average = self.strategy.averaged_weights() if averaged else contextlib.nullcontext()
@@ -173,7 +182,6 @@ class Trainer:
             for part in batches:
                 if stops():
                     return None
-                self._passes.check(part)
                 losses += self._passes.evaluate(part)
         return comm.all_reduce(self._share(losses), self.grid.world).item()
 

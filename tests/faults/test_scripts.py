@@ -27,6 +27,28 @@ def test_a_model_called_on_one_rank_ends_the_job(start, tmp_path, check_steps):
     assert re.search(told, ended.output)
 
 
+STEP_ON_ONE_RANK = """
+import time, torch, hpctrain as ht
+grid = ht.Grid(data=2)
+model, tokens = ht.layers.Linear(grid, 2, 2, to="inner", key=ht.RngKey(0)), ht.layers.Tokens.of(grid, 1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+trainer = ht.Trainer(model, grid, optimizer, loss=lambda model, x: model(x, tokens).sum())
+if grid.rank == 0:
+    trainer.step([torch.ones(1, 2)])
+else:
+    time.sleep(60)
+"""
+
+
+def test_a_step_of_one_rank_ends_the_job(start, tmp_path):
+    """Of a model of ht.layers, which nobody parallelized: the Trainer has the watchdog."""
+    script = tmp_path / "script.py"
+    script.write_text(STEP_ON_ONE_RANK)
+    ended = start(2, sys.executable, "-m", "mpi4py", str(script), HPCTRAIN_WATCHDOG="1.5").wait(50)
+    assert ended.status != 0
+    assert re.search(r"rank 0 of 2 \(.*\) is stuck: .* along data has taken \d+ s, it waits for rank 1", ended.output)
+
+
 def test_watchdog_of_no_number(start, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(CALLED_ON_ONE_RANK.replace("STEPS", "3"))

@@ -218,7 +218,8 @@ class PlainModel(StagedModel[WholeSequences]):
         return (tokens.sequences, tokens.length, self.shape.width), dtype, self.device
 
     def check_draws(self) -> None:
-        """After the first step, before its update: refuse what would be lost, or be another on another grid.
+        """After the first step, before an update that is the caller's: refuse what would be lost, or be another on
+        another grid.
 
         Raises:
             ValueError: on every rank. Collective the first time, and nothing later.
@@ -226,7 +227,6 @@ class PlainModel(StagedModel[WholeSequences]):
         if self._checked:
             return
         self.draws.check()
-        self._checked = True
         with comm.together(self.grid.comm):
             after = self._versions_of_buffers()
             changed = [name for name, version in (self._versions or {}).items() if after.get(name) != version]
@@ -235,6 +235,7 @@ class PlainModel(StagedModel[WholeSequences]):
                     f"the buffer {changed[0]} of model.kind = {self.kind} changes in training, where it "
                     "would be another on another grid; use a norm without running statistics, such as LayerNorm"
                 )
+        self._checked = True
 
     def _versions_of_buffers(self) -> dict[str, tuple[int, int]]:
         """What tells whether a buffer that state_dict() holds was replaced or changed in place."""
