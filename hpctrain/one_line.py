@@ -35,7 +35,7 @@ def parallelize(
 
     A weight that is read outside of its own module, as in `F.linear(h, self.table.weight)` or a penalty, is the whole
     one, gathered and differentiable; so all ranks must read it. Outside of a forward, its `.data`, `.detach()` and
-    `.grad` are this rank's shard, on which optimizers work; as the weight does, they say that they have the whole shape,
+    `.grad` are this rank's shard, on which optimizers work; as the weight does, they say they have the whole shape,
     and `.as_subclass(torch.Tensor)` is the shard itself. `state_dict()` is of shards, which `load_state_dict()` takes
     back and files refuse: `ht.gather_state_dict` is for these, and for optimizers' `ht.gather_optimizer_state`.
     Parameters stay the same objects, with their attributes; hooks on their gradients are given the whole ones.

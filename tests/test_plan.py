@@ -195,6 +195,7 @@ def test_parts_make_up_the_seconds():
         ["grid.pipeline=4", "pipeline.schedule=interleaved", "train.microbatches=4", "data_parallel.method=zero2"],
         ["grid.pipeline=2", "pipeline.schedule=zb-v", "train.microbatches=4", "precision.compute=fp64"],
         ["grid.tensor=[2,2,1]", "tensor.algorithm=cannon"],
+        ["grid.tensor=[2,2,1]", "train.recompute=block"],
     ],
 )
 def test_bytes_are_those_of_the_formula(settings):
@@ -207,7 +208,7 @@ def test_bytes_are_those_of_the_formula(settings):
     each = [
         step_traffic(
             costs(made), made.grid_shape, 32, pipeline_schedule(made), itemsize, rank, made.tensor.algorithm,
-            made.tensor.overlap, None, made.data_parallel.method,
+            made.tensor.overlap, None, made.data_parallel.method, recompute=made.train.recompute,
         )
         for rank in range(made.grid_shape["pipeline"])
     ]  # fmt: skip
@@ -269,6 +270,9 @@ def test_what_waits_for_a_slow_stage_is_bubble():
         (["precision.compute=bf16"], 18),
         ([], 16),
         (["train.optimizer=sgd"], 12),
+        (["train.optimizer=sgd", "train.momentum=0"], 8),
+        (["precision.compute=bf16", "train.ema_decay=0.999"], 22),
+        (["precision.compute=bf16", "train.ema_decay=0.999", "data_parallel.method=zero3"], 22 / 4),
         (["precision.compute=fp64"], 32),
     ],
 )

@@ -201,6 +201,20 @@ def test_what_became_of_a_plan(tmp_path):
     assert outcome(config, right, records, []).memory is None
 
 
+def test_a_run_that_went_on_on_another_grid(tmp_path):
+    """Is judged by the steps of its last job, of which ranks.json tells, as config.toml is of that grid."""
+    machine = Machine.load("cpu-cluster")
+    folder = run_folder(tmp_path, "a", machine, {"compute": 3.0}, "grid.data=2")
+    config, job = read_run(folder)
+    before = [{"seconds": 77.0, "time": dict.fromkeys(PARTS, 77.0)}] * 9
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*before, *job]))
+    ranks = [{"steps": 5, "memory": 1, "device_memory": 0, "bytes_received": {}}] * 2
+    assert read_run(folder)[1] == [*before, *job]  # where the last job was killed before it told
+    (folder / "ranks.json").write_text(json.dumps({"ranks": ranks}))
+    assert read_run(folder)[1] == job
+    assert outcome(config, machine, [*before, *job], ranks).seconds == compare(config, machine, job)
+
+
 def test_the_end_of_a_planned_run(tmp_path, capsys):
     """plan.json in its folder, and how the machine file is set right; a run of few steps ends as well."""
     path = written(tmp_path, figures(1), figures(2))
@@ -213,6 +227,18 @@ def test_the_end_of_a_planned_run(tmp_path, capsys):
     folder.history = records[:2]
     finishing._tell_outcome(SimpleNamespace(config=config, folder=folder))
     assert "a run teaches from its step 3 on, got 2 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("left", [None, "nodes = 1\n"])
+def test_a_machine_file_that_is_no_more_costs_no_training(tmp_path, caplog, left):
+    """Nor one that somebody has edited since."""
+    path = written(tmp_path, figures(1), figures(2))
+    config, records = read_run(run_folder(tmp_path, "a", Machine.load(path), {"compute": 1.0}, f"run.machine={path}"))
+    folder = SimpleNamespace(path=tmp_path / "a", history=records, ranks=[])
+    path.unlink() if left is None else path.write_text(left)
+    finishing._tell_outcome(SimpleNamespace(config=config, folder=folder))
+    assert "WARNING: what the training took is not compared with the plan: " in caplog.text
+    assert path.name in caplog.text
 
 
 def test_only_the_table_of_what_was_learned_is_replaced():

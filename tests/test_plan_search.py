@@ -29,6 +29,7 @@ LARGE = [
     "train.batch=12",
     "model.context=128",
     "model.tied=false",
+    "checkpoint.background=false",
 ]
 CPU = Machine.load("cpu-cluster")
 SLOW = dataclasses.replace(CPU, link=(Link("a", 1, 2e-5, 2e8), Link("b", 2, 1e-4, 5e7)))
@@ -149,7 +150,9 @@ def test_experts_that_ranks_divide():
     ("job", "ranks", "machine"),
     [(SMALL, 8, SLOW), ([*LONG, "train.batch=6"], 6, CPU), (LARGE, 4, LEAN), (MIXED, 4, SLOW), (SMALL, 4, MEASURED),
      (HEAVY, 4, CPU), (SMALL, 4, CROWDED),
-     ([*LONG, "data_parallel.method=local_sgd", "train.optimizer=sgd", "train.batch=6"], 4, SLOW)],
+     ([*LONG, "data_parallel.method=local_sgd", "train.optimizer=sgd", "train.batch=6"], 4, SLOW),
+     ([*MIXED, "model.aux_loss=0.1", "model.aux_scope=step"], 4, SLOW),
+     ([*SMALL, "pipeline.schedule=gpipe"], 4, SLOW), ([*SMALL, "pipeline.schedule=dualpipev"], 4, SLOW)],
 )  # fmt: skip
 def test_bounds_lose_nothing(job, ranks, machine):
     """Of every choice, bounds are below what the simulation says, and the best that fit are the search's."""
@@ -263,6 +266,27 @@ def test_the_command_writes_a_configuration(tmp_path, capsys, monkeypatch):
     assert main(command) == 0
     assert "best.toml: the configuration of the best one" in capsys.readouterr().out
     assert main(["plan", "--machine", "cpu-cluster"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("job.toml --predict --ranks 0 --top 1", "--predict does not go with --ranks, --top; leave out the one or the"),
+        ("job.toml --predict --keep grid.tensor --precision bf16 -o a.toml", "with --precision, --keep, -o; leave"),
+        ("job.toml --show attention --ranks 4", "--show does not go with --ranks"),
+        ("job.toml --show attention --predict", "--show does not go with --predict"),
+        ("job.toml --predict --plot a.png", "--plot draws --show attention, got no --show"),
+        ("job.toml run.steps=3 --learn runs/a", "--learn does not go with CONFIG.toml, section.key=value"),
+        ("--learn runs/a --json", "--learn does not go with --json"),
+        ("job.toml --machines", "--machines does not go with CONFIG.toml"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(tmp_path, capsys, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text("")
+    assert main(["plan", *words.split(), "--machine", "cpu-cluster"]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["job.toml"]
 
 
 def test_divisors():

@@ -111,6 +111,15 @@ def test_a_job_that_was_killed(run):
     assert warnings(text) == ["The speed is that of 1 step(s) only."]
 
 
+def test_the_speed_is_of_the_last_job(run):
+    """Which may have had another grid; ranks.json counts its steps. All count where it took none."""
+    records = [record(n, tokens_per_second=100.0 if n <= 30 else 400.0) for n in range(1, 51)]
+    text = run(records, [rank(0), rank(1)])
+    assert "; 400 tokens/s." in text
+    assert warnings(text) == []
+    assert "; 100 tokens/s." in run(records, [rank(0, steps=0), rank(1, steps=0)])
+
+
 def test_what_is_doubtful_is_said(run):
     speeds = [100.0, 100.0, 200.0, 300.0, 300.0] * 8
     records = [record(n + 1, tokens_per_second=speed) for n, speed in enumerate(speeds)]

@@ -17,7 +17,7 @@ from hpctrain.scale import report, work
 from hpctrain.scale.figures import PARTS
 from hpctrain.scale.points import points
 from hpctrain.scale.results import Results
-from hpctrain.scale.runner import key
+from hpctrain.scale.runner import key, surroundings
 from hpctrain.scale.summary import summarise
 
 BASE = ["model.layers=2", "model.width=64", "model.heads=4", "train.batch=6", "train.microbatches=2"]
@@ -102,6 +102,16 @@ def test_the_bound_is_that_of_each_product_forward_and_backward():
     elements = 3 * (least(192) + least(64) + least(256) + least(256)) + least(64)
     # what arrives forward is kept, so that backward moves the gradients of input, weight and output only
     assert work.bound(config, 0)["tensor"] == pytest.approx(8 * 2 * elements, rel=1e-12)
+
+
+def test_blocks_that_are_computed_once_more_are_received_once_more():
+    """A block gathers the input of two products, and scatters the output of two: half of each arrives."""
+    cut = [*BASE, "grid.tensor=[2, 1, 1]", "model.context=32"]
+    kept, again = (load_config(overrides=[*cut, f"train.recompute={how}"]) for how in ("none", "block"))
+    assert work.has_formula(again)
+    microbatches, layers, rows = 2, 2, 3 * 32
+    more = work.received(again, 0)["tensor"] - work.received(kept, 0)["tensor"]
+    assert more == microbatches * layers * 4 * 4 * rows * 64 / 2
 
 
 @pytest.mark.parametrize(
@@ -273,6 +283,11 @@ Results(folder).add(json.loads(sys.argv[2]))
     assert Results(study).read() == before
     Results(study).add(more)
     assert Results(study).read() == [*before, more]
+
+
+def test_where_there_is_no_git(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert surroundings()["commit"] == "unknown"
 
 
 def test_what_is_measured_has_a_name(config):

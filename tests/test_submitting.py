@@ -3,7 +3,9 @@
 import argparse
 import json
 import re
+import resource
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,29 @@ def test_a_job_is_noted_whatever_scontrol_says(tmp_path, scontrol, monkeypatch, 
     assert [job.job for job in submitted.read()] == ["7"]
 
 
+def test_a_full_home_folder(queue, capsys):
+    """Slurm has the job all the same; a line that was cut is left out, and the next one is whole."""
+    assert queue() == 0
+    noted = submitted.read()
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (submitted.path().stat().st_size + 20, usual[1]))
+    capsys.readouterr()
+    status = queue()
+    resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    signal.signal(signal.SIGXFSZ, handler)
+    assert status == 0
+    said = capsys.readouterr()
+    assert said.out == "job 7\n"
+    assert "WARNING: `hpctrain jobs` will not show job 7: [Errno 27] File too large" in said.err
+    assert submitted.read() == noted
+    assert queue() == 0
+    assert submitted.read() == noted * 2
+    with submitted.path().open("a") as file:
+        file.write('[]\n{"job": "8"}\n')
+    assert submitted.read() == noted * 2
+
+
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
     """An sbatch that takes every job, and a script in a checkout of its own, where `config` is written to."""
@@ -170,6 +195,9 @@ def test_what_the_job_would_refuse_is_refused_before_it_is_queued(tmp_path, queu
     for overrides in ("run.steps=7", "data.path=a.h5 data.text=a.txt", "--resume=auto"):
         assert queue(*overrides.split()) == 0, overrides
     assert not (tmp_path / "runs").exists()  # nothing was packed
+    (tmp_path / "runs/run/checkpoints/step-3").mkdir(parents=True)
+    assert queue("model.init=b", "--resume") == 0  # a checkpoint has the weights
+    assert queue("model.init=b", "--resume=auto") == 2  # a new job begins anew
 
 
 def test_a_plan_is_part_of_the_job(tmp_path, queue, capsys, monkeypatch):
@@ -235,12 +263,27 @@ def test_what_no_plan_can_do(tmp_path, queue, capsys):
         ([*auto, "--ranks", "0"], "--ranks and --top must be at least 1"),
         ([*auto, "--array", "2-3", "model.layers=%a"], "one plan for all tasks of --array"),
         (["--machine", "cpu-cluster"], "--machine and --ranks are for --plan auto"),
+        (["--ranks", "0"], "--machine and --ranks are for --plan auto"),
+        (["--precision", "bf16"], "--precision and --keep are for --plan auto"),
+        (["--keep", "grid.tensor"], "--precision and --keep are for --plan auto"),
         (["run.machine=summit"], "there is no machine 'summit'"),
     ]
     for words, message in cases:
         assert queue(*words) == 2, words
         assert message in capsys.readouterr().err, words
     assert submitted.read() == []
+
+
+def test_tasks_of_one_run_folder(queue, capsys):
+    """Of which all but the first would find it taken; one after the other they may go on with one run."""
+    assert queue("--array", "0-2", "run.seed=%a") == 2
+    assert "3 tasks of --array 0-2 have one run folder, runs/run; give each its own, by run.name=run-%a" in (
+        capsys.readouterr().err
+    )
+    assert submitted.read() == []
+    assert queue("--array", "0-2", "run.seed=%a", "run.name=run-%a") == 0
+    assert queue("--array", "0-2%1") == 0
+    assert [job.job for job in submitted.read()] == ["7_0", "7_1", "7_2"] * 2
 
 
 def test_all_job_scripts_search_for_the_checkout_alike():

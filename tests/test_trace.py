@@ -178,6 +178,29 @@ def test_a_trace_that_cannot_be_written_is_a_warning(world, train, caplog, monke
         assert len(losses(train.folder / "full")) == 4
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("torn")])
+def test_kernels_that_a_rank_has_no_room_for(world, train, caplog, monkeypatch, error):
+    """The first rank, which waits for the part of each, has the rest."""
+    from hpctrain.train import tracing
+
+    last, exported = world.size - 1, tracing._exported
+
+    def full(profiler):
+        if world.rank == last:
+            raise error
+        return exported(profiler)
+
+    monkeypatch.setattr(tracing, "_exported", full)
+    name = type(error).__name__
+    assert train(f"run.name={name}", f"grid.data={world.size}") == 0
+    assert (f"WARNING: the trace is without the kernels of rank {last}: {error}" in caplog.text) == (world.rank == last)
+    if world.rank == 0:
+        trace = checked(json.loads((train.folder / name / "trace.json").read_text()))
+        assert len(trace[last]["steps"]) == LAST - FIRST + 1
+        without = [rank for rank, tracks in trace.items() if tracks.keys() <= TRACKS.keys()]
+        assert without == [last]
+
+
 def test_clocks_of_other_hosts(world, monkeypatch):
     """Each rank on a host of its own, hours apart: their shifts make them one, to a message's time."""
     import socket

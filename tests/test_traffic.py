@@ -113,6 +113,59 @@ def test_ledger_equals_formula_with_zero(world, case, method, way):
         assert sent["data"] == received["data"]
 
 
+AGAIN = {
+    2: [*((grid, "agarwal") for grid in all_grids(2, sequence=True)), ((1, 1, (2, 1, 1)), "summa"),
+        ((1, 1, (1, 1, 2)), "two_half_d")],
+    4: [((1, 1, (2, 2, 1)), "cannon"), ((1, 1, (2, 2, 1)), "agarwal"), ((1, 2, (1, 2, 1)), "agarwal"),
+        (((1, 2, 1), 1, (1, 2, 1)), "agarwal"), ((2, 1, (1, 1, 2)), "agarwal")],
+}  # fmt: skip
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(*AGAIN)
+@pytest.mark.parametrize("recompute", ["attention", "block"])
+@pytest.mark.parametrize("shape", [EVEN, QWEN3])
+def test_ledger_equals_formula_with_recomputation(world, recompute, shape):
+    for place, algorithm in AGAIN[world.size]:
+        grid, shape = Grid(*place), dataclasses.replace(shape, layers=2)
+        received, _ = counted(grid, shape, 16, 2, algorithm, DEFAULT_OVERLAP, recompute=recompute)
+        expected = step_traffic(costs(shape), grid.shape, 16, 2, 4, grid.pipeline.rank, algorithm, recompute=recompute)
+        assert received == pytest.approx(expected, abs=0), (grid.shape, algorithm)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("shape", [MIXTRAL, DEEPSEEK])
+def test_ledger_equals_formula_with_experts_recomputed(world, shape):
+    """Which experts a token goes to is decided once."""
+    for box in ((1, 1, 1), (2, 1, 1), (1, 2, 1)):
+        with Grid(world.size // math.prod(box), 1, box, expert=world.size) as grid:
+            received, _ = counted(grid, shape, 16, 2, overlap=DEFAULT_OVERLAP, recompute="block")
+            expected = step_traffic(costs(shape), grid.shape, 16, 2, expert=world.size, recompute="block")
+        assert received == pytest.approx(expected, abs=0), grid.shape
+
+
+SPLIT = {
+    2: [((1, 2, 1), "ddp", "zb-h1"), ((1, 2, 1), "ddp", "zb-v"), ((1, 1, (2, 1, 1)), "ddp", "zb-h1"),
+        ((1, 1, (1, 1, 2)), "ddp", "zb-h1"), ((2, 1, 1), "zero2", "1f1b"), ((2, 1, 1), "zero3", "1f1b")],
+    4: [((1, 2, (1, 2, 1)), "ddp", "zb-v"), ((2, 1, (1, 1, 2)), "zero3", "1f1b")],
+}  # fmt: skip
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(*SPLIT)
+def test_ledger_equals_formula_with_blocks_recomputed_once(world):
+    """Whenever weights' gradients are computed; and weights are gathered no more often."""
+    for place, method, name in SPLIT[world.size]:
+        grid, shape = Grid(*place), dataclasses.replace(EVEN, layers=4)
+        order = schedule(name, grid.pipeline.size, 2)
+        received, _ = counted(grid, shape, 16, order, overlap=DEFAULT_OVERLAP, method=method, recompute="block")
+        expected = step_traffic(
+            costs(shape), grid.shape, 16, order, rank=grid.pipeline.rank, method=method, recompute="block"
+        )
+        assert received == pytest.approx(expected, abs=0), (grid.shape, method, name)
+
+
 HALVES = {
     2: [*((grid, "agarwal", "ddp") for grid in all_grids(2)), ((2, 1, 1), "agarwal", "zero3"), ((2, 1, 1), "agarwal",
         "zero1"), (((1, 2, 1), 1, 1), "agarwal", "ddp"), (((1, 1, 2), 1, 1), "agarwal", "zero1")],

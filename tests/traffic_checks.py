@@ -16,6 +16,7 @@ from hpctrain.pipeline import one_f_one_b
 from hpctrain.train.batches import Microbatch
 from hpctrain.train.dtypes import dtypes
 from hpctrain.train.optimizer import adamw
+from hpctrain.train.time_split import PART
 from hpctrain.train.trainer import Trainer
 
 KINDS = {GPT2Shape: GPT2, LlamaShape: Llama, MixtralShape: Mixtral}
@@ -32,18 +33,23 @@ def counted(
     slices=(),
     method="ddp",
     precision=None,
+    recompute="none",
+    **options,
 ):
-    """One training step's ledger: bytes received and sent, {axis: bytes}."""
+    """One training step's ledger: bytes received and sent, {axis: bytes}. The options are those of the method."""
     dtype, precision = dtypes(precision or PrecisionConfig())
     made = algorithm_of(grid, algorithm, overlap)
     order = one_f_one_b(grid.pipeline.size, order) if isinstance(order, int) else order
     count = order.microbatches
-    model = KINDS[type(shape)](grid, shape, placement=order.placement, algorithm=made, key=RngKey(0), dtype=dtype)
+    how = {"algorithm": made, "recompute": recompute, "key": RngKey(0), "dtype": dtype}
+    model = KINDS[type(shape)](grid, shape, placement=order.placement, **how)
     optimizer = adamw(model.parameters(), 0.1)
-    replicas = make(DataParallelConfig(method), model, grid, optimizer, precision)
+    options = DataParallelConfig(method, **options)
+    replicas = make(options, model, grid, optimizer, precision)
     trainer = Trainer(model, grid, optimizer, order, slices=slices, strategy=replicas)
-    each = batch // (grid.replica.size * count)
-    first = grid.replica.rank * each * count
+    workers = grid.replica.size - options.idle
+    each = batch // (workers * count) if grid.replica.rank < workers else 0
+    first = min(grid.replica.rank * batch // workers, batch)
     tokens = [Tokens.of(grid, each, shape.context, first + m * each, 0, algorithm) for m in range(count)]
     tokens = [dataclasses.replace(each, share=1 / batch) for each in tokens]
     ids = [torch.zeros(t.sequences * t.length, dtype=torch.int64) for t in tokens]
@@ -57,7 +63,7 @@ def counted(
         for (axis, _), cell in grid.transport.traffic.table().items():
             if axis == "world":
                 continue  # the load of experts, which is no tensor of the training
-            axis = {"ring": "sequence", "ulysses": "sequence", "copies": "data"}.get(axis, axis)
+            axis = PART.get(axis, axis)
             table[axis if axis in table else "tensor"] += cell[what]
         tables.append(table)
     return tables

@@ -171,7 +171,8 @@ def _memory(launcher: str, folder: Path) -> dict[str, float]:
     reserved = resident(LEAST, 1)
     plain = Machine.load("cpu-cluster")  # of what is allocated alone, whatever the rates
     plain = replace(plain, device=replace(plain.device, reserved=0.0, slack=0.0))
-    allocated = predict(load_config(overrides=SOME), plain).memory_bytes
+    job = load_config(overrides=[*SOME, "checkpoint.background=false"])  # a measurement saves nothing
+    allocated = predict(job, plain).memory_bytes
     return {"reserved": reserved, "slack": max(0.0, (resident(SOME, 5) - reserved) / allocated - 1)}
 
 

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 SUMMARY = "predict seconds, bytes and memory of a step on a machine, and find the best layout on so many ranks"
 EPILOG = "Machines: `hpctrain plan --machines` lists them; `hpctrain machine -o here.toml` measures this one."
 
+_USED = ("config", "overrides", "json")
+_TAKEN = {  # beside --machine, by what the command does
+    "machines": (), "learn": (), "show": (*_USED, "plot"), "predict": _USED,
+    "search": (*_USED, "ranks", "precision", "keep", "top", "output"),
+}  # fmt: skip
+_WORDS = {"config": "CONFIG.toml", "overrides": "section.key=value", "output": "-o"}
+
 
 def add_options(command: argparse.ArgumentParser) -> None:
     add_config(command, nargs="?")
@@ -39,7 +46,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="search the best layout (as many as tasks in an allocation, else the grid's)",
     )
     add_search(command)
-    command.add_argument("--top", type=int, default=5, metavar="K", help="how many of the best to print (5)")
+    command.add_argument("--top", type=int, metavar="K", help="how many of the best to print (5)")
     command.add_argument("-o", "--output", metavar="OUT.toml", help="of the best one's configuration (plan.toml)")
     command.add_argument("--learn", nargs="+", metavar="RUN", help="set the machine file right by these run folders")
     command.add_argument("--json", action="store_true", help="as JSON")
@@ -49,6 +56,7 @@ def run(options: argparse.Namespace) -> None:
     from hpctrain import plan
     from hpctrain.config import load_config, to_toml
 
+    _refuse_unused(options)
     if options.machines:
         for name in plan.names():
             print(f"{name:18} {plan.Machine.load(name).description}")
@@ -68,11 +76,12 @@ def run(options: argparse.Namespace) -> None:
         print(prediction.to_json() if options.json else text(prediction, machine.crowded(config.ranks).device.memory))
         return
     ranks, out = options.ranks, Path(options.output or "plan.toml")
+    top = 5 if options.top is None else options.top
     if ranks is None:
         ranks = int(os.environ.get("SLURM_NTASKS") or config.ranks)
     if not out.parent.is_dir():
         raise ValueError(f"-o {out}: there is no folder {out.parent} to write into")
-    found = plan.search(config, ranks, machine, options.top, options.precision, options.keep)
+    found = plan.search(config, ranks, machine, top, options.precision, options.keep)
     best = plan.planned(config, found[0])
     best = dataclasses.replace(best, run=dataclasses.replace(best.run, machine=options.machine))
     out.write_text(to_toml(best), encoding="utf-8")
@@ -82,6 +91,19 @@ def run(options: argparse.Namespace) -> None:
     for number, (prediction, why) in enumerate(zip(found, ["the best", *plan.changes(found)]), 1):
         print(f"{number}. {why}\n{text(prediction, machine.crowded(ranks).device.memory)}\n")
     print(f"{out}: the configuration of the best one, for `hpctrain train`")
+
+
+def _refuse_unused(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that would change nothing."""
+    does = next((name for name in ("machines", "learn", "show", "predict") if getattr(options, name)), "search")
+    given = {name for name, value in vars(options).items() if value is not False and value not in (None, (), [])}
+    if "plot" in given and options.show != "attention":
+        got = f"--show {options.show}" if options.show else "no --show"
+        raise ValueError(f"--plot draws --show attention, got {got}")
+    others = ("learn", "show", "predict", *_TAKEN["search"])
+    unused = [_WORDS.get(name, f"--{name}") for name in others if name in given - {does, *_TAKEN[does]}]
+    if unused:
+        raise ValueError(f"--{does} does not go with {', '.join(unused)}; leave out the one or the other")
 
 
 def _learn(options: argparse.Namespace) -> None:
@@ -104,7 +126,6 @@ def _learn(options: argparse.Namespace) -> None:
 def _show_stage(config: Config, options: argparse.Namespace) -> None:
     from hpctrain.plan.inside_stage import inside_stage, text
 
-    _refuse_plot(options)
     found = inside_stage(config, options.machine)
     if options.json:
         operators = [each._asdict() for each in found.operators]
@@ -116,18 +137,12 @@ def _show_stage(config: Config, options: argparse.Namespace) -> None:
 def _show_boxes(config: Config, options: argparse.Namespace) -> None:
     from hpctrain.plan import between_stages
 
-    _refuse_plot(options)
     cut = between_stages(config, options.machine)
     if options.json:
         print(json.dumps({"seconds": cut.seconds, "settings": cut.settings}))
         return
     settings = " ".join(f"{name}={json.dumps(value, separators=(',', ':'))}" for name, value in cut.settings.items())
     print(f"{cut.seconds:.4g} s in the pipeline of a step\n  settings {settings}")
-
-
-def _refuse_plot(options: argparse.Namespace) -> None:
-    if options.plot:
-        raise ValueError(f"--plot draws --show attention, got --show {options.show}")
 
 
 def _show(config: Config, options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,11 +59,15 @@ def run(options: argparse.Namespace) -> int:
     if options.plan:
         given += plan(configs, options)
         configs = configurations(script, given, options.array)
-    elif options.machine or options.ranks:
+    elif options.machine or options.ranks is not None:
         raise ValueError("--machine and --ranks are for --plan auto; without it a job has the ranks of its grid")
+    elif options.precision or options.keep:
+        raise ValueError("--precision and --keep are for --plan auto; without it a job has the settings given")
     ranks = {config.ranks for config in configs if config}
     if len(ranks) > 1:
         raise ValueError(f"the tasks of an array must have grids of one size, got {sorted(ranks)} ranks")
+    if options.array:
+        refuse_one_folder(configs, options.array)
     with contextlib.chdir(root):
         check(configs, options.resume)
     environment = site.settings(script.parent)
@@ -76,7 +81,10 @@ def run(options: argparse.Namespace) -> int:
     numbers = [f"{job}_{task}" for task in submitted.tasks(options.array)] if options.array else [job]
     print(f"job {job}" + f", {len(numbers)} tasks" * bool(options.array), flush=True)
     folders = [str(root / config.folder) if config else None for config in configs]
-    submitted.add([submitted.Submitted(n, str(script), folder) for n, folder in zip(numbers, folders)])
+    try:
+        submitted.add([submitted.Submitted(n, str(script), folder) for n, folder in zip(numbers, folders)])
+    except OSError as error:  # Slurm has the job
+        print(f"WARNING: `hpctrain jobs` will not show job {job}: {error}", file=sys.stderr, flush=True)
     if not options.array and (log := (client.show(job) or {}).get("StdOut")):
         print(f"log {log}", flush=True)
     return follow(job) if options.follow else 0
@@ -113,6 +121,19 @@ def plan(configs: list[Config | None], options: argparse.Namespace) -> list[str]
     print(told, file=sys.stderr, flush=True)
     path = Path(name)
     return [*best.overrides, f"run.machine={path.resolve() if path.is_file() else name}"]
+
+
+def refuse_one_folder(configs: list[Config | None], array: str) -> None:
+    """Raise ValueError where tasks that may run at the same time would write one run folder."""
+    folders = Counter(config.folder for config in configs if config)
+    if array.endswith("%1"):  # one after the other
+        return
+    for folder, tasks in folders.items():
+        if tasks > 1:
+            raise ValueError(
+                f"{tasks} tasks of --array {array} have one run folder, {folder}; give each its own, by "
+                f"run.name={folder.name}-%a"
+            )
 
 
 def check(configs: list, resume: str) -> None:

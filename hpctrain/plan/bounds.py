@@ -27,6 +27,7 @@ from hpctrain.plan.network import Group
 from hpctrain.plan.passes import BACKWARD, INNER, RESIDUAL, update_seconds
 from hpctrain.plan.space import ZERO, choices, expert_ranks, recomputations, ways
 
+SPLIT = "zb", "dualpipe"  # how schedules begin whose backwards are split
 ROUNDING = 1 - 1e-9  # bounds are sums in another order than what they bound
 
 
@@ -198,12 +199,14 @@ class Bounds:
         those that backwards pass after it, and whether the last stage is its own."""
         job, given, estimator = self.job, self.given, self.estimator
         found = []
-        for choice in choices(job, given, given._replace(pipeline=pipeline, microbatches=pipeline)):
+        for choice in choices(
+            job, given, given._replace(pipeline=pipeline, microbatches=1)
+        ):  # with which all are allowed
             local, copies = estimator.placement(choice)
             if choice.recompute == self.recomputed[0] and copies == 1:
                 counts = estimator.layers(choice)
                 before = [0, *itertools.accumulate(counts)]
-                passed = 0 if choice.schedule.startswith("zb") else 1
+                passed = 0 if choice.schedule.startswith(SPLIT) else 1
                 ranks = {
                     (before[min(own)], sum(counts[s] for s in own), passed * before[min(own)], len(counts) - 1 in own)
                     for own in local
@@ -251,7 +254,7 @@ class Bounds:
         edges = [*self.estimator.edges(choice), 0.0]
         # the first microbatch reaches a stage through all before it, and the last gradient goes back through them;
         # where backwards are split, a rank's last task may be a weight's gradient, which nothing follows
-        splits = choice.schedule.startswith("zb")
+        splits = choice.schedule.startswith(SPLIT)
         reached, followed = [0.0], [0.0]
         for stage, edge in zip(stages, edges):
             forward, *backward = stage.passes

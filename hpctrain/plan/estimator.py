@@ -165,7 +165,7 @@ class Estimator(Division):
         elif method == "zero3":
             sums, forward_data, backward_data = 0.0, gather, gather + scatter
         else:
-            sums = over_data(net.all_reduce, job.comm, 2) / max(1, job.average_every)
+            sums = over_data(net.all_reduce, job.comm, 2) * job.averaged
         if method.startswith("zero"):
             updated = elements / choice.replicas + experts / copies.size
         hidden = self.machine.software.hidden_data
@@ -175,7 +175,9 @@ class Estimator(Division):
         sums -= min(hidden * (sums - ahead), backward) + min(hidden * ahead, forward.seconds)
         backward_data -= min(hidden * backward_data, backward)
         forward_data -= min(hidden * forward_data, forward.seconds)
-        if job.costs.tied and first != last:  # the table's gradient, of both ends of the pipeline
+        if (
+            job.costs.tied and first != last and choice.pipeline > 1
+        ):  # the table's gradient, of both ends of the pipeline
             table = job.comm * job.costs.vocabulary * job.costs.width / math.prod(choice.box)
             sums += 2 * net.message(table, math.prod(choice.box) * (choice.pipeline - 1)) * learned.data
         update = updated * update_seconds(job, self.machine)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain import models
-from hpctrain.config import Config
+from hpctrain.config import Config, DataParallelConfig
 from hpctrain.config.checks import token_slices
 from hpctrain.grid_shape import grid_shape
 from hpctrain.models import TransformerCosts
@@ -98,11 +98,15 @@ class Job:
         costs: sizes of the layers.
         heads, groups: attention heads, and those of keys: a group of heads stays on one rank.
         itemsize: bytes of weights and activations; reduce, comm: of gradients, kept and sent; master: of the weights
-            that the optimizer updates; moments: numbers that it keeps of each besides.
+            that the optimizer updates; moments: numbers that it keeps of each besides; ema: bytes of its average.
+        background: whether checkpoints are written from copies in host memory.
         clips: whether gradients have a largest norm.
         overlap: as tensor.overlap.
         slices: token slices of a sequence.
         shares_sequences: whether ring and Ulysses ranks can share a sequence.
+        averaged: of local SGD, the numbers of each parameter that replicas average in a step, as a mean over many
+            steps; else 1.
+        servers, staleness: of a parameter server; else 0.
     """
 
     costs: TransformerCosts
@@ -114,19 +118,27 @@ class Job:
     comm: int
     master: int
     moments: int
+    ema: int
+    background: bool
     clips: bool
     compute: str
     matmul: str
     overlap: tuple[str, ...]
     slices: tuple[int, ...]
     shares_sequences: bool
-    average_every: int
+    averaged: float
     servers: int
+    staleness: int
 
     @property
     def flops(self) -> float:
         """Floating-point operations of a step; see `TransformerCosts.flops_per_token`."""
         return self.batch * self.costs.context * self.costs.flops_per_token
+
+    @property
+    def mixed(self) -> bool:
+        """Whether weights, masters and gradients are of several types."""
+        return len({self.itemsize, self.master, self.reduce, self.comm}) > 1
 
     @property
     def experts(self) -> int:
@@ -149,6 +161,9 @@ def read(config: Config) -> tuple[Job, Choice]:
     itemsize = BYTES[precision.compute]
     wide = max(itemsize, 4)
     reduce = wide if precision.reduce == "fp32" else itemsize
+    moments = MOMENTS[train.optimizer]
+    if train.optimizer in ("sgd", "rmsprop") and not train.momentum:
+        moments -= 1
     job = Job(
         costs=spec.costs(spec.shape(vars(config.model))),
         heads=config.model.heads,
@@ -158,15 +173,18 @@ def read(config: Config) -> tuple[Job, Choice]:
         reduce=reduce,
         comm=2 if precision.comm_dtype == "bf16" else reduce,
         master=wide if precision.master == "fp32" else itemsize,
-        moments=MOMENTS[train.optimizer],
+        moments=moments,
+        ema=wide if train.ema_decay else 0,
+        background=config.checkpoint.background and bool(config.run.checkpoint_every or config.run.checkpoint_minutes),
         clips=train.clip > 0,
         compute=precision.compute,
         matmul=precision.matmul,
         overlap=tuple(config.tensor.overlap),
         slices=(slices := tuple(token_slices(config))),
         shares_sequences=spec.sequence_axes and not slices and config.data_parallel.method != "parameter_server",
-        average_every=config.data_parallel.average_every if config.data_parallel.method == "local_sgd" else 1,
+        averaged=_averaged(config.data_parallel, moments + (train.ema_decay > 0)),
         servers=config.data_parallel.idle,
+        staleness=config.data_parallel.staleness if config.data_parallel.idle else 0,
     )
     grid = config.grid_shape
     choice = Choice(
@@ -176,6 +194,13 @@ def read(config: Config) -> tuple[Job, Choice]:
         () if isinstance(pipeline.partition, str) else tuple(pipeline.partition), config.boxes or (),
     )  # fmt: skip
     return job, choice
+
+
+def _averaged(options: DataParallelConfig, states: int) -> float:
+    """Of local SGD with an optimizer that keeps so many numbers of a parameter; see `Job`."""
+    if options.method != "local_sgd":
+        return 1.0
+    return (1 + options.average_state * states) / options.average_every if options.average_every else 0.0
 
 
 def check_one_box(config: Config, what: str) -> None:

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from hpctrain import files
 from hpctrain.config import Config, load_config
@@ -30,6 +31,7 @@ MEASURED = {
 ALSO = {"bubble": ("pipeline",)}  # others of the metrics
 LEARNED = ("compute", "data", "tensor", "sequence")
 SMALL = 0.01  # parts of a step below that teach nothing
+Record = TypeVar("Record")
 
 
 def compare(config: Config, machine: Machine, records: Sequence[Mapping]) -> dict[str, tuple[float, float]]:
@@ -60,15 +62,26 @@ def table(found: Mapping[str, tuple[float, float]]) -> str:
     return "\n".join(lines)
 
 
-def read_run(folder: str | Path) -> tuple[Config, list[dict]]:
-    """The configuration and the metrics of a run folder.
+def of_last_job(records: Sequence[Record], ranks: Sequence[Mapping]) -> Sequence[Record]:
+    """The records of the steps that a run's last job took, as those before may be of another grid; all of them where
+    no `ranks` tell how many it took.
+
+    >>> of_last_job([1, 2, 3], [{"steps": 2}]), of_last_job([1, 2, 3], [{"steps": 0}]), of_last_job([1, 2, 3], [])
+    ([2, 3], [], [1, 2, 3])
+    """
+    return records[max(0, len(records) - ranks[0]["steps"]) :] if ranks else records
+
+
+def read_run(folder: str | Path) -> tuple[Config, Sequence[dict]]:
+    """The configuration of a run folder, and the metrics of the last job, whose it is.
 
     Raises:
         ValueError, OSError: where it is no run folder.
     """
-    config = load_config(Path(folder) / "config.toml")
+    config, ranks = load_config(Path(folder) / "config.toml"), Path(folder) / "ranks.json"
     text = files.read_bounded(Path(folder) / "metrics.jsonl", LARGEST).decode()
-    return config, [json.loads(line) for line in text.splitlines()]
+    told = json.loads(files.read_bounded(ranks, LARGEST))["ranks"] if files.status(ranks) else []
+    return config, of_last_job([json.loads(line) for line in text.splitlines()], told)
 
 
 def learn(machine: Machine, runs: Iterable[str | Path]) -> tuple[Machine, dict[str, dict]]:

@@ -91,6 +91,11 @@ class Machine:
         _check(machine)
         return machine
 
+    @property
+    def on_host(self) -> bool:
+        """Whether devices are processors, whose memory is the host's: they queue nothing, and have no peak of fp16."""
+        return not self.software.asynchronous and "fp16" not in self.peak
+
     def crowded(self, ranks: int) -> Machine:
         """The machine where so many ranks share its only node, and its cores where they are more: as measured with as
         many, else each in its turn at the rates of fewer."""

@@ -12,7 +12,7 @@ from hpctrain.plan.job import Choice, Job
 
 def state_bytes(job: Job, method: str, data: int) -> float:
     """Of one parameter: weights, gradients, masters and the optimizer's numbers; see data_parallel/README.md."""
-    masters: float = (job.master if job.master != job.itemsize else 0) + job.moments * job.master
+    masters: float = (job.master if job.master != job.itemsize else 0) + job.moments * job.master + job.ema
     weights: float = job.itemsize
     gradients: float = job.reduce
     if method in ("zero1", "zero2", "zero3"):
@@ -84,13 +84,22 @@ class Memory:
         return machine.device.reserved + allocated * (1 + machine.device.slack) * machine.learned.memory
 
     def states(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> float:
-        """Bytes of a stage's parameters, with gradients and all that the optimizer keeps."""
+        """Bytes of a stage's parameters, with gradients, all that the optimizer keeps, and copies to be saved."""
         copies = choice.replicas * math.prod(choice.box) // choice.expert
         states = self.division.elements(choice, layers, first, last) * self._state(choice, choice.replicas)
         return states + self.division.expert_elements(choice, layers) * self._state(choice, copies)
 
     def _state(self, choice: Choice, copies: int) -> float:
-        return state_bytes(self.job, choice.method, copies)
+        return state_bytes(self.job, choice.method, copies) + self._saved(choice, copies)
+
+    def _saved(self, choice: Choice, copies: int) -> float:
+        """Of a parameter, its part of the copies from which a checkpoint is written while training goes on."""
+        job = self.job
+        if not (job.background and self.division.machine.on_host):
+            return 0.0
+        # each replica saves its own with local SGD, the first one all with ddp in several types
+        whole = choice.method == "local_sgd" or (choice.method == "ddp" and job.mixed)
+        return (job.master * (1 + job.moments) + job.ema) / (1 if whole else job.servers or copies)
 
     def _stage(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> tuple[float, float]:
         """States of a stage, with gradients whose sums over z are put off, and what each of its microbatches keeps."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.config import Config
-from hpctrain.plan.learn import compare, table
+from hpctrain.plan.learn import compare, of_last_job, table
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.prediction import Prediction, predict
 
@@ -64,7 +64,7 @@ class Outcome:
 def outcome(config: Config, machine: Machine, records: Sequence[Mapping], ranks: Sequence[Mapping]) -> Outcome:
     """
     Args:
-        records: a run's metrics.
+        records: a run's metrics; the last job's are judged.
         ranks: of ranks.json, or none.
 
     Raises:
@@ -78,4 +78,5 @@ def outcome(config: Config, machine: Machine, records: Sequence[Mapping], ranks:
         rank["device_memory"] + machine.device.reserved if rank["device_memory"] else rank["memory"] for rank in ranks
     ]
     memory = (prediction.memory_bytes, max(used)) if used else None
-    return Outcome(machine.name, prediction, compare(config, machine, records), moved, memory)
+    seconds = compare(config, machine, of_last_job(records, ranks))
+    return Outcome(machine.name, prediction, seconds, moved, memory)

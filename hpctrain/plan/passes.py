@@ -21,9 +21,10 @@ OPERATIONS, NORM_OVER_Y = 16, 10
 
 def update_seconds(job: Job, machine: Machine) -> float:
     """Of one parameter: the norm, clipping, as if needed in each step, and the optimizer read and write its gradient,
-    weights and moments."""
+    weights and moments; and their average, with the weights read once more."""
     nbytes = (2 + 2 * (job.clips and machine.software.clips)) * job.reduce + 2 * (1 + job.moments) * job.master
     nbytes += job.itemsize if job.master != job.itemsize else 0
+    nbytes += 2 * job.ema + job.master if job.ema else 0
     return nbytes / machine.device.optimizer_rate * machine.learned.optimizer
 
 

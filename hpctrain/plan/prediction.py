@@ -25,7 +25,8 @@ class Prediction:
     Attributes:
         seconds, low, high: and the interval that the machine's errors give.
         memory_bytes: of the rank that needs the most; fits: whether a device has them.
-        bytes: that the pipeline rank receives which receives the most, {axis: bytes}, as the ledger counts them.
+        bytes: that the rank receives which receives the most, {axis: bytes}, as the ledger counts them; those of
+            local SGD and of a parameter server with staleness are means over many steps.
         parts: seconds of the busiest rank: compute, data, tensor, sequence, expert (communication that nothing hides),
             bubble, optimizer, reading, stragglers; their sum is `seconds`.
         bound_by: the largest part.
@@ -90,23 +91,26 @@ def predicted(estimator: Estimator, choice: Choice, estimate: Estimate | None = 
 
 
 def received(job: Job, choice: Choice) -> dict[str, float]:
-    """Bytes of the pipeline rank that receives the most, {axis: bytes}."""
+    """Bytes of the rank that receives the most, {axis: bytes}."""
     last = choice.pipeline - 1
     ranks = range(last + 1) if choice.boxes else sorted({0, min(1, last), last})  # the others are as one of these
-    return max((received_by(job, choice, rank) for rank in ranks), key=lambda axes: sum(axes.values()))
+    roles = (False, True) if job.servers else (False,)
+    each = (received_by(job, choice, rank, serves) for rank in ranks for serves in roles)
+    return max(each, key=lambda axes: sum(axes.values()))
 
 
-def received_by(job: Job, choice: Choice, rank: int) -> dict[str, float]:
-    """Bytes of a rank of the pipeline axis, {axis: bytes}: `step_traffic`, and what comes to it and what it sends back
-    is re-partitioned between boxes."""
+def received_by(job: Job, choice: Choice, rank: int, serves: bool = False) -> dict[str, float]:
+    """Bytes of a rank of the pipeline axis, which `serves` or works where there are parameter servers, {axis: bytes}:
+    `step_traffic`, and what comes to it and what it sends back is re-partitioned between boxes."""
     schedule = pipelines.shape(
         choice.schedule, choice.pipeline, choice.microbatches, choice.virtual_stages, len(job.slices)
     ).schedule
     axes = step_traffic(
         job.costs, choice.at(rank).grid, job.batch, schedule, job.itemsize, rank, choice.algorithm, job.overlap,
         choice.partition or None, choice.method, choice.expert, job.reduce, job.comm, choice.expert_tensor,
+        job.averaged, job.servers, serves, job.staleness, choice.recompute,
     )  # fmt: skip
-    for action in flat(schedule.order[rank]) if choice.boxes else ():
+    for action in flat(schedule.order[rank]) if choice.boxes and not serves else ():
         sender = schedule.placement.get((action.replica, action.stage - 1), rank)
         boxes = choice.boxes[sender], choice.boxes[rank]
         if action.kind == FORWARD and boxes[0] != boxes[1]:

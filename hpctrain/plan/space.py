@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
 
 from hpctrain.choices import PLANE_PRODUCTS, PRODUCTS, RECOMPUTE, check_product
+from hpctrain.config.checks import LARGEST_SCHEDULE
 from hpctrain.grid_shape import all_grids
 from hpctrain.models import TransformerCosts
+from hpctrain.pipeline import Schedule
+from hpctrain.pipeline import schedule as schedule_of
 from hpctrain.plan.job import Choice, Job
 from hpctrain.shard import split_sizes
 
 ZERO = ("ddp", "zero1", "zero2", "zero3")
-SYNCHRONOUS = ("1f1b", "interleaved", "zb-h1", "zb-v")  # GPipe takes as long as 1F1B and more memory
+# GPipe takes as long as 1F1B and more memory: it is tried where it is given, or routers want all forwards first
+SYNCHRONOUS = ("1f1b", "interleaved", "zb-h1", "zb-v")
 # What of a choice a setting decides, where it is to be kept.
 FIELDS = {
     "grid.data": ("data", "ring", "ulysses"),
@@ -31,15 +36,18 @@ FIELDS = {
 
 def grids(job: Job, given: Choice, ranks: int) -> Iterator[Choice]:
     """Every grid of `ranks` that leaves no replica without a sequence, no stage without a layer and no rank of a
-    sequence without tokens and heads, with every product that it allows; all of them with a single microbatch, whose
-    other settings are the simplest."""
-    for (data, ring, ulysses), pipeline, (x, y, z) in all_grids(ranks, job.shares_sequences):
+    sequence without tokens and heads, and on which ranks can train as is asked for, with every product that it allows;
+    all of them with a single microbatch, whose other settings are the simplest."""
+    alone = given.schedule == "ampnet"  # on each stage; and workers of servers with staleness, on all stages
+    for (data, ring, ulysses), pipeline, (x, y, z) in all_grids(ranks, sequence=True):
+        if ring * ulysses > 1 and not job.shares_sequences:
+            continue
         workers = data - job.servers
-        if workers < 1 or workers > job.batch or pipeline > job.costs.layers:
+        if workers < 1 or workers > job.batch or not _has_stages(job, given, pipeline):
+            continue
+        if (alone and pipeline < ranks) or (job.staleness and data < ranks):
             continue
         if data * ring * ulysses * x * y * z % given.expert_tensor:
-            continue
-        if given.partition and len(given.partition) != pipeline * max(1, given.virtual_stages):
             continue
         if 2 * ring * ulysses > max(2, job.costs.context):
             continue
@@ -78,8 +86,8 @@ def layouts(job: Job, grid: Choice) -> Iterator[Choice]:
 
 def ways(job: Job, given: Choice, layout: Choice) -> Iterator[Choice]:
     """A layout with every way to keep replicas that trains as one rank does, and every spread of experts. Whoever asks
-    for another one, as local SGD, keeps it."""
-    methods = ZERO if given.method in ZERO else (given.method,)
+    for another one, as local SGD, or for a schedule that delays updates, keeps it."""
+    methods = ZERO if given.method in ZERO and not _delayed(given) else (given.method,)
     if layout.replicas == 1 and given.method in ZERO:
         methods = ("ddp",)
     for method, expert in itertools.product(methods, expert_ranks(job, given, layout)):
@@ -89,9 +97,16 @@ def ways(job: Job, given: Choice, layout: Choice) -> Iterator[Choice]:
 def choices(job: Job, given: Choice, way: Choice) -> Iterator[Choice]:
     """Every schedule with its cuts, and recomputation (the least first), of those that train as one rank does. Whoever
     asks for another one, as PipeDream, keeps it; so does who lists the layers of each stage."""
-    searched = given.schedule in ("gpipe", *SYNCHRONOUS) and not given.partition
+    searched, mixture = _searched(given), job.costs.mixture
+    by_step = mixture is not None and mixture.step_balanced
     orders = schedules(job.costs.layers, way.pipeline) if searched else [(given.schedule, given.virtual_stages)]
+    if searched and (given.schedule == "gpipe" or by_step):
+        orders.append(("gpipe", 0))
     for schedule, virtual_stages in orders:
+        if by_step and not _forwards_first(schedule, way.pipeline, min(2, way.microbatches), virtual_stages):
+            continue
+        if way.pipeline * max(1, virtual_stages) * way.microbatches > LARGEST_SCHEDULE:
+            continue
         stages = way.pipeline * (2 if schedule == "zb-v" else max(1, virtual_stages))
         cuts = partitions(job.costs, stages) if searched else [given.partition]
         for partition, recompute in itertools.product(cuts, recomputations(job, given)):
@@ -102,7 +117,9 @@ def choices(job: Job, given: Choice, way: Choice) -> Iterator[Choice]:
 
 def recomputations(job: Job, given: Choice) -> tuple[str, ...]:
     """The least first."""
-    return RECOMPUTE if not job.slices else (given.recompute,)
+    if job.slices:
+        return (given.recompute,)
+    return tuple(each for each in RECOMPUTE if each != "block") if _delayed(given) else RECOMPUTE
 
 
 def kept(choice: Choice, given: Choice, settings: tuple[str, ...]) -> bool:
@@ -164,6 +181,37 @@ def divisors(number: int) -> list[int]:
     """
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
+
+
+def _searched(given: Choice) -> bool:
+    return given.schedule in ("gpipe", *SYNCHRONOUS) and not given.partition
+
+
+def _has_stages(job: Job, given: Choice, pipeline: int) -> bool:
+    """Whether so many ranks can have layers; where the schedule is not searched, as many stages as it has with them."""
+    if pipeline > job.costs.layers:
+        return False
+    if _searched(given):
+        return True
+    try:
+        made = _schedule(given.schedule, pipeline, 1, given.virtual_stages, len(job.slices))
+    except ValueError:  # as of an odd number of ranks, for schedules that pair them
+        return False
+    stages = made.graph.stages
+    return stages <= job.costs.layers and len(given.partition) in (0, stages)
+
+
+def _delayed(given: Choice) -> bool:
+    return not _searched(given) and _schedule(given.schedule, 2, 1, given.virtual_stages).delayed
+
+
+def _forwards_first(name: str, pipeline: int, microbatches: int, virtual_stages: int) -> bool:
+    return _schedule(name, pipeline, microbatches, virtual_stages).forwards_first
+
+
+@functools.lru_cache(1 << 10)
+def _schedule(name: str, ranks: int, microbatches: int, virtual_stages: int, slices: int = 0) -> Schedule:
+    return schedule_of(name, ranks, microbatches, virtual_stages or None, slices or None)
 
 
 def _allowed(algorithm: str, x: int, y: int, z: int) -> bool:

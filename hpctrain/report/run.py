@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain.plan.learn import of_last_job
+
 MIB = 2**20
 AXES = ("data", "sequence", "expert", "pipeline", "tensor")
 SHOWN = 40  # ranks in a table; the first and the last of more
@@ -32,8 +34,9 @@ class Run:
 
     @property
     def steady(self) -> list[float]:
-        """Tokens a second of the steps but for the first tenth, in which caches fill."""
-        speeds = [record["tokens_per_second"] for record in self.records]
+        """Tokens a second of the last job's steps but for the first tenth, in which caches fill."""
+        job = of_last_job(self.records, self.ranks) or self.records
+        speeds = [record["tokens_per_second"] for record in job]
         return speeds[-(-len(speeds) // 10) :] or speeds
 
 

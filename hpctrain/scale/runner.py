@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain import __version__
+from hpctrain.config import Config
 from hpctrain.home import PACKAGE, home
 from hpctrain.rank_job import run_ranks
 from hpctrain.scale.points import Point
@@ -82,8 +84,7 @@ def _launch(path, point: Point, folder: Path, steps: int, threads: int) -> dict:
         log = folder / f"ranks-{point.ranks}.log"
         command = [launcher, "-n", str(point.ranks), sys.executable, "-m", "mpi4py", "-m", "hpctrain.scale.measure"]
         folders = [f"run.out={scratch}", "run.name=point", "run.checkpoint_every=0", "run.checkpoint_minutes=0"]
-        where, text = folder / "data.h5", json.dumps(point.config.data.text)
-        data = [] if point.config.data.path else [f"data.path={where}", f"data.text={text}"]
+        data = _packed_once(point.config, folder)
         with log.open("w") as output:
             done = run_ranks(
                 [*command, str(out), str(steps), str(path), *point.overrides, *folders, *data],
@@ -97,12 +98,25 @@ def _launch(path, point: Point, folder: Path, steps: int, threads: int) -> dict:
         return json.loads(out.read_text())
 
 
+def _packed_once(config: Config, folder: Path) -> list[str]:
+    """Overrides by which all points read the text that the first of them packs in the study's folder."""
+    if not config.data.text or config.data.path:
+        return []
+    from hpctrain.train.training_data import find_packed  # brings torch, which submitting a study does without
+
+    path, _ = find_packed(dataclasses.replace(config, run=dataclasses.replace(config.run, out=str(folder))))
+    return [f"data.path={path}", f"data.text={json.dumps(config.data.text)}"]
+
+
 def _commit() -> str:
-    """Of the checkout; of an installed package its version."""
+    """Of the checkout, "unknown" where git does not tell it; of an installed package its version."""
     if not (PACKAGE.parent / "jobs").is_dir():
         return f"hpctrain {__version__}"
     command = ["git", "-C", str(PACKAGE.parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:  # there is no git
+        return "unknown"
 
 
 def surroundings() -> dict:

@@ -35,7 +35,7 @@ def received(config: Config, rank: int) -> dict[str, float]:
     return step_traffic(
         costs(config), config.grid_shape, config.train.batch, pipeline_schedule(config), job.itemsize, rank,
         tensor.algorithm, tensor.overlap, expert=config.grid.expert, reduce=job.reduce, comm=job.comm,
-        expert_tensor=config.grid.expert_tensor,
+        expert_tensor=config.grid.expert_tensor, recompute=config.train.recompute,
     )  # fmt: skip
 
 

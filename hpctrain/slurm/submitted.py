@@ -24,10 +24,15 @@ def path() -> Path:
 
 
 def add(jobs: list[Submitted]) -> None:
+    """
+    Raises:
+        OSError: where they cannot be written; the older ones stay as they are.
+    """
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)
+    torn = file.exists() and not file.read_bytes().endswith(b"\n")
     with file.open("a", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(asdict(job)) + "\n" for job in jobs)
+        lines.write("\n" * torn + "".join(json.dumps(asdict(job)) + "\n" for job in jobs))
 
 
 def read() -> list[Submitted]:
@@ -35,8 +40,13 @@ def read() -> list[Submitted]:
     file = path()
     if not file.exists():
         return []
-    jobs = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [Submitted(job["job"], job["script"], job["run"]) for job in jobs]
+    jobs = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            jobs.append(Submitted(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue  # torn: the disk was full
+    return jobs
 
 
 def tasks(array: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 
 from hpctrain import files
 from hpctrain.models.export import export
@@ -11,6 +12,8 @@ from hpctrain.plan.outcome import outcome
 from hpctrain.train.generate import generate
 from hpctrain.train.run_folder import PLAN, last_losses
 from hpctrain.train.session import Session
+
+log = logging.getLogger("hpctrain")
 
 
 def finish(session: Session) -> None:
@@ -39,8 +42,13 @@ def finish(session: Session) -> None:
 
 def _tell_outcome(session: Session) -> None:
     """What the plan had said beside what was measured: printed, and plan.json in the run folder. For rank 0 alone."""
-    folder, machine = session.folder, Machine.load(session.config.run.machine)
+    folder = session.folder
     assert folder is not None  # rank 0 has it
+    try:
+        machine = Machine.load(session.config.run.machine)
+    except (ValueError, OSError) as error:  # moved or edited meanwhile, which must not end a training that went well
+        log.warning("WARNING: what the training took is not compared with the plan: %s", error)
+        return
     try:
         told = outcome(session.config, machine, folder.history, folder.ranks)
     except ValueError as error:  # too few steps, after a training that went well

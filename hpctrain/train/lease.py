@@ -37,7 +37,7 @@ class Lease:
 
     Raises:
         ValueError: when another job has it; says who, since when, and what to do.
-        OSError: when the file cannot be made.
+        OSError: when the file cannot be made, or one that is there not read.
     """
 
     def __init__(self, folder: Path):
@@ -50,13 +50,18 @@ class Lease:
 
     def check(self) -> None:
         """Raise RuntimeError where another job has taken over: what it writes must not be mixed with ours. Looks at
-        most once in REFRESH seconds."""
+        most once in REFRESH seconds; a lease that cannot be read, which says nothing of whose it is, is a warning."""
         now = time.monotonic()
         if now < self._checked + REFRESH:
             return
-        newest = _newest(self.folder)
-        if newest is None or newest[1] != self.path or _read(self.path).get("token") != self._token:
-            other = _describe(_read(newest[1])) if newest else "somebody deleted its lease"
+        try:
+            newest = _newest(self.folder)
+            holder = _read(newest[1]) if newest else None
+        except OSError as error:
+            log.warning("WARNING: %s: its lease is looked at again in %.0f s: %s", self.folder, REFRESH, error)
+            holder = {}
+        if holder is None or holder.get("token", self._token) != self._token:
+            other = _describe(holder) if holder else "somebody deleted its lease"
             raise RuntimeError(
                 f"{self.folder} was taken over ({other}), as this job had not refreshed its lease for {STALE:.0f} s"
             )
@@ -90,10 +95,10 @@ class Lease:
 
     def _judge(self, path: Path) -> None:
         """Return where the lease may be taken over; says why, but where it was given back."""
-        holder = _read(path)
-        if holder.get("free"):
-            return
         with contextlib.suppress(FileNotFoundError):
+            holder = _read(path)
+            if holder.get("free"):
+                return
             age = self._age(path)
             if reason := _ended(holder) or (age > STALE and f"not refreshed for {age:.0f} s"):
                 log.warning("WARNING: %s: taken over from %s: %s", self.folder, _describe(holder), reason)
@@ -145,8 +150,8 @@ def _made_exclusively(path: Path, text: str) -> bool:
 def _read(path: Path) -> dict:
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # gone, or not yet written
+    except ValueError:
+        return {}  # not yet written
     return holder if isinstance(holder, dict) else {}
 
 
@@ -209,9 +214,9 @@ def _refresh(path: Path, stop: threading.Event) -> None:
 
 def _free(path: Path, token: str, stop: threading.Event) -> None:
     stop.set()
-    holder = _read(path)
-    if holder.get("token") == token:
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        holder = _read(path)
+        if holder.get("token") == token:
             draft = path.with_name(f"{path.name}.{token}")
             draft.write_text(json.dumps(holder | {"free": True}) + "\n", encoding="utf-8")
             draft.replace(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from hpctrain.train.trainer import Trainer
 MESSAGES = "messages.jsonl"
 LARGEST = 1 << 30  # bytes
 
+log = logging.getLogger("hpctrain")
+
 
 class MessageOrder:
     """With `pipeline.record`, the first rank keeps a line of each batch: its number and, of every rank, the names of
     the messages in the order in which they were worked on. With `pipeline.replay`, each batch takes its order from such
     a run. Without either nothing is done.
 
-    Every job begins with a line of its settings, and an empty one before it, should the last job's have been cut short.
+    Every job begins with a line of its settings. A full disk does not end the training: a batch is then left out. An
+    empty line follows what may have been cut short, by the end of the last job or a full disk.
 
     Raises:
         ValueError, OSError: on every rank, for a run that recorded nothing, and one of other settings: its ranks would
@@ -31,6 +35,7 @@ class MessageOrder:
     def __init__(self, config: Config, grid: Grid, trainer: Trainer):
         self._grid, self._path, options = grid, config.folder / MESSAGES, config.pipeline
         self._records, self._replays = options.record, bool(options.replay)
+        self._torn = True  # whether the last line may be
         if not (self._records or self._replays):
             return
         self._driven = trainer.message_driven
@@ -66,11 +71,16 @@ class MessageOrder:
             assert self._driven.record is not None  # `before` made it
             ranks = self._grid.comm.gather(self._driven.record.runs[0])
             if ranks is not None:
-                self._append({"batch": batch, "ranks": ranks})
+                try:
+                    self._append({"batch": batch, "ranks": ranks})
+                except OSError as error:
+                    log.warning("WARNING: %s lacks batch %d: %s", self._path, batch, error)
 
     def _append(self, line: dict[str, Any]) -> None:
+        torn, self._torn = self._torn, True  # until it is written
         with open(self._path, "a", encoding="utf-8") as file:
-            file.write(("" if "batch" in line else "\n") + json.dumps(line) + "\n")
+            file.write("\n" * torn + json.dumps(line) + "\n")
+        self._torn = False
 
     def _read(self, path: Path) -> dict[int, list]:
         """This rank's orders by the number of the batch, the last of each."""

@@ -64,7 +64,10 @@ class StepTracer:
         self._profiler.stop()
         shift, began = self._shift, self._began
         events = [*self._names(), *_of_spans(trace.spans, self.grid.rank, shift, began)]
-        events += _of_torch(_exported(self._profiler), self.grid.rank, shift, began)
+        try:
+            events += _of_torch(_exported(self._profiler), self.grid.rank, shift, began)
+        except (ValueError, OSError) as error:  # no room for its file: the first rank waits for the rest all the same
+            log.warning("WARNING: the trace is without the kernels of rank %d: %s", self.grid.rank, error)
         self._write(",\n".join(map(json.dumps, events)))
 
     def _begin(self) -> None:
