@@ -1,5 +1,4 @@
-"""Random numbers that depend on the grid: found in the first training step, before an update that is
-the caller's."""
+"""Random numbers that depend on the grid: found in the first training step, before an update that is the caller's."""
 
 from __future__ import annotations
 

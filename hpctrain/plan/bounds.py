@@ -199,9 +199,8 @@ class Bounds:
         those that backwards pass after it, and whether the last stage is its own."""
         job, given, estimator = self.job, self.given, self.estimator
         found = []
-        for choice in choices(
-            job, given, given._replace(pipeline=pipeline, microbatches=1)
-        ):  # with which all are allowed
+        one = given._replace(pipeline=pipeline, microbatches=1)  # with which all schedules are allowed
+        for choice in choices(job, given, one):
             local, copies = estimator.placement(choice)
             if choice.recompute == self.recomputed[0] and copies == 1:
                 counts = estimator.layers(choice)

@@ -175,9 +175,7 @@ class Estimator(Division):
         sums -= min(hidden * (sums - ahead), backward) + min(hidden * ahead, forward.seconds)
         backward_data -= min(hidden * backward_data, backward)
         forward_data -= min(hidden * forward_data, forward.seconds)
-        if (
-            job.costs.tied and first != last and choice.pipeline > 1
-        ):  # the table's gradient, of both ends of the pipeline
+        if job.costs.tied and first != last and choice.pipeline > 1:  # the table's gradient, of both ends
             table = job.comm * job.costs.vocabulary * job.costs.width / math.prod(choice.box)
             sums += 2 * net.message(table, math.prod(choice.box) * (choice.pipeline - 1)) * learned.data
         update = updated * update_seconds(job, self.machine)
