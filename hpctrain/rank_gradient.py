@@ -17,7 +17,7 @@ _OF_ALL = {
     "addmm", "matmul", "__matmul__", "__rmatmul__", "_amp_foreach_non_finite_check_and_unscale_",
 }  # fmt: skip
 _TIMES = {"fill_", "mul_", "__imul__", "_foreach_mul_"}
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA = vars(torch._C.TensorBase)["data"].__get__
 _SAME = {"view", "reshape", "flatten", "ravel", "detach", "contiguous", "to", "float", "double"}
 # What a loop that sums by its own means does, by MPI say: whether the sum is right is its own affair.
 _HANDED_OUT = {"data_ptr", "numpy", "__array__", "__dlpack__", "copy_", "untyped_storage"}
