@@ -9,7 +9,7 @@ from training_checks import (
     UNEVEN,
     batches,
     check,
-    check_equal,
+    check_strategy,
     fitting,
     in_turn,
     logits_of,
@@ -20,8 +20,6 @@ from training_checks import (
 )
 
 from hpctrain import Grid, RngKey
-from hpctrain.config import DataParallelConfig
-from hpctrain.data_parallel import make
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.pipeline import StageGraph, list_schedule, schedule
@@ -91,16 +89,9 @@ def test_ranks_that_share_weights_in_different_orders(world, method):
     which comes after the table on rank 0, before it on rank 1."""
     placement = {(0, 0): 0, (0, 1): 1, (0, 2): 2, (1, 0): 2, (1, 1): 0, (1, 2): 1}
     count, shape = 4, fitting(UNEVEN, 3)
-    expected = serial(shape, 1.0)
     grid, order = Grid(pipeline=3), list_schedule(StageGraph.chain(3), placement, count)
     model = made(grid, shape, None, order.placement)
-    optimizer = adamw(model.parameters(), 0.1)
-    strategy = make(DataParallelConfig(method), model, grid, optimizer)
-    trainer = Trainer(model, grid, optimizer, order, max_norm=1.0, strategy=strategy)
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-2
-    got = [trainer.step(microbatches(grid, batch, step, count)) for step, batch in enumerate(batches(shape))]
-    check_equal(got, strategy, model, grid, expected)
+    check_strategy(method, model, grid, shape, count, serial(shape, 1.0), order)
 
 
 def delayed_reference(name, shape, logits_of, stages, weights, count, replicas):

@@ -236,11 +236,12 @@ def check_equal(got, strategy, model, grid, expected):
                 torch.testing.assert_close(whole, weights[name], rtol=1e-10, atol=1e-12)
 
 
-def check_strategy(method, model, grid, shape, count, expected):
-    """Steps of `count` microbatches with a strategy of the data axis give the losses, norms and weights of `serial`."""
+def check_strategy(method, model, grid, shape, count, expected, order=None):
+    """Steps of `count` microbatches with a strategy of the data axis give the losses, norms and weights of `serial`;
+    in the `order` of a schedule, by default Trainer's."""
     optimizer = adamw(model.parameters(), 0.1)
     strategy = make(DataParallelConfig(method), model, grid, optimizer)
-    trainer = Trainer(model, grid, optimizer, count, max_norm=1.0, strategy=strategy)
+    trainer = Trainer(model, grid, optimizer, order or count, max_norm=1.0, strategy=strategy)
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
     got = [trainer.step(microbatches(grid, batch, step, count)) for step, batch in enumerate(batches(shape))]

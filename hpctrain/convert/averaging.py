@@ -25,7 +25,6 @@ def sum_over_replicas(model: torch.nn.Module, grid: Grid) -> bool:
         found = _look(model, grid)
         _refuse_mixed(model, found, "call ht.sync_gradients once, after the last backward of a step")
         _sum(found, grid)
-        mark_summed(found.used)
         return found.any_unsummed or not found.used
 
 
@@ -63,10 +62,7 @@ class MeanGradients:
             replicas = self._grid.replica.size
             if self._grid.data.size > replicas:
                 _refuse_mixed(self._model, found, "look at them after the last backward of a step, or use zero=1")
-            _sum(found, self._grid)
-            if found.unsummed:
-                torch._foreach_div_([each.grad for each in found.unsummed if each.grad is not None], replicas)
-            mark_summed(found.used)
+            _sum(found, self._grid, replicas)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing is left to do."""
@@ -133,12 +129,15 @@ def _refuse_mixed(model, found, instead) -> None:
         )
 
 
-def _sum(found, grid) -> None:
+def _sum(found, grid, divisor=1) -> None:
     for parameter in found.unsummed:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
             mark_made(parameter)
     sum_gradients(found.unsummed, grid)
+    if divisor > 1 and found.unsummed:
+        torch._foreach_div_([each.grad for each in found.unsummed if each.grad is not None], divisor)
+    mark_summed(found.used)
 
 
 def _names(model, parameters) -> str:

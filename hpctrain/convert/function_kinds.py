@@ -27,7 +27,7 @@ NOT_LINEAR = {
 }  # fmt: skip
 # They ask nothing of the numbers, so that the replicas' need not be there.
 UNREAD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "__get__", "__set__", "size", "dim", "numel"}
-SIZED = {"new", "new_empty", "new_zeros", "new_ones", "new_full"}  # by their caller, who is told the whole's size
+SIZED = {"new", "new_empty", "new_zeros", "new_ones", "new_full"}  # by their caller, who knows the whole's size
 # What torch makes the states of its optimizers of.
 PLAIN = {
     "clone", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", *SIZED,

@@ -28,6 +28,7 @@ from hpctrain.convert.whole_operands import (
     apply_to_whole,
     asks_shape,
     foreign,
+    lies_as_weight,
     refuse_initial,
     whole_shape,
 )
@@ -72,7 +73,7 @@ class PartialGradient(RankGradient):
         by_others = library != "torch"
         if by_others:
             if asks_shape(function, _first(arguments, options).part):
-                return whole_shape(function, arguments[0], arguments, options)
+                return whole_shape(function, arguments, options)
             late = unsummed((*arguments[1:], *options.values()))
             written = options.get("out", arguments[0]) if writes(name) or "out" in options else None
             if written is not None and not unsummed([written]):  # a weight, or anything but such a gradient
@@ -110,7 +111,7 @@ class PartialGradient(RankGradient):
                 if name in kinds.SIZED:
                     return result
                 if by_others and name.strip("_") not in kinds.BY_ELEMENTS:
-                    if all(map(_lies_as_weight, tree_leaves((arguments, options)))):
+                    if all(map(_is_gatherable, tree_leaves((arguments, options)))):
                         return apply_to_whole(function, arguments, options, cls, gathered)
                     result = source.like(result)
                     result.part = None
@@ -165,12 +166,9 @@ def _plain(gradient):
         return gradient.as_subclass(torch.Tensor)
 
 
-def _lies_as_weight(x) -> bool:
+def _is_gatherable(x) -> bool:
     """Whether it is no part, or one of which the whole can be gathered."""
-    if not isinstance(x, PartialGradient) or x.part is None or not x.part.divided:
-        return True
-    sharding = x.part.sharding
-    return sharding is not None and x.in_place and x.shape == sharding.local_shape
+    return not isinstance(x, PartialGradient) or x.part is None or not x.part.divided or lies_as_weight(x)
 
 
 def _inherit(name, result, source):
@@ -210,7 +208,7 @@ def gathered(tensor: PartialGradient) -> torch.Tensor:
     with as_tensors():
         if not part.divided:
             return tensor.as_subclass(torch.Tensor)
-        if not _lies_as_weight(tensor):
+        if not lies_as_weight(tensor):
             _check_whole(name, tensor)
         assert part.sharding is not None
         return part.sharding.gather(tensor.as_subclass(torch.Tensor))

@@ -59,10 +59,16 @@ def foreign(function: Callable, arguments: Any, options: Any, kind: type) -> boo
             return True
         if writes(name) and name.strip("_") not in POINTWISE and isinstance(tensors[0], kind):  # as tril_ does
             return True
-        shape, sharding = parts[0].shape, parts[0].part.sharding
-        if parts[0].in_place and shape == sharding.local_shape:
-            return not sharding.on_parts(tensors)
-        return any(x.numel() > 1 and x.shape != shape for x in tensors)
+        if lies_as_weight(parts[0]):
+            return not parts[0].part.sharding.on_parts(tensors)
+        return any(x.numel() > 1 and x.shape != parts[0].shape for x in tensors)
+
+
+def lies_as_weight(tensor: Any) -> bool:
+    """Whether a part has its elements where the weight's part has them, so that the whole can be gathered."""
+    sharding = tensor.part.sharding
+    with local():
+        return sharding is not None and tensor.in_place and tensor.shape == sharding.local_shape
 
 
 def apply_to_whole(function: Callable, arguments: Any, options: Any, kind: type, gathered: Callable):
@@ -101,18 +107,17 @@ def asks_shape(function: Callable, part: Part | None) -> bool:
     return of_shape(function) and name not in _DIMS and function != ATTRIBUTES["ndim"].__get__
 
 
-def whole_shape(function: Any, tensor: Any, arguments: Any, options: Any) -> Any:
-    """What a function that asks for the shape says of the whole, as of the weight itself: code of the user's makes
-    noise and means by it.
+def whole_shape(function: Any, arguments: Any, options: Any) -> Any:
+    """What a function that asks its first argument, a part, for the shape says of the whole, as of the weight itself:
+    code of the user's makes noise and means by it.
 
     Raises:
         ValueError: where the part does not lie as the weight does, be it flat, as replicas share out gradients, or a
             view of another shape.
     """
-    part, name = tensor.part, function.__name__
-    with local():
-        if part.sharding is not None and tensor.in_place and tensor.shape == part.sharding.local_shape:
-            return function(torch.empty(part.sharding.whole_shape, device="meta"), *arguments[1:], **options)
+    part, name = arguments[0].part, function.__name__
+    if lies_as_weight(arguments[0]):
+        return function(torch.empty(part.sharding.whole_shape, device="meta"), *arguments[1:], **options)
     name = function.__self__.__name__ if name == "__get__" else name
     raise ValueError(
         f"{place()}: {name} of {part.name!r} would be that of the part that this rank holds; ask the weight itself,"

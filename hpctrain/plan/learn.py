@@ -78,10 +78,10 @@ def read_run(folder: str | Path) -> tuple[Config, Sequence[dict]]:
     Raises:
         ValueError, OSError: where it is no run folder.
     """
-    config, ranks = load_config(Path(folder) / "config.toml"), Path(folder) / "ranks.json"
+    config, path = load_config(Path(folder) / "config.toml"), Path(folder) / "ranks.json"
     text = files.read_bounded(Path(folder) / "metrics.jsonl", LARGEST).decode()
-    told = json.loads(files.read_bounded(ranks, LARGEST))["ranks"] if files.status(ranks) else []
-    return config, of_last_job([json.loads(line) for line in text.splitlines()], told)
+    ranks = json.loads(files.read_bounded(path, LARGEST))["ranks"] if files.status(path) else []
+    return config, of_last_job([json.loads(line) for line in text.splitlines()], ranks)
 
 
 def learn(machine: Machine, runs: Iterable[str | Path]) -> tuple[Machine, dict[str, dict]]:
