@@ -38,6 +38,17 @@ def _intel() -> bool:
         return True
 
 
+def refuse_autocast(x: torch.Tensor, rule: str, instead: str) -> None:
+    """Raise ValueError within torch.autocast, which would change the types of mm, and not those of mm(out=...).
+
+    Args:
+        rule: which types are computed in.
+        instead: what would do.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{rule}, got a call within torch.autocast: leave it out, and {instead}")
+
+
 class Float32:
     """Inside, torch.mm takes oneDNN's float32 products, or MKL's, whatever torch.set_float32_matmul_precision says.
 

@@ -93,12 +93,13 @@ class GradSync:
         """A backward has come to the parameter: bring its gradient to the view. Whether it is complete now.
 
         Raises:
-            RuntimeError: when it was complete before.
+            RuntimeError: when it was complete before, in this step or, where no `begin_step()` came since, the last.
         """
         if self.state is GradState.DONE:
             raise RuntimeError(
                 f"a gradient of shape {tuple(parameter.shape)} came twice in the last backward of a step, as by "
-                "torch.utils.checkpoint(use_reentrant=True) of a module that is used twice; use use_reentrant=False"
+                "torch.utils.checkpoint(use_reentrant=True) of a module that is used twice; use use_reentrant=False; "
+                "or strategy.zero_grad() was not called since the last step"
             )
         if parameter.grad is None:
             return False  # put off, so that this is not the last backward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +28,8 @@ def original() -> Path:
     """That of the checkout or of the installed package; raises as `home`."""
     if (PACKAGE.parent / "jobs/env.sh").is_file():
         return PACKAGE.parent
-    for file in metadata.files("hpctrain") or ():
-        if file.as_posix().endswith(INSTALLED):
-            return Path(str(file.locate())).resolve().parents[1]
+    with contextlib.suppress(metadata.PackageNotFoundError):  # on PYTHONPATH, say
+        for file in metadata.files("hpctrain") or ():
+            if file.as_posix().endswith(INSTALLED):
+                return Path(str(file.locate())).resolve().parents[1]
     raise ValueError("this hpctrain was installed without its jobs; install its wheel with pip, or use a checkout")

@@ -22,7 +22,8 @@ class Annotations(TypedDict, total=False):
         shard: which slice of the global tensor this rank holds. Every parameter that is trained or saved has one;
             gradient sums, the clipping norm, ZeRO, checkpoints and export read nothing else.
         same_as: name, in checkpoints of other libraries, of the weight of another stage that this one is tied to.
-        unmanaged: of a layer's, what `arrival` is until a strategy has the parameter.
+        unmanaged: of a layer's, and of one whose gradient is a part or of one replica alone, what `arrival` is until a
+            strategy has the parameter.
         whole_shape: of a parameter that `ht.parallelize` divided or left whole, its shape in the user's own module.
         sharding: of one that it divided, a `convert.sharding.Sharding`, by which the whole is cut and gathered.
         replicas: of one whose gradient it averages over the replicas, who does: `convert.averaging.MeanGradients`, or
@@ -32,8 +33,10 @@ class Annotations(TypedDict, total=False):
         grad_sync: where the gradient is to lie, and how far its sum is in this step; see `GradSync`. Only of strategies
             that keep gradients in buckets.
         arrival: what is called when a gradient has been added to the parameter's; see `on_arrival`.
+        hand_over: what the next strategy calls before it takes the parameter; see `DataParallelStrategy.hand_over`.
         gathered: of ZeRO-3, `with parameter.gathered:` the parameter has memory to be read; collective over data.
-        grad_dtype: torch's own attribute: the dtype of gradients, where it is not that of the parameter.
+        grad_dtype: torch's own attribute: the dtype of gradients, where it is not that of the parameter; None, which is
+            any, once the strategy that set it has handed the parameter over, as torch cannot take back what was set.
     """
 
     shard: Shard
@@ -44,8 +47,9 @@ class Annotations(TypedDict, total=False):
     replicas: object
     grad_sync: GradSync
     arrival: Callable
+    hand_over: Callable[[], None]
     gathered: AbstractContextManager
-    grad_dtype: torch.dtype
+    grad_dtype: torch.dtype | None
 
 
 def annotate(parameter: torch.nn.Parameter, **attributes: Unpack[Annotations]) -> torch.nn.Parameter:
@@ -66,9 +70,12 @@ def grad_sync_of(parameter: torch.Tensor) -> GradSync:
     return parameter.__dict__["grad_sync"]
 
 
-def forget_grad_sync(parameter: torch.nn.Parameter) -> None:
-    """The bucket of an earlier strategy is of no more use: layers must defer no sum to it."""
-    vars(parameter).pop("grad_sync", None)
+def forget_strategy(parameter: torch.nn.Parameter) -> None:
+    """No strategy has the parameter any more: its gradient goes to no bucket, and layers defer no sum to one."""
+    for name in ("grad_sync", "hand_over", "gathered"):
+        vars(parameter).pop(name, None)
+    parameter.grad = None
+    annotate(parameter, arrival=vars(parameter).get("unmanaged", _unmanaged))
 
 
 def on_arrival(parameter: torch.nn.Parameter, hook: Callable) -> None:
@@ -78,8 +85,15 @@ def on_arrival(parameter: torch.nn.Parameter, hook: Callable) -> None:
     strategy there, which has the parameter, would never be freed.
     """
     if not hasattr(parameter, "arrival"):
+        trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # torch refuses a hook on a frozen one, which may be trained later
         parameter.register_post_accumulate_grad_hook(_arrived)
+        parameter.requires_grad_(trained)
     annotate(parameter, arrival=hook)
+
+
+def _unmanaged(parameter: torch.nn.Parameter) -> None:
+    """The gradient is left where backward puts it."""
 
 
 def _arrived(parameter: torch.nn.Parameter) -> None:

@@ -6,6 +6,8 @@ as torch.nn.utils.clip_grad_norm_ and LBFGS do, would take the part for it, and 
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from hpctrain.parameter import shard_of
@@ -13,8 +15,14 @@ from hpctrain.parameter import shard_of
 as_tensors = torch._C.DisableTorchFunctionSubclass  # `with as_tensors():` such gradients are ordinary tensors
 
 _OF_ALL = {
-    "norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm", "cat", "dot", "mm", "bmm",
-    "addmm", "matmul", "__matmul__", "__rmatmul__", "_amp_foreach_non_finite_check_and_unscale_",
+    "norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm", "sum", "nansum", "mean",
+    "nanmean", "var", "std", "var_mean", "std_mean", "prod", "amax", "amin", "aminmax", "cat", "dot", "vdot", "inner",
+    "linalg_vecdot", "dist", "cosine_similarity", "normalize", "mv", "mm", "bmm", "addmm", "matmul", "__matmul__",
+    "__rmatmul__", "tensordot", "einsum", "_amp_foreach_non_finite_check_and_unscale_",
+}  # fmt: skip
+_WITHOUT_NUMBERS = {  # of the gradient
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_tensor",
+    "new_empty", "new_zeros", "new_ones", "new_full",
 }  # fmt: skip
 _TIMES = {"fill_", "mul_", "__imul__", "_foreach_mul_"}
 _DATA = vars(torch._C.TensorBase)["data"].__get__
@@ -25,6 +33,8 @@ _HANDED_OUT = {"data_ptr", "numpy", "__array__", "__dlpack__", "copy_", "untyped
 
 class RankGradient(torch.Tensor):
     """What backward leaves on a weight, where other ranks have other parts of it, or the same part from other tokens.
+
+    What is computed from one is such a tensor too, where it is as little summed or has as many elements as the part.
 
     Attributes:
         summed: over the ranks that hold the same part.
@@ -46,20 +56,26 @@ class RankGradient(torch.Tensor):
     def __torch_function__(cls, function, types, arguments=(), options=None):
         name, options = function.__name__, options or {}
         mark_zeroed(name, arguments)
+        in_place = name[-1] == "_" and name[-2:] != "__"
         if name in _HANDED_OUT:
             for gradient in _gradients(arguments[:1], {}):
                 gradient.summed = True
-        elif name in _OF_ALL:
+        elif name in _OF_ALL or (name in ("max", "min") and len(arguments) == 1):
             _check_whole(name, arguments, options)
-        elif name[-1] == "_" and name[-2:] != "__" and not _is_own(arguments):
+        elif in_place and _is_own(arguments):
+            _mark_changed(arguments, options)
+        elif in_place:
             _check_summed(name, arguments, options)
         with as_tensors():
             result = function(*arguments, **options)
-        if name != "__get__" and not all(gradient.summed for gradient in _gradients(arguments, options)):
-            return _unsummed(result)
+        if in_place or not (isinstance(result, torch.Tensor) or type(result) in (list, tuple)):
+            return result
         if (name in _SAME or function == _DATA) and _is_own(arguments):
             return _another(result, arguments[0])
-        return result
+        gradients = _gradients(arguments, options)
+        if name in _WITHOUT_NUMBERS or (name == "clone" and gradients[0].summed and _by_optimizer(sys._getframe(1))):
+            return result
+        return _computed(result, gradients)
 
     def __reduce_ex__(self, protocol):
         with as_tensors():
@@ -93,14 +109,36 @@ def mark_zeroed(name: str, arguments: tuple) -> None:
             seen.of_sum, seen = False, seen.seen_by
 
 
-def _unsummed(result):
-    """What is computed from such a gradient is as little summed."""
-    if isinstance(result, (list, tuple)):
-        return type(result)(_unsummed(each) for each in result) if type(result) in (list, tuple) else result
+def _mark_changed(arguments, options) -> None:
+    """A gradient that one which is not summed is added to, say, is not summed any more."""
+    if not all(gradient.summed for gradient in _gradients(arguments[1:], options)):
+        for gradient in _gradients(arguments[:1], {}):
+            gradient.summed = False
+
+
+def _by_optimizer(frame) -> bool:
+    """Whether one of torch's calls: what it clones is a state, SGD's momentum, and an ordinary tensor as others are."""
+    return frame.f_globals.get("__name__", "").startswith("torch.optim.")
+
+
+def _computed(result, gradients):
+    """What is computed from gradients is as little summed and, of as many elements as a part of one, such a part."""
+    summed = all(gradient.summed for gradient in gradients)
+    with as_tensors():
+        shapes = {each.numel(): each.of_shape for each in gradients if each.of_shape is not None}
+    return _marked(result, summed, shapes) if shapes or not summed else result
+
+
+def _marked(result, summed, shapes):
+    if type(result) in (list, tuple):
+        return type(result)(_marked(each, summed, shapes) for each in result)
     if not isinstance(result, torch.Tensor) or isinstance(result, (RankGradient, torch.nn.Parameter)):
         return result
+    shape = shapes.get(result.numel())
+    if summed and shape is None:
+        return result
     result = result.as_subclass(RankGradient)
-    result.summed = False
+    result.summed, result.of_shape = summed, shape
     return result
 
 

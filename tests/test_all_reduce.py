@@ -162,6 +162,17 @@ def test_auto_takes_the_fastest_of_its_table_alike_on_all_ranks(world):
     assert axis.transport.traffic.table() == {}
 
 
+@pytest.mark.ranks(2)
+def test_auto_keeps_no_memory_of_what_it_measured(world):
+    """And what it chooses makes its own."""
+    axis = Grid(data=2).data
+    comm.choose_all_reduce(axis, "auto")
+    assert axis.transport.resources == []
+    axis.transport.reducers[axis].table = {1024: {"hierarchical": 0.0}}
+    assert comm.all_reduce(torch.ones(9), axis).tolist() == [2.0] * 9
+    assert len(axis.transport.resources) == 1
+
+
 @pytest.mark.each_value(3, 4, 6)
 @pytest.mark.ranks(2, 3, 4, 6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.bfloat16])

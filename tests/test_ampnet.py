@@ -88,6 +88,26 @@ def test_one_key_is_serial_sgd_to_the_bit(world, shape, every, optimizer, synchr
         same_weights(trainer.model, node)
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("shape", ["branch", "loop"])
+def test_the_norm_is_of_the_gradients_of_all_nodes(world, shape):
+    """Wherever they are. With one update a step it is that of autograd; in the second step, of one instance, "branch"
+    has a node that no message comes to."""
+    graph, instances_of, loss_of = checks.SHAPES[shape]
+    steps = [instances_of(4), instances_of(1)]
+    node, expected = modules_of(graph()), []
+    optimizer = OPTIMIZERS["sgd"](node.parameters())
+    for instances in steps:
+        optimizer.zero_grad()
+        sum(loss for i, instance in enumerate(instances) for loss in loss_of(node, instance, i)).backward()
+        expected.append(math.hypot(*(p.grad.norm().item() for p in node.parameters() if p.grad is not None)))
+        optimizer.step()
+    for seed in range(2):
+        made = graph()
+        trainer = trainer_of(chain_of(world), made, checks.random_placement(seed, made, world.size), AMPNet(1, 9))
+        assert [trainer.step(instances)[1] for instances in steps] == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("shape", checks.SHAPES)
 def test_many_keys_with_one_update_a_step_are_serial(world, shape):
     """To rounding: no gradient is stale, and they are added in another order."""
@@ -143,6 +163,9 @@ def test_a_recorded_run_comes_again_to_the_bit(world, shape, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(results[1], results[3], strict=True))
     assert again.runs == record.runs
     assert len(record.runs) == 2
+    with pytest.raises(ValueError, match="replay has 2 steps, and all were repeated; take no more"):
+        trainer.step(instances)
+    assert passes.replay.runs == record.runs
 
 
 def test_stale_gradients_are_counted_and_slow_the_update(world):

@@ -82,6 +82,20 @@ def test_one_key_is_serial_sgd_to_the_bit(world, kind):
         assert trainer.evaluate([steps[0]]) == pytest.approx(validation, rel=1e-14)
 
 
+@pytest.mark.ranks(2)
+def test_two_stages_on_a_rank(world):
+    """Each updates its own weights: the first and the last stage are on rank 0, to the bit as one rank."""
+    grid, shape = chain_of(world), shapes(2)["gpt2"]
+    steps = [microbatches(grid, batch, step, 3) for step, batch in enumerate(batches(shape))]
+    expected, losses, _ = serially(shape, batches(shape), 1)
+    model = made(grid, shape, [1, 1, 1], {(0, 0): 0, (0, 1): 1, (0, 2): 0})
+    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), AMPNet(1))
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 1e-2
+    assert [trainer.step(step)[0] for step in steps] == pytest.approx(losses, rel=1e-14)
+    assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+
+
 def test_many_keys_train_as_well(world):
     """Not the same weights, but about the same loss; and it is finite for any number of microbatches and keys."""
     shape, size = shapes(world.size)["gpt2"], world.size
@@ -219,10 +233,11 @@ def test_bytes_are_those_of_the_messages(world):
     assert received == payloads + (neighbours * 3 + (grid.pipeline.rank > 0)) * header
 
 
-def refused(grid, match, model=None, options=None, **more):
+def refused(grid, match, model=None, options=None, optimizer=None, **more):
     model = model or MessageNetwork(grid, checks.chain(), key=RngKey(0))
+    optimizer = optimizer or torch.optim.SGD([{"params": list(model.parameters())}], 0.1)
     with pytest.raises(ValueError, match=match):
-        Trainer(model, grid, torch.optim.SGD([{"params": list(model.parameters())}], 0.1), options or AMPNet(), **more)
+        Trainer(model, grid, optimizer, options or AMPNet(), **more)
 
 
 def test_what_does_not_go_with_it(world):
@@ -230,14 +245,22 @@ def test_what_does_not_go_with_it(world):
     refused(grid, "train.clip=0", max_norm=1.0)
     network = MessageNetwork(grid, checks.chain(), key=RngKey(0))
     optimizer = torch.optim.SGD([{"params": list(network.parameters())}], 0.1)
-    refused(grid, "got Zero1", network, strategy=Zero1(list(network.parameters()), grid, optimizer))
+    sharded = Zero1(list(network.parameters()), grid, optimizer)
+    refused(grid, "got Zero1", network, optimizer=optimizer, strategy=sharded)
     order = schedule("gpipe", world.size, 2)
     refused(grid, "and a MessageNetwork by an AMPNet", network, order)
     stages = [lambda: nn.Linear(2, 2)] * world.size
     network = Network(grid, order, stages, key=RngKey(0), shape=lambda edge, pair: (1, 2))
-    refused(grid, "a Network is run by a Schedule", network)
+    for delayed in (AMPNet(), schedule("pipedream", world.size, 2)):
+        refused(grid, "a Network is run by a Schedule with a flush", network, delayed)
+    shape = fitting(UNEVEN, world.size)  # tied
+    two = {(0, 0): 0, (0, 1): world.size - 1}
+    refused(grid, "model.tied=false", made(grid, shape, placement=two))  # on one rank or two
+    untied, own = dataclasses.replace(shape, tied=False), schedule("ampnet", world.size, 2)
+    refused(grid, "AMPNet .* recompute='block' .*; use recompute='none'", made(grid, untied, recompute="block"), own)
+    replicas = {(replica, stage): 0 for replica in (0, 1) for stage in (0, 1)}
+    refused(grid, "has one replica of each stage", made(grid, untied, placement=replicas))
     if world.size > 1:
-        shape = fitting(UNEVEN, world.size)  # tied
         refused(grid, "model.tied=false", made(grid, shape), schedule("ampnet", world.size, 2))
         for axes in ({"data": world.size}, {"tensor": world.size}):
             other = Grid(**axes)

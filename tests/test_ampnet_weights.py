@@ -40,7 +40,13 @@ def test_a_gradient_is_that_of_its_forward():
     weights.finish()
     assert parameter.item() == -8.0
     assert weights.staleness == {0: 1, 1: 2, 3: 1}
+    assert parameter.grad is None  # other nodes' updates pass over it
+    weights.leave_gradient()
     assert parameter.grad.item() == 8.0  # the last one
+    parameter.grad = None
+    weights.finish()
+    weights.leave_gradient()
+    assert parameter.grad is None  # there was no update
 
 
 def test_weights_under_way_are_left_alone():
@@ -96,5 +102,22 @@ def test_a_weight_without_gradient_is_taken_as_zero():
     version, *_ = forward(weights, 0)
     weights.give((0,), version, [None])
     weights.finish()
+    weights.leave_gradient()
     assert parameter.item() == 4.0
     assert parameter.grad.item() == 0.0
+
+
+def test_nodes_without_trained_weights_take_no_step():
+    """The optimizer's is one for all nodes of a rank: its hooks and counters would see a step of nobody."""
+    _, parameter, optimizer = weights_of(AMPNet(4))
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    steps = []
+    optimizer.register_step_pre_hook(lambda *_: steps.append(parameter.grad))
+    for weights in (Weights({}, optimizer, AMPNet(4)), Weights({"w": frozen}, optimizer, AMPNet(4))):
+        for instance in range(3):
+            version, _ = weights.take(instance)
+            weights.give((instance,), version, [])
+        weights.finish()
+        assert weights.updates == 3
+        assert weights.staleness == {0: 3}
+    assert steps == []

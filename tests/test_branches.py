@@ -275,6 +275,16 @@ def test_refusals(world):
             network_alone(ready, lambda: Stage(2, False, True, None))(0, [], batch)
 
 
+@pytest.mark.ranks(2)
+def test_a_stage_that_cannot_be_made_is_everybodys(world):
+    def broken():
+        raise ValueError("no such stage")
+
+    graph = StageGraph(2, [Edge(0, 1, (4, 2))])
+    with pytest.raises(ValueError, match="no such stage"):
+        Network(Grid(pipeline=2), list_schedule(graph, {(0, 0): 0, (0, 1): 1}, 1), [lambda: nn.Linear(2, 2), broken])
+
+
 def network_alone(edge, first):
     from mpi4py import MPI
 

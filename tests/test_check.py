@@ -28,7 +28,7 @@ def test_operation_shape_type_and_line(world):
     last = world.size - 1
     told = differing(grid, reduce, lambda axis: comm.all_gather(x, axis))
     if world.size > 2:
-        assert told.startswith(f"along x: rank {last} calls all_gather(float32 …×3) at ")
+        assert told.startswith(f"along x: rank {last} calls all_gather(float32 4×3) at ")
     assert f"all_reduce(float32 4×3) at {'/'.join(__file__.split('/')[-3:])}:{line}" in told
     for there, said in {
         "shape": (lambda axis: comm.all_reduce(x[:3], axis), "all_reduce(float32 3×3)"),
@@ -39,6 +39,23 @@ def test_operation_shape_type_and_line(world):
         told = differing(grid, reduce, there)
         assert f"rank {last} calls {said} at " in told or world.size == 2
         assert said in told
+
+
+@pytest.mark.ranks(2)
+def test_rows_without_counts_are_alike(world):
+    """Where none are given; those that are, say which rank has how many."""
+    grid = Grid(tensor=2)
+    comm.CollectiveChecker(grid)
+    for call in (comm.all_gather, comm.all_gather_start, comm.gather, comm.all_to_all):
+        said = differing(grid, *(lambda axis, n=n, call=call: call(torch.zeros(n, 3), axis) for n in (2, 4)))
+        name = call.__name__.removesuffix("_start")
+        assert f"{name}(float32 2×3)" in said
+        assert f"{name}(float32 4×3)" in said
+    axis = grid.tensor.x
+    mine = torch.zeros(1 + axis.rank, 3)
+    assert len(comm.all_gather(mine, axis, counts=[1, 2])) == 3
+    assert len(comm.gather(mine, axis, (1, 2))) == (0 if axis.rank else 3)
+    assert len(comm.all_to_all(mine, axis, (0, 1 + axis.rank), (0, 0) if axis.rank == 0 else (1, 2))) == 3 * axis.rank
 
 
 SHAPES = {

@@ -45,6 +45,12 @@ CASES = {
         rows(sum(range(a.size + 1)), a),
         lambda x: f.all_to_all(x, a, tuple(range(1, a.size + 1)), (a.rank + 1,) * a.size),
     ),
+    "all_to_all received": lambda a: (rows(2 * a.size, a), lambda x: f.all_to_all(x, a, None, (2,) * a.size)),
+    "all_to_all received unevenly": lambda a: (
+        # rank r sends r + 1 rows to every rank
+        rows((a.rank + 1) * a.size, a),
+        lambda x: f.all_to_all(x, a, recv_counts=tuple(range(1, a.size + 1))),
+    ),
 }
 
 

@@ -95,3 +95,11 @@ def test_one_rank_that_differs_is_an_error_on_all(world):
             context_attention(q, k[:, :, :-1] if last else k, v, grid)
         with pytest.raises(ValueError, match="must have one dtype"):
             context_attention(q, k.float() if last else k, v, grid)
+
+
+@pytest.mark.ranks(2)
+def test_what_ranks_compare_is_watched(world):
+    grid = ht.Grid(data=(1, 2, 1))
+    watchdog = ht.comm.Watchdog(grid, 600.0)
+    context_attention(*[torch.ones(1, 1, 2, 4)] * 3, grid)
+    assert ("sequence", "all_gather_object") in {(axis, name) for _, axis, name, _ in watchdog._done}

@@ -74,3 +74,10 @@ def test_training_equals_serial(world):
             held = ours.get_parameter(name)
             owned = held.detach() if held.shard.owned(grid.coords) else torch.zeros_like(held)
             close(assembled(grid, held.shard, owned), parameter.detach())
+
+
+@pytest.mark.ranks(1, 2)
+def test_images_of_other_channels_are_not_flattened(world):
+    for grid in tensor_grids(world):
+        with pytest.raises(ValueError, match=r"Flatten is of images of 3 channels, .* got .; make it of the channels"):
+            ht.Flatten(grid, 3)(block(grid, whole((BATCH, 6, *SIZE))))

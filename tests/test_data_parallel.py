@@ -256,6 +256,32 @@ def test_a_gradient_that_comes_twice(world, reentrant):
     assert reentrant or weight.grad.tolist() == [world.size] * 3
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [DataParallel, Zero1, Zero2, Zero3])
+def test_a_loop_that_forgets_the_gradients_of_its_optimizer(world, make):
+    """And not those of the strategy, in whose sums the last gradient would be as well."""
+    grid = Grid(data=2)
+    layers = model(grid)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    strategy = make(layers if make is Zero3 else layers.parameters(), grid, optimizer)
+
+    def take():
+        optimizer.zero_grad()
+        for last in (False, True):
+            if last:
+                strategy.enable_grad_sync()
+            layers[0](torch.ones(4, 6, dtype=torch.float64), Tokens.of(grid, 1, 4)).sum().backward()
+        strategy.finish_grad_sync()
+        _, norm = strategy.loss_and_grad_norm(torch.zeros((), dtype=torch.float64))
+        strategy.step(norm, 1.0)
+
+    take()
+    before = layers[0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"came twice .* or strategy|called twice without strategy\.zero"):
+        take()
+    assert torch.equal(layers[0].weight, before)
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("make", [DataParallel, Zero1, Zero2, Zero3])
 def test_dropped_strategies_are_freed(world, make):

@@ -9,7 +9,7 @@ import torch
 from running import warm
 
 from hpctrain import Grid, comm
-from hpctrain.comm import device, functional
+from hpctrain.comm import buffers, device, functional
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -30,6 +30,21 @@ def test_order_of_the_ladder(monkeypatch, environment, library, expected):
     assert device.claim(environment) == expected
 
 
+@pytest.mark.parametrize("value", ["true", "yes", "on", ""])
+def test_a_setting_that_is_neither(value):
+    with pytest.raises(ValueError, match=f"HPCTRAIN_CUDA_AWARE must be 1, .* or 0, got '{value}'"):
+        device.claim({"HPCTRAIN_CUDA_AWARE": value})
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_a_setting_of_one_rank_that_is_neither(world, monkeypatch):
+    """Refused on all."""
+    monkeypatch.setenv("HPCTRAIN_CUDA_AWARE", "true" if world.rank else "0")
+    with pytest.raises(ValueError, match="HPCTRAIN_CUDA_AWARE must be 1, .* got 'true'"):
+        comm.decide_cuda_aware(Grid(tensor=2), torch.device("cuda", 0))
+
+
 def test_the_library_that_is_loaded_is_asked():
     """In a process of its own, where MPI is loaded and the extension list of a wheel says "cuda" whatever is true."""
     code = "from mpi4py import MPI; from hpctrain.comm.device import query_library; print(query_library())"
@@ -46,6 +61,20 @@ def test_a_failing_probe_is_an_answer_and_not_a_crash(monkeypatch):
     assert device.probe(torch.device("cuda", 0)) == "exit status 1: MPI says no"
     monkeypatch.setattr(device, "PROBE", "")
     assert device.probe(torch.device("cuda", 0)) is None
+
+
+def test_staging_without_cupy(monkeypatch):
+    """In torch's pinned memory, as on ROCm."""
+    empty = torch.empty
+
+    def pinned(*shape, dtype, pin_memory):
+        assert pin_memory
+        return empty(*shape, dtype=dtype)
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(torch, "empty", pinned)
+    host = buffers.pinned_like(torch.ones(3, 4, dtype=torch.bfloat16))
+    assert (host.shape, host.dtype) == ((3, 4), torch.bfloat16)
 
 
 def test_memory_reaches_mpi_in_one_place():

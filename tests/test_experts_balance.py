@@ -21,10 +21,12 @@ from experts_checks import (
 )
 from layer_checks import KEY, whole
 
+from hpctrain.data_parallel import MixedDataParallel, Precision
 from hpctrain.layers import LoadBalance, Tokens
 from hpctrain.layers.experts.auxiliary import add_loss
 from hpctrain.layers.recompute import recomputed
 from hpctrain.shard import split
+from hpctrain.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4)]
 
@@ -232,3 +234,36 @@ def test_parts_of_sequences_are_refused(world):
         with pytest.raises(ValueError, match=f"{option} is for whole sequences of 4 tokens"):
             mixture(one_rank(), **{option: 1.0})(x, tokens)
     mixture(one_rank(), z_loss=1.0)(x, tokens).sum().backward()
+
+
+@pytest.mark.ranks(1, 2)
+def test_tokens_of_one_microbatch_count_in_auxiliary_losses(world):
+    """As a mean over the sequences of all replicas, unless they say otherwise."""
+    x = whole((SEQUENCES * LENGTH, 7), "x", False)
+    for grid in grids(world.size):
+        tokens, layer = tokens_on(grid, SEQUENCES, LENGTH), mixture(grid, **LOSSES)
+        assert tokens.share == 1 / SEQUENCES
+        assert tokens_on(grid, SEQUENCES, LENGTH, share=0.5).share == 0.5
+        layer(block_of(grid, tokens, x), tokens)
+        (load,) = LoadBalance(layer, grid).finish_step().values()
+        assert load.aux_loss > 0
+        assert load.z_loss > 0
+        assert Tokens.of(grid, 0, LENGTH).local_rows == 0
+
+
+@pytest.mark.ranks(1)
+def test_auxiliary_losses_of_a_whole_model_in_float16(world):
+    """Are scaled as its loss is: here the gradient is theirs alone."""
+    grid, norms = one_rank(), []
+    tokens = tokens_on(grid, SEQUENCES, LENGTH)
+    for dtype in (torch.float32, torch.float16):
+        layer = mixture(grid, **LOSSES, dtype=torch.float32)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        precision = Precision(compute=dtype, loss_scale=256.0)
+        strategy = MixedDataParallel(layer.parameters(), grid, optimizer, precision=precision)
+        assert (strategy.loss_scale == 1) == (dtype == torch.float32)
+        trainer = Trainer(layer, grid, optimizer, strategy=strategy, loss=lambda model, x: 0 * model(x, tokens).sum())
+        _, norm = trainer.step([whole((SEQUENCES * LENGTH, 7), "x", False).to(dtype)])
+        norms += [norm, trainer.report()["aux_loss"]]
+    assert norms[0] > 0
+    assert norms[2:] == pytest.approx(norms[:2], rel=1e-2)

@@ -67,7 +67,13 @@ def test_an_older_export_is_replaced_whole(world, tmp_path, monkeypatch):
     model, *_ = train_on(grid, UNEVEN, count=1, clip=0.0, steps=1)
     monkeypatch.setattr(export, "FILE_BYTES", 3000)
     export.export(SPEC, model, grid, folder)
+    if world.rank == 0:
+        (folder / "model_ema.safetensors").touch()  # the user's own
     monkeypatch.setattr(export, "FILE_BYTES", 1 << 30)
     export.export(SPEC, model, grid, folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "model_ema.safetensors",
+    ]
     assert json.loads((folder / "config.json").read_text())["n_embd"] == UNEVEN.width

@@ -1,6 +1,5 @@
 """Linear, Embedding, Dropout and what all layers share, on every tensor grid of the ranks there are."""
 
-import copy
 import math
 import time
 
@@ -10,9 +9,11 @@ import torch.nn.functional as F
 from layer_checks import DOUBLE, KEY, Layout, check, gradients_over, randomise, tensor_grids, weights_of, whole
 
 from hpctrain import Grid
+from hpctrain.comm import Watchdog
 from hpctrain.data_parallel import DataParallel
 from hpctrain.layers import Attention, Dropout, Embedding, Linear, RMSNorm, Tokens, algorithm_of
 from hpctrain.layers.box import BoxProduct
+from hpctrain.layers.whole_parameters import whole_parameters
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6, 8)]
 
@@ -227,24 +228,13 @@ def test_a_frozen_weight(world):
         assert layer.weight.grad is None
 
 
-@pytest.mark.ranks(1, 2, 4)
-def test_a_deep_copy(world):
-    """Has the slices too, and in a loop of one's own its gradients are those of this rank alone."""
-    grid = Grid(data=world.size)
-    layers = torch.nn.ModuleList([Linear(grid, 8, 6, to="inner", key=KEY), Embedding(grid, 7, 4, key=KEY)])
-    layers.tied = layers[0].weight
-    copied = copy.deepcopy(copy.deepcopy(layers))
-    assert copied.tied is copied[0].weight is not layers.tied
-    for ours, theirs in zip(copied.parameters(), layers.parameters(), strict=True):
-        assert ours.shard == theirs.shard
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    copied[0](torch.ones(2, 8), Tokens.of(grid, 1, 2)).sum().backward()
-    assert layers.tied.grad is None
-    if world.size > 1:
-        with pytest.raises(ValueError, match="sync_gradients"):
-            torch.optim.SGD(copied.parameters(), 0.1).step()
-    replicas = DataParallel(copied.parameters(), grid)
-    replicas.zero_grad()
+@pytest.mark.ranks(2)
+def test_descriptions_of_weights_are_watched(world):
+    """A rank that gathers whole weights alone is stuck in a collective on objects."""
+    grid = Grid(data=2)
+    watchdog = Watchdog(grid, 600.0)
+    list(whole_parameters(Linear(grid, 8, 6, to="inner", key=KEY), grid))
+    assert ("world", "all_gather_object") in {(axis, name) for _, axis, name, _ in watchdog._done}
 
 
 @pytest.mark.ranks(1, 2)

@@ -85,6 +85,14 @@ def test_averages_after_every_step_are_data_parallelism(world, state):
         torch.testing.assert_close(weights[name], expected[name], rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("every", [-1, 2.5])
+def test_averages_that_would_never_come(world, every):
+    layers = layers_on(grid_of(1))
+    with pytest.raises(ValueError, match=f"average_every must be a whole number of steps, or 0, got {every}"):
+        LocalSGD(layers.parameters(), grid_of(1), sgd(layers.parameters()), every=every)
+
+
 @pytest.mark.parametrize("every", [0, 1, 4])
 def test_sgd_on_every_grid(world, every):
     """Averages over the data axis alone; a weight's gradient is summed over its tensor axes in every step."""

@@ -214,6 +214,24 @@ def test_a_list_of_parts(world, train):
         check_plain(world, train, "parts", str(number), first, second)
 
 
+@pytest.mark.ranks(2)
+def test_a_module_as_the_loss(world):
+    """What it has goes where the model is; a weight of it would be on every stage, and count on every tensor rank."""
+    shape = PlainShape(layers=4, width=12, context=8, vocabulary=258, options={})
+
+    def made(grid, loss):
+        def make():
+            return (tiny_models.whole if grid.pipeline.size == 1 else tiny_models.parts)(shape), loss
+
+        return PlainModel(grid, shape, make, kind="a loss", key=RngKey(0), dtype=torch.float64)
+
+    weighted = torch.nn.CrossEntropyLoss(weight=torch.ones(258))
+    assert made(Grid(data=2), weighted).mean_loss.weight.dtype == torch.float64
+    for grid in (Grid(tensor=2), Grid(pipeline=2)):
+        with pytest.raises(ValueError, match=r"the loss of model.kind = a loss, Linear.*, has parameters"):
+            made(grid, torch.nn.Linear(1, 1))
+
+
 ITSELF = ["grid.pipeline=2", "train.clip=0", "model.tied=false"]  # for stages that update by themselves
 
 

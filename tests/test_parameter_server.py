@@ -9,7 +9,7 @@ from training_checks import UNEVEN, batches, fitting, in_turn, microbatches, ser
 
 from hpctrain import Grid, RngKey
 from hpctrain.checkpoint import Checkpointer, TrainingState, folder
-from hpctrain.data_parallel import AsyncParameterServer, ParameterServer
+from hpctrain.data_parallel import AsyncParameterServer, DataParallel, ParameterServer
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.shard import Shard
@@ -148,6 +148,16 @@ def test_one_worker_is_the_serial_run(world, max_norm):
         torch.testing.assert_close(parameter, alone, rtol=1e-14, atol=0)
 
 
+@pytest.mark.ranks(4)
+def test_a_later_method_has_the_updates_by_all_workers(world):
+    grid, slope = Grid(data=4), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    parameter, take, _ = line(grid, AsyncParameterServer, [0.0, 1.0], lambda model, number: (model[0] * slope).sum())
+    for number in range(5):
+        take(number)
+    DataParallel([parameter], grid)
+    assert parameter.tolist() == [-0.5 * 5 * 3, 1 - 0.5 * 5 * 3 * 2]
+
+
 @pytest.mark.ranks(4, 8)
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_nobody_is_too_far_ahead_of_the_slowest(world, staleness):
@@ -227,6 +237,9 @@ def test_a_save_that_fails_on_the_first_rank_changes_nothing(world, tmp_path, st
 def test_refusals(world):
     with pytest.raises(ValueError, match=f"leave a worker: at least 1 and below grid.data = {world.size}, got"):
         line(Grid(data=world.size), lambda *given: ParameterServer(*given, world.size), [0.0], None)
+    for staleness in (-1, 0.5):
+        with pytest.raises(ValueError, match=f"staleness must be a whole number of steps, at least 0, got {staleness}"):
+            line(Grid(data=world.size), lambda *given, s=staleness: AsyncParameterServer(*given, 1, s), [0.0], None)
     if world.size > 1:
         with pytest.raises(ValueError, match="needs grid.pipeline = 1 and grid.tensor = 1, got 1 and"):
             line(Grid(tensor=world.size), AsyncParameterServer, [0.0], None)

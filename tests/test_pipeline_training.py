@@ -1,6 +1,7 @@
 """A GPT trained by every schedule: equal to the serial program, alone and together with the other axes."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -209,6 +210,36 @@ def test_delayed_schedules_refuse_what_joins_stages(world):
         model = GPT2(grid, shape, key=RngKey(3), dtype=torch.float64)
         with pytest.raises(ValueError, match=message):
             Trainer(model, grid, adamw(model.parameters(), 0.1), schedule("pipedream", world.size, 2), max_norm=clip)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("name", "slices"), [("pipedream", []), ("terapipe", [3, 4])])
+def test_what_computes_blocks_once_more(world, name, slices):
+    """Backward would use newer weights, or add keys that are there already; attention alone has neither."""
+    grid, shape = Grid(pipeline=2), dataclasses.replace(fitting(UNEVEN, 2), tied=False)
+    order = schedule(name, 2, 2)
+    models = {recompute: made(grid, shape, recompute=recompute) for recompute in ("attention", "block")}
+    Trainer(models["attention"], grid, adamw(models["attention"].parameters(), 0.1), order, slices=slices)
+    with pytest.raises(ValueError, match=f"{name} .* recompute='block' .*; use recompute='none' or 'attention'"):
+        Trainer(models["block"], grid, adamw(models["block"].parameters(), 0.1), order, slices=slices)
+
+
+@pytest.mark.ranks(2)
+def test_slices_are_of_whole_sequences(world):
+    grid, shape = Grid(pipeline=2), fitting(UNEVEN, 2)
+    model, parts = made(grid, shape), microbatches(grid, batches(shape, 1)[0], 0, 2)
+
+    def trainer(order, slices):
+        return Trainer(model, grid, adamw(model.parameters(), 0.1), order, slices=slices)
+
+    for order, slices in ((schedule("terapipe", 2, 2), [2, 3]), (2, [4]), (2, [LENGTH + 1])):
+        message = rf"must add up to the tokens of every sequence, {sum(slices)}, got sequences of {LENGTH}$"
+        with pytest.raises(ValueError, match=message):
+            trainer(order, slices).step(parts)
+    assert math.isfinite(trainer(2, [LENGTH]).step(parts)[0])
+    for slices in ([LENGTH], [LENGTH + 1, -1]):
+        with pytest.raises(ValueError, match="terapipe is made for 2 slices, each of at least a token"):
+            trainer(schedule("terapipe", 2, 2), slices)
 
 
 @pytest.mark.ranks(1, 2)

@@ -1,8 +1,11 @@
 """What a user sees first: the names of `hpctrain`, and what they take."""
 
 import importlib
+import subprocess
+import sys
 
 import pytest
+from running import warm
 
 import hpctrain as ht
 
@@ -27,3 +30,10 @@ def test_every_name_is_there(name):
 def test_a_name_that_is_not_there():
     with pytest.raises(AttributeError, match="module 'hpctrain' has no attribute 'sync'"):
         ht.sync  # noqa: B018
+
+
+def test_models_are_there_by_name():
+    """In a process that has imported none of them."""
+    code = "import hpctrain as ht; print(*(getattr(ht.models, name).__name__ for name in ('gpt2', 'llama', 'mixtral')))"
+    ran = subprocess.run(warm([sys.executable, "-c", code]), capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["hpctrain.models.gpt2", "hpctrain.models.llama", "hpctrain.models.mixtral"]

@@ -1,5 +1,6 @@
 """Layers in a loop of one's own: what others' code makes of their gradients is right, or refused."""
 
+import contextlib
 import functools
 import math
 
@@ -107,6 +108,12 @@ USES_ALL = {
     "clip": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP),
     "clip, one by one": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=False),
     "norm": lambda model: math.hypot(*(p.grad.norm() for p in model.parameters())),
+    "norm by hand": lambda model: sum(p.grad.pow(2).sum() for p in model.parameters()).sqrt(),
+    "largest": lambda model: max(p.grad.abs().max() for p in model.parameters()),
+    "spread of copies": lambda model: [
+        (2 * x).std() for x in torch._foreach_mul([p.grad.detach().clone() for p in model.parameters()], 2.0)
+    ],
+    "transposed": lambda model: [torch.einsum("i...,i...->", p.grad.T, p.grad.T) for p in model.parameters()],
     "lbfgs": lambda model: torch.optim.LBFGS(model.parameters()).step(lambda: torch.ones(())),
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters()).step(),
     "scaler": lambda model: unscale(model),
@@ -142,6 +149,27 @@ def test_what_needs_the_whole_gradient_is_refused(world, use, strategy):
             match=r"this rank's .* of a gradient of shape .*ht\.clip_grad_norm_|every element of a weight by itself",
         ):
             USES_ALL[use](model)
+
+
+def test_a_copy_that_a_gradient_is_added_to(world):
+    """Of one which is not summed: as little summed. States of torch's optimizers are ordinary tensors."""
+    for grid in grids(world.size):
+        if not needs_sum(grid):
+            continue
+        model = model_of(grid)
+        backward(model, grid)
+        ht.sync_gradients(model, grid)
+        kept = {p: p.grad.clone() for p in model.parameters()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.step()
+        assert {type(state["momentum_buffer"]) for state in optimizer.state.values()} == {torch.Tensor}
+        model.zero_grad()
+        backward(model, grid)
+        for p, copied in kept.items():
+            refused = pytest.raises(ValueError, match=r"add_ would use .* tokens alone; call ht\.sync_gradients")
+            with torch.no_grad(), contextlib.nullcontext() if p.grad.summed else refused:
+                copied.mul_(0.9).add_(p.grad)
+                p.add_(copied, alpha=-0.1)
 
 
 def test_sums_of_ones_own_are_taken_for_what_they_are(world):

@@ -27,9 +27,9 @@ def network(seed=0, frozen=False):
     return model
 
 
-def trainer_of(model, grid, kind, lr=0.1, given="trained", **options):
+def trainer_of(model, grid, kind, lr=0.1, given="trained", optimizer=torch.optim.AdamW, **options):
     parameters = [p for p in model.parameters() if p.requires_grad or given == "all"]
-    optimizer = torch.optim.AdamW(parameters, lr)
+    optimizer = optimizer(parameters, lr)
     replicas = KINDS[kind](model if kind == "zero3" else parameters, grid, optimizer, **options)
     return ht.Trainer(model, grid, optimizer, loss=loss, strategy=replicas)
 
@@ -48,8 +48,8 @@ def step(trainer, model, grid):
     return trainer.step([own(grid)])
 
 
-def serially(model, lr=0.1, steps=1):
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr)
+def serially(model, lr=0.1, steps=1, optimizer=torch.optim.AdamW):
+    optimizer = optimizer([p for p in model.parameters() if p.requires_grad], lr)
     norms = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -76,6 +76,14 @@ def test_one_method_after_another(world, first, second):
     norms = [step(trainer, model, grid)[1] for _ in range(2)]
     assert norms == pytest.approx(serially(expected, steps=2), rel=1e-12)
     check_weights(model, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plain_module_is_refused(world, kind):
+    model = network()
+    with pytest.raises(ValueError, match=r"got 4 weights of a plain module, .* call model = ht.parallelize"):
+        trainer_of(model, ht.Grid(data=2), kind)
 
 
 @pytest.mark.parametrize("second", ["ddp", "zero1", "zero2"])
@@ -237,7 +245,7 @@ def test_a_step_after_a_backward_that_failed(world, kind, shared):
     def fail(_):
         raise RuntimeError("on its way")
 
-    handle = model[0].bias.register_hook(fail)
+    handle = torch.Tensor.register_hook(model[0].bias, fail)  # the parameter's own refuses hooks of one replica
     with pytest.raises(RuntimeError, match="on its way"):
         step(trainer, model, grid)
     handle.remove()
@@ -292,6 +300,19 @@ def test_an_evaluation_that_fails(world, kind, averaged):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trainer.evaluate([[own(grid)], [(X[:, :3], Y)]], averaged=averaged)
     assert all(map(torch.equal, before, weights))
+
+
+@pytest.mark.ranks(2)
+def test_an_evaluation_of_more_batches_on_one_replica(world):
+    """By messages ZeRO-3 refuses it on all ranks: one would gather weights when the other adds up the loss."""
+    grid = ht.Grid(data=2)
+    grid.data.one_node = False
+    model = ht.parallelize(network(), grid)
+    trainer = trainer_of(model, grid, "zero3")
+    said = "replica 0 comes to the end of an evaluation, replica 1 comes to the forward of"
+    with pytest.raises(ValueError, match=said):
+        trainer.evaluate([[own(grid)]] * (1 + world.rank))
+    assert trainer.evaluate([[own(grid)]]) == pytest.approx(loss(network(), (X, Y)).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("method", [MixedDataParallel, Zero2])

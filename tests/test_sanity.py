@@ -41,6 +41,14 @@ def test_one_spike_does_not_hide_the_next():
     assert sanity.judge(3.1, 1.0) == 1
 
 
+def test_a_spike_of_losses_below_zero():
+    """As a likelihood of continuous values has: every loss would be above 3 times the median."""
+    sanity = Sanity(3.0)
+    for _ in range(WINDOW):
+        sanity.good(-2.0, 1.0)
+    assert [sanity.judge(loss, 1.0) for loss in (-3.0, -2.0, -1.0, 2.0, 2.1)] == [0, 0, 0, 0, 1]
+
+
 def test_without_a_factor_nothing_is_a_spike():
     sanity = Sanity(0.0)
     for _ in range(WINDOW):

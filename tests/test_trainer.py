@@ -5,9 +5,12 @@ import math
 import pytest
 import torch
 from torch import nn
+from training_checks import UNEVEN, fitting, train_on
 
 import hpctrain as ht
+from hpctrain.data_parallel import DataParallel
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
+from hpctrain.pipeline import AMPNet, forward_only, schedule
 
 pytestmark = pytest.mark.mpi
 
@@ -79,6 +82,26 @@ def test_a_loss_of_the_whole_model_meets_a_pipeline(world):
         ht.Trainer(model, grid, torch.optim.SGD(model.parameters(), 0.1), loss=square)
 
 
+def test_a_weight_that_the_loss_does_not_depend_on(world, caplog):
+    grid = ht.Grid(data=world.size)
+    torch.manual_seed(0)
+    model = ht.parallelize(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), grid)
+    trainer = ht.Trainer(
+        model, grid, torch.optim.SGD(model.parameters(), 0.1), loss=lambda model, x: model[0](x).square().sum()
+    )
+    for _ in range(2):
+        trainer.step([X.float()])
+    warned = "the loss does not depend on 1.weight, 1.bias: their gradients are taken as zero"
+    assert caplog.text.count(warned) == (grid.data.rank == 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_second_replica_of_the_stages_without_work(world, caplog):
+    """Of one microbatch chimera's second pipeline has none: the other has the gradient of the same weights."""
+    train_on(ht.Grid(pipeline=2), fitting(UNEVEN, 2), 1, 0.0, steps=1, pipeline="chimera")
+    assert "does not depend on" not in caplog.text
+
+
 class Normalised(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
@@ -128,3 +151,35 @@ def test_what_a_trainer_cannot_take(world):
         message = rf"for data 1 × pipeline 1 × tensor \({world.size}, 1, 1\), and the Trainer got data {world.size}"
         with pytest.raises(ValueError, match=message):
             trainer(made_for=other)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_strategy_is_of_the_same_optimizer_and_grid(world):
+    grid, other = ht.Grid(data=world.size), ht.Grid(data=world.size)
+    model = line(grid)
+    optimizer, another = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    for strategy, message in (
+        (DataParallel(model.parameters(), grid, another), "the optimizer of the Trainer, got a DataParallel of"),
+        (DataParallel(model.parameters(), other, optimizer), "the grid of the Trainer, got a DataParallel of"),
+        (DataParallel(model.parameters(), grid), "DataParallel was made without the optimizer that is to update"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ht.Trainer(model, grid, optimizer, loss=square, strategy=strategy)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_no_schedule_of_the_model(world):
+    grid = ht.Grid(pipeline=2)
+    model = GPT2(grid, GPT2Shape(2, 4, 1, 4, 8, tied=False), key=ht.RngKey(0))
+
+    def refused(message, schedule, **options):
+        with pytest.raises(ValueError, match=message):
+            ht.Trainer(model, grid, torch.optim.SGD(model.parameters(), 0.1), schedule, **options)
+
+    evaluates = forward_only(2, 1, model.placement)
+    for given, got in ((0, "0"), (-1, "-1"), (True, "True"), ("1f1b", "'1f1b'"), (evaluates, "'forward_only'")):
+        refused(f"schedule must be a number of microbatches from 1 on, .* got {got}; use", given)
+    refused("the schedule ampnet places the stages as .*; make the model with placement=", schedule("ampnet", 4, 8))
+    pipedream = schedule("pipedream", 2, 2)
+    for given, options in ((AMPNet(), {}), (schedule("ampnet", 4, 8), {}), (pipedream, {}), (None, {"loss": square})):
+        refused(r"slices=\[2, 2\]: only a pipelined model of ht.models, without loss=", given, slices=[2, 2], **options)

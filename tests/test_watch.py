@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain import comm
+from hpctrain import Grid, comm
 from hpctrain.comm.watchdog import Alarm, Watchdog, WatchedComm
+from hpctrain.grid import Axis
 
 STUCK = (100.0, 10.0, "data", "all_reduce", None)  # began at 100 s, may take 10 s
 
@@ -86,6 +87,39 @@ def test_others_files_are_waited_for_longer():
     with comm.together(control):
         pass
     assert world.during == [600.0, 6000.0, 6000.0]
+
+
+def test_objects_are_watched_as_tensors_are():
+    """Along an axis, whose grid has the watchdog."""
+    world = watched(0, 2)
+    axis = Axis("data", world, (0, 0), SimpleNamespace(watchdog=world.watch))
+    assert comm.all_gather_object("each", axis) == ["each"] * 2
+    with comm.together(axis):
+        pass
+    assert world.during == [600.0, 6000.0]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("first", "other", "limit"), [("7", None, 7.0), ("0", "5", None)])
+def test_the_first_rank_s_limit_is_that_of_all(world, monkeypatch, first, other, limit):
+    """Some launchers leave the environment of other nodes alone."""
+    mine = other if world.rank else first
+    monkeypatch.delenv("HPCTRAIN_WATCHDOG", raising=False)
+    if mine is not None:
+        monkeypatch.setenv("HPCTRAIN_WATCHDOG", mine)
+    grid = Grid(tensor=2)
+    comm.start_watchdog(grid)
+    watchdog = grid.transport.watchdog
+    assert (watchdog.limit if watchdog else None) == limit
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_the_first_rank_s_limit_is_no_number(world, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_WATCHDOG", "7" if world.rank else "ten")
+    with pytest.raises(ValueError, match="HPCTRAIN_WATCHDOG must be a number of seconds, .* got 'ten'"):
+        comm.start_watchdog(Grid(tensor=2))
 
 
 def test_reports_are_bounded():

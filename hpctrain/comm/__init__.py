@@ -21,6 +21,7 @@ from hpctrain.comm.collectives import (
 from hpctrain.comm.device import decide_cuda_aware, local_device
 from hpctrain.comm.halo import Halo
 from hpctrain.comm.mailbox import Letter, Mailbox
+from hpctrain.comm.objects import all_gather_object
 from hpctrain.comm.path import Path, path_of
 from hpctrain.comm.point_to_point import probe, recv, recv_start, send, send_start
 from hpctrain.comm.reductions import all_reduce, all_reduce_start
@@ -49,6 +50,7 @@ __all__ = [
     "accumulation_dtype",
     "agree",
     "all_gather",
+    "all_gather_object",
     "all_gather_start",
     "all_reduce",
     "all_reduce_start",

@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.comm.objects import all_gather_object
 from hpctrain.comm.watchdog import PATIENCE, WatchedComm
+from hpctrain.grid import Axis
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -16,15 +18,18 @@ class RemoteError(RuntimeError):
     """Another rank failed; the message names it."""
 
 
-def agree(comm: MPI.Intracomm | WatchedComm, error: BaseException | None) -> None:
-    """Raise on every rank of `comm` (mpi4py) when any rank brings an error; the lowest such rank's error is reported.
+def agree(comm: MPI.Intracomm | WatchedComm | Axis, error: BaseException | None) -> None:
+    """Raise on every rank of `comm` when any rank brings an error; the lowest such rank's error is reported.
 
     That rank raises its own error. The others raise a ValueError of its text where it is a ValueError or an OSError, as
     a user's mistake gives, and a RemoteError otherwise. What is waited for here is the others' own work, such as
-    writing a file, and the watchdog knows that.
+    writing a file, and the watchdog knows that; of a communicator of mpi4py there is none.
     """
     failure = None if error is None else (type(error).__name__, str(error), isinstance(error, (ValueError, OSError)))
-    failures = comm.allgather(failure, PATIENCE) if isinstance(comm, WatchedComm) else comm.allgather(failure)
+    if isinstance(comm, Axis):
+        failures = all_gather_object(failure, comm, PATIENCE)
+    else:
+        failures = comm.allgather(failure, PATIENCE) if isinstance(comm, WatchedComm) else comm.allgather(failure)
     for rank, other in enumerate(failures):
         if other is None:
             continue
@@ -37,7 +42,7 @@ def agree(comm: MPI.Intracomm | WatchedComm, error: BaseException | None) -> Non
 
 
 @contextlib.contextmanager
-def together(comm: MPI.Intracomm | WatchedComm) -> Iterator[None]:
+def together(comm: MPI.Intracomm | WatchedComm | Axis) -> Iterator[None]:
     """The block runs on every rank of `comm`; if it fails on one of them, all leave it with an error.
 
     The block itself must not communicate.

@@ -56,6 +56,11 @@ class AllReduceBuffer:
             time_call(self.axis, "all_reduce", _counted, self, add_up)
         return self.local
 
+    def free(self) -> None:
+        """Give shared memory back before the grid does: nothing may read `local` any more. Collective."""
+        if self.shared:
+            self.shared.free()
+
     def all_reduce_start(self) -> Work[torch.Tensor]:
         """Begin to replace `local` by the sum. In shared memory all is done by `wait()`: nothing would progress before,
         and ranks that sum at once wait for the slowest of them each time."""

@@ -160,11 +160,12 @@ def deliver(host: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Pinned host memory of the tensor's shape, from CuPy's pool (to which it returns when the result is dropped)."""
+    """Pinned host memory of the tensor's shape, from CuPy's pool (to which it returns when the result is dropped), or
+    from torch's where there is no CuPy, as on ROCm."""
     try:
         import cupy
-    except ImportError as error:
-        raise RuntimeError("CUDA tensors are staged through CuPy's pinned memory: install hpctrain[cuda12]") from error
+    except ImportError:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     pool_memory = cupy.cuda.alloc_pinned_memory(max(1, tensor.nbytes))
     flat = torch.frombuffer(pool_memory, dtype=torch.uint8, count=max(1, tensor.nbytes))
     return flat[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -14,7 +14,7 @@ from hpctrain.reclaim import free_comm
 
 _HERE = str(Path(__file__).parent)
 
-# Dims of the tensors in which ranks may differ: those that `counts` says.
+# Dims of the tensors in which ranks may differ, by the counts that are given, or that a buffer or workspace has.
 _FREE = {
     "all_gather": 0, "gather": 0, "gather_counted": 0, "scatter": 0, "all_to_all": 0, "rows_to_columns": 0,
     "gather_columns": 1, "columns_to_rows": 1, "rows_to_slices": 2, "slices_to_rows": 1, "rotate": 0,
@@ -56,17 +56,19 @@ class CollectiveChecker:
 
 
 def _said(axis: Axis, name: str, arguments: tuple, options: dict) -> str:
-    owner = arguments[0]
+    owner, given = arguments[0], (*arguments, *options.values())
+    counted = not isinstance(owner, torch.Tensor) or any(isinstance(value, (list, tuple)) for value in given)
     if not isinstance(owner, torch.Tensor) and hasattr(owner, "local"):
         arguments = (owner.local,)
-    if name in _BETWEEN_NEIGHBOURS:
+    between_neighbours = counted and name in _BETWEEN_NEIGHBOURS
+    if between_neighbours:
         arguments, options = tuple(a for a in _flat(arguments) if isinstance(a, torch.Tensor)), {}
     words = []
     for value in _flat((*arguments, *options.values())):
         if isinstance(value, torch.Tensor):
             shape = [str(size) for size in value.shape]
-            free = _FREE.get(name)
-            if name in _BETWEEN_NEIGHBOURS:
+            free = _FREE.get(name) if counted else None
+            if between_neighbours:
                 shape = ["…"]
             elif free is not None and free < len(shape):
                 shape[free] = "…"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hpctrain.comm.agree import together
 from hpctrain.grid import Grid
 
 if TYPE_CHECKING:
@@ -72,10 +73,14 @@ def decide_cuda_aware(grid: Grid, device: torch.device) -> str:
     built without CUDA list it too.
 
     Returns the reason, the same on every rank.
+
+    Raises:
+        ValueError: on every rank, for another HPCTRAIN_CUDA_AWARE.
     """
     if device.type == "cpu":
         return "CPU tensors need no staging"
-    claimed, reason = claim(os.environ)
+    with together(grid.world):
+        claimed, reason = claim(os.environ)
     reasons = grid.comm.allgather(None if claimed else f"rank {grid.rank}: {reason}")
     refusals = [text for text in reasons if text]
     if not refusals:
@@ -94,6 +99,8 @@ def claim(environment: Mapping[str, str]) -> tuple[bool, str]:
     """What this process can tell without trying: (is MPI said to be CUDA-aware, by whom)."""
     if "HPCTRAIN_CUDA_AWARE" in environment:
         value = environment["HPCTRAIN_CUDA_AWARE"]
+        if value not in ("0", "1"):
+            raise ValueError(f"HPCTRAIN_CUDA_AWARE must be 1, for an MPI that takes CUDA tensors, or 0, got {value!r}")
         return value == "1", f"HPCTRAIN_CUDA_AWARE={value}"
     answer = query_library()
     if answer is not None:

@@ -82,7 +82,10 @@ def scatter(x: torch.Tensor, axis: Axis, counts: Sequence[int], root: int = 0) -
 def all_to_all(
     x: torch.Tensor, axis: Axis, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Rows `send_counts[r]` go to rank r. Adjoint: the rows go back, counts exchanged."""
+    """Rows `send_counts[r]` go to rank r, equally many where they are not given. Adjoint: the rows go back, counts
+    exchanged."""
+    if send_counts is None and recv_counts is not None:
+        send_counts = collectives.even_rows(len(x), axis.size)
     return with_adjoint(x, _new(collectives.all_to_all), _send_back, axis, send_counts, recv_counts or send_counts)
 
 

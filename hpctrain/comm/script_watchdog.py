@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import os
 
-from hpctrain.comm.agree import together
 from hpctrain.comm.watchdog import Watchdog
 from hpctrain.grid import Grid
 
 
 def start_watchdog(grid: Grid) -> None:
     """Watch a grid of a script of one's own, unless it is watched: HPCTRAIN_WATCHDOG seconds, 600 where that is not
-    set; 0 is never. Collective, and the same on all ranks.
+    set; 0 is never. Collective; the first rank's setting is that of all, as some launchers leave the environment of
+    other nodes alone.
 
     Raises:
-        ValueError: for something else than a number of seconds.
+        ValueError: on every rank, for something else than a number of seconds.
     """
-    said = os.environ.get("HPCTRAIN_WATCHDOG", "600")
+    given = grid.comm.bcast(os.environ.get("HPCTRAIN_WATCHDOG", "600"))
     try:
-        limit = float(said)
+        limit = float(given)
     except ValueError:
         limit = -1.0
-    with together(grid.comm):
-        if not limit >= 0:
-            raise ValueError(f"HPCTRAIN_WATCHDOG must be a number of seconds, or 0 for no watchdog, got {said!r}")
+    if not limit >= 0:
+        raise ValueError(f"HPCTRAIN_WATCHDOG must be a number of seconds, or 0 for no watchdog, got {given!r}")
     if limit and grid.size > 1 and grid.transport.watchdog is None:
         Watchdog(grid, limit)

@@ -39,6 +39,11 @@ class SharedMemoryBuffer:
             if axis.size > 1
         ]
 
+    def free(self) -> None:
+        """Give the memory back before the grid does: nothing may read it any more. Collective."""
+        self.axis.transport.resources.remove(self.window)
+        self.window.free()
+
     def sum(self) -> None:
         """Replace every rank's tensor by the sum over all, taken in rank order; 16-bit floats are summed in float32.
         Not in the ledger."""

@@ -36,6 +36,10 @@ class SharedMemoryWorkspace:
         self._windows = WindowsInTurn(axis, windows)
         self._filled: torch.Tensor | None = None  # by `read_buffer`, until it is read
 
+    def free(self) -> None:
+        """Give back the memory; the next call makes new. Collective."""
+        self._windows.free()
+
     @timed_method
     def gather(self, part: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
         axis, (whole,) = self.axis, self._placed([part], counts)

@@ -56,6 +56,14 @@ class WindowsInTurn:
             window = self._windows[self._turn] = Window(self.axis, pages * mmap.PAGESIZE)
         return window
 
+    def free(self) -> None:
+        """Give back all of them; the next calls make new ones. Collective."""
+        for place, window in enumerate(self._windows):
+            if window is not None:
+                self._windows[place] = None
+                self.axis.transport.resources.remove(window)
+                window.free()
+
     def next_whole(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next window's memory as one flat tensor for all ranks, of which each has reserved its share."""
         nbytes = numel * dtype.itemsize

@@ -36,7 +36,8 @@ class AsyncParameterServer(ParameterServer):
         staleness: steps that a worker may be ahead of the slowest, at least 0.
 
     Raises:
-        ValueError: on every rank, for a grid with other axes than data, or without a worker or a server.
+        ValueError: on every rank, for a grid with other axes than data, or without a worker or a server, and for a
+            staleness that is no such number.
     """
 
     alike = False
@@ -50,6 +51,8 @@ class AsyncParameterServer(ParameterServer):
         staleness: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
     ):
+        if not isinstance(staleness, int) or staleness < 0:
+            raise ValueError(f"data_parallel.staleness must be a whole number of steps, at least 0, got {staleness}")
         if grid.pipeline.size * grid.tensor.size > 1:
             raise ValueError(
                 f"data_parallel.staleness = {staleness} lets every rank go its own way: it needs grid.pipeline = 1 and "
@@ -89,6 +92,10 @@ class AsyncParameterServer(ParameterServer):
         """All workers have taken the same number of steps; everybody takes the latest weights, and keeps them."""
         self.weights_changed()
         yield
+
+    def hand_over(self) -> None:
+        self.weights_changed()  # workers may lack the last updates by others
+        super().hand_over()
 
     def weights_changed(self) -> None:
         super().weights_changed()

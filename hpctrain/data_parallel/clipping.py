@@ -48,14 +48,15 @@ def clip(parameters: Iterable[torch.nn.Parameter], norm: float, limit: float) ->
     """Scale all gradients so that their norm is at most `limit`, as torch.nn.utils.clip_grad_norm_ does."""
     factor = clipping_factor(norm, limit)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients and factor < 1:
+    if gradients and not factor >= 1:
         torch._foreach_mul_(gradients, factor)
 
 
 def clipping_factor(norm: float, limit: float) -> float:
-    """What a gradient of this norm is multiplied by.
+    """What a gradient of this norm is multiplied by; no number where the norm is none.
 
-    >>> clipping_factor(3.0, 6.0), round(clipping_factor(3.0, 1.5), 6)
-    (1.0, 0.5)
+    >>> clipping_factor(3.0, 6.0), round(clipping_factor(3.0, 1.5), 6), clipping_factor(float("nan"), 1.0)
+    (1.0, 0.5, nan)
     """
-    return min(1.0, limit / (norm + 1e-6))
+    factor = limit / (norm + 1e-6)
+    return 1.0 if factor > 1 else factor

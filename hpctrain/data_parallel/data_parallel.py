@@ -17,7 +17,7 @@ from hpctrain.data_parallel.buckets import (
 )
 from hpctrain.data_parallel.strategy import DataParallelStrategy
 from hpctrain.grid import Axis, Grid
-from hpctrain.parameter import grad_sync_of, on_arrival, shard_of
+from hpctrain.parameter import grad_sync_of, shard_of
 from hpctrain.rank_gradient import mark_gradient
 
 
@@ -58,8 +58,7 @@ class DataParallel(DataParallelStrategy):
         self._divided_weights = [p for p in layers if shard_of(p).divided]
         self._launched = 0
         self._unused: set[torch.nn.Parameter] = set()  # in the last step
-        for parameter in self.parameters:
-            on_arrival(parameter, self._arrived)
+        self._take_parameters()
 
     def _bucket(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None) -> GradBucket:
         return AllReducedGradBucket(parameters, plane, self.grid.alike(shard_of(parameters[0])))

@@ -39,7 +39,7 @@ class LocalSGD(DataParallel):
         state: average the optimizer's state too (momentum and second moments); otherwise each replica keeps its own.
 
     Raises:
-        ValueError: on every rank, where experts are spread over ranks.
+        ValueError: on every rank, where experts are spread over ranks, and for an `every` that is no such number.
     """
 
     alike = False
@@ -54,6 +54,8 @@ class LocalSGD(DataParallel):
         bucket_bytes: int = BUCKET_BYTES,
     ):
         grid.check_whole_experts("data_parallel.method = local_sgd")
+        if not isinstance(every, int) or every < 0:
+            raise ValueError(f"data_parallel.average_every must be a whole number of steps, or 0, got {every}")
         super().__init__(parameters, grid, optimizer, bucket_bytes)
         self.every, self.average_state = every, state
         self._steps = torch.zeros((), dtype=torch.int64)  # since the last average
@@ -84,6 +86,11 @@ class LocalSGD(DataParallel):
         if self._steps == self.every:
             self._steps.zero_()
             self._average([*self.parameters, *(self._states() if self.average_state else ())])
+
+    def hand_over(self) -> None:
+        if self._steps > 0:
+            self._average([*self.parameters])
+        super().hand_over()
 
     @contextlib.contextmanager
     def full_weights(self) -> Iterator[None]:

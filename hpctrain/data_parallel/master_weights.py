@@ -13,6 +13,7 @@ from hpctrain.data_parallel.clipping import square
 from hpctrain.data_parallel.optimizer_state import ParameterSlice
 from hpctrain.grid import Axis
 from hpctrain.parameter import shard_of
+from hpctrain.shard import split_sizes
 from hpctrain.shard_entries import Entry
 
 
@@ -42,6 +43,7 @@ class MasterWeights:
         self.master = self.weights if weights.dtype == dtype else self.weights.new_empty(len(self.weights), dtype=dtype)
         self.pieces: list[ParameterSlice] = []
         self._parts: list[slice] = []  # of the pieces, in the range
+        self._places: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # of the parameters, in `weights`
         first = 0
         for parameter in parameters:
             flat = parameter.detach().reshape(-1)
@@ -51,11 +53,35 @@ class MasterWeights:
                 self.master[part] = flat[start:stop]
                 self._parts.append(part)
                 self.pieces.append(ParameterSlice(parameter, start, stop, torch.nn.Parameter(self.master[part])))
-            place = weights[first : first + len(flat)]
-            parameter.data = place.copy_(flat).view(parameter.detach().shape)
+            place = weights[first : first + len(flat)].view(parameter.detach().shape)
+            parameter.data = place.copy_(parameter.detach())
+            self._places.append((parameter, place))
             first += len(flat)
         if local is not None:
             local.copy_(weights[own])
+
+    def hand_over(self, axis: Axis | None) -> None:
+        """Leave the parameters to another strategy, whole, in memory that no other rank writes to. Those that are
+        trained are in the masters' dtype again; those frozen since stay in the one that the model computes in, to which
+        the next strategy would not convert them. What has been given other memory since keeps that.
+
+        Args:
+            axis: whose ranks have the other ranges, over which this is collective; None where this rank has all.
+        """
+        newest, sizes = self._newest(), [place.numel() for _, place in self._places]
+        if axis is not None:
+            newest = comm.all_gather(newest, axis, split_sizes(sum(sizes), axis.size))
+        for (parameter, place), values in zip(self._places, newest.split(sizes)):
+            if parameter.detach().is_set_to(place):
+                dtype = newest.dtype if parameter.requires_grad else place.dtype
+                parameter.data = values.view(place.shape).to(dtype)
+
+    def _newest(self) -> torch.Tensor:
+        """The range in the masters' dtype: the masters, but where other code has written to the weights since."""
+        if self.master is self.weights:
+            return self.master
+        as_updated = self.weights == self.master.to(self.weights.dtype)
+        return torch.where(as_updated, self.master, self.weights.to(self.master.dtype))
 
     def square(self, gradient: torch.Tensor, coords: dict[str, int]) -> torch.Tensor:
         """Sum of the squares of the range's gradient where the rank at `coords` counts it, float64."""

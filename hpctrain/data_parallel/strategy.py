@@ -11,7 +11,7 @@ from hpctrain import comm
 from hpctrain.data_parallel import optimizer_state
 from hpctrain.data_parallel.clipping import clip, local_squares, replica_totals
 from hpctrain.grid import Grid
-from hpctrain.parameter import forget_grad_sync
+from hpctrain.parameter import annotate, forget_strategy, on_arrival, shard_of
 from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard_entries import Described, Entry
 
@@ -29,13 +29,14 @@ class DataParallelStrategy:
 
     Args:
         parameters: of this rank's stage, in the same order on all ranks of the data axis; each carries its `Shard`.
-            Those that are frozen are left as they are.
+            Those that are frozen are left as they are. Where an earlier strategy has them, it hands them over.
         grid: the process grid.
         optimizer: over these parameters; its learning rate may be set before each step. None where the caller updates.
 
     Raises:
-        ValueError: on every rank, when the optimizer has other weights, as those that an earlier ZeRO strategy gave it;
-            from `zero_grad()`, when a later strategy has the parameters.
+        ValueError: on every rank, for parameters without a `Shard`, and when the optimizer has other weights, as those
+            that an earlier ZeRO strategy gave it; from `zero_grad()`, when a later strategy has the parameters.
+        RuntimeError: from backward or `step()`, when a step was not begun by `zero_grad()` of the strategy.
     """
 
     alike = True  # after an update all replicas have the same weights, to the bit
@@ -47,18 +48,31 @@ class DataParallelStrategy:
         self, parameters: Iterable[torch.nn.Parameter], grid: Grid, optimizer: torch.optim.Optimizer | None = None
     ):
         given = list(parameters)
-        for parameter in given:
-            forget_grad_sync(parameter)
         self.parameters = [parameter for parameter in given if parameter.requires_grad]
         self.grid, self._optimizer = grid, optimizer
-        with comm.together(grid.comm):  # ranks differ in what they hold
+        with comm.together(grid.world):  # ranks differ in what they hold
+            self._check_parallelized(self.parameters)
             self._check_optimizer()
+        for hand_over in dict.fromkeys(vars(p)["hand_over"] for p in given if "hand_over" in vars(p)):
+            hand_over()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """What updates the weights, where it is not the caller."""
-        assert self._optimizer is not None, "the strategy was made without an optimizer"
+        if self._optimizer is None:
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind} was made without the optimizer that is to update the weights; use {kind}(parameters, grid, "
+                "optimizer)"
+            )
         return self._optimizer
+
+    def _check_parallelized(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        if plain := [p for p in parameters if not hasattr(p, "shard")]:
+            raise ValueError(
+                f"{type(self).__name__} got {len(plain)} weights of a plain module, the first of shape "
+                f"{tuple(plain[0].shape)}: call model = ht.parallelize(model, grid) before the strategy is made"
+            )
 
     def _check_optimizer(self) -> None:
         known = set(self.parameters)
@@ -69,6 +83,18 @@ class DataParallelStrategy:
                 f"the first of shape {tuple(others[0].shape)}: make a new optimizer over model.parameters(), as an "
                 "earlier ZeRO strategy has put its parts of the weights into this one"
             )
+
+    def _take_parameters(self) -> None:
+        """From now on gradients go to this strategy."""
+        for parameter in self.parameters:
+            on_arrival(parameter, self._arrived)
+            annotate(parameter, hand_over=self.hand_over)
+
+    def hand_over(self) -> None:
+        """A later strategy takes the parameters: leave them as they would be without this one, with the weights of the
+        trained model. Collective."""
+        for parameter in self.parameters:
+            forget_strategy(parameter)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""
@@ -180,8 +206,8 @@ class DataParallelStrategy:
         return optimizer_state.to_load(names, self.optimizer, saved)
 
     def _divided(self, names):
-        """Names of what is trained, and of what is not, which every replica has whole."""
-        trained = set(self.parameters)
+        """Names of what is trained, and of what is not or has no elements, which every replica has whole."""
+        trained = {p for p in self.parameters if 0 not in shard_of(p).global_shape}
         return [{p: name for p, name in names.items() if (p in trained) is which} for which in (True, False)]
 
     def loaded(self) -> None:

@@ -31,6 +31,11 @@ class ZeroStrategy(DataParallelStrategy):
     shards_state = True  # each rank has the master weights and the optimizer's state of its range, otherwise of all
     scaling: LossScale | None = None
     _scaled = 1.0
+    _stepped = False  # since `zero_grad()`
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self._stepped = False
 
     @property
     def loss_scale(self) -> float:
@@ -58,6 +63,13 @@ class ZeroStrategy(DataParallelStrategy):
         return total / self._scaled, square**0.5 / self._scaled
 
     def step(self, norm: float, max_norm: float) -> None:
+        if self._stepped:
+            raise RuntimeError(
+                f"{type(self).__name__}.step() was called twice without strategy.zero_grad() in between: the gradient "
+                "of the last step would be added to this one's; call it before backward, beside or instead of "
+                "optimizer.zero_grad(), which knows of this rank's ranges of the weights alone"
+            )
+        self._stepped = True
         factor = (clipping_factor(norm, max_norm) if max_norm else 1.0) / self._scaled
         begun = [bucket.spread_start() for bucket in step_by_bucket(self.optimizer, self.buckets, factor)]
         for work in begun:
@@ -68,6 +80,11 @@ class ZeroStrategy(DataParallelStrategy):
             bucket.masters.after_step()
         for work in [bucket.spread_start() for bucket in self.buckets]:
             work.wait()
+
+    def hand_over(self) -> None:
+        for bucket in self.buckets:
+            bucket.masters.hand_over(bucket.alike if self.shards_state else None)
+        super().hand_over()
 
     def to_save(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
         pieces = [p for p in self._pieces() if self.shards_state or self.grid.alike(shard_of(p.parameter)).rank == 0]
@@ -121,6 +138,13 @@ class Zero1(ZeroStrategy, DataParallel):
         super().__init__(parameters, grid, optimizer, bucket_bytes)
         shard_optimizer(optimizer, self._pieces())
 
+    def hand_over(self) -> None:
+        super().hand_over()
+        for bucket in self.buckets:
+            if bucket.sets_grad_dtype:
+                for parameter in bucket.parameters:
+                    annotate(parameter, grad_dtype=None)
+
     def _bucket(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None) -> ReduceScatteredGradBucket:
         alike = self.grid.alike(shard_of(parameters[0]))
         return ReduceScatteredGradBucket(parameters, plane, alike, self.precision.of(parameters[0].dtype))
@@ -138,7 +162,8 @@ class ReduceScatteredGradBucket(GradBucket):
         self.masters = MasterWeights(parameters, self._weights.local, own)
         self.gradient = self._summands.local[own]
         self._comm_dtype = precision.comm_dtype
-        if precision.reduce is not None and precision.reduce != precision.compute:
+        self.sets_grad_dtype = precision.reduce is not None and precision.reduce != precision.compute
+        if self.sets_grad_dtype:
             for parameter in parameters:
                 annotate(parameter, grad_dtype=precision.reduce)
         super().__init__(parameters, plane)

@@ -14,7 +14,7 @@ from hpctrain.data_parallel.master_weights import MasterWeights, shard_optimizer
 from hpctrain.data_parallel.precision import AS_GIVEN, Precision
 from hpctrain.data_parallel.zero import ZeroStrategy, scaling_of
 from hpctrain.grid import Axis, Grid
-from hpctrain.parameter import on_arrival, shard_of
+from hpctrain.parameter import shard_of
 from hpctrain.shard import split_sizes
 
 
@@ -67,8 +67,7 @@ class Zero2(ZeroStrategy):
         self._turn = 0  # of the buckets, in a round
         self._round: comm.Work[torch.Tensor] | comm.Work[None] = comm.done()  # how many ranks have another round
         self._summing: ShardedGradBucket | None = None  # the bucket whose sum is under way
-        for parameter in self.parameters:
-            on_arrival(parameter, self._arrived)
+        self._take_parameters()
 
     def _groups(self, bucket_bytes: int) -> Iterator[list[torch.nn.Parameter]]:
         return grouped(reversed(self.parameters), self.grid, bucket_bytes)

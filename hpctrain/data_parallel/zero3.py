@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from torch.utils.module_tracker import ModuleTracker
 
 from hpctrain import comm
 from hpctrain.data_parallel.buckets import BUCKET_BYTES, grouped
 from hpctrain.data_parallel.master_weights import MasterWeights
+from hpctrain.data_parallel.model_layers import is_called, layers, outside
 from hpctrain.data_parallel.precision import AS_GIVEN, Precision
 from hpctrain.data_parallel.zero2 import ShardedGradBucket, Zero2
 from hpctrain.grid import Axis, Grid
 from hpctrain.parameter import annotate, shard_of
 from hpctrain.shard_entries import Entry
+
+STEP_END, EVALUATION_END = "the end of a step", "the end of an evaluation"
 
 
 class Zero3(Zero2):
@@ -42,7 +47,8 @@ class Zero3(Zero2):
     Raises:
         ValueError: on every rank, when the model's linear layers gather their weights ahead over z, and when the
             model has weights outside of its layers and no forward, and weights travel by messages; from forward,
-            backward or `finish_grad_sync()`, when replicas compute different layers and weights travel by messages.
+            backward, `finish_grad_sync()` or at the end of `full_weights()`, when replicas compute different layers and
+            weights travel by messages.
     """
 
     alike = False  # ranks hold different parts of the weights
@@ -57,16 +63,18 @@ class Zero3(Zero2):
         bucket_bytes: int = BUCKET_BYTES,
         precision: Precision = AS_GIVEN,
     ):
-        modules = _layers(model)
+        modules = layers(model)
         uses = Counter(p for module in modules for p in set(module.parameters()))
-        uses.update({*_outside(model, {*modules})})
+        uses.update({*outside(model, {*modules})})
         trained = [p for p in model.parameters() if p.requires_grad]
         inside = {module: [p for p in module.parameters() if uses[p] == 1 and p.requires_grad] for module in modules}
         gathered = {p for parameters in inside.values() for p in parameters}
         self._parameters_of = {**inside, model: [p for p in trained if p not in gathered]}
+        with comm.together(grid.world):
+            self._check_parallelized(trained)
         by_messages = any(comm.path_of(grid.alike(shard_of(p)), p) is comm.Path.MESSAGES for p in trained)
         self._by_messages = any(grid.comm.allgather(by_messages))  # copies may be on one node where data is not
-        if self._by_messages and self._parameters_of[model] and not _is_called(model):
+        if self._by_messages and self._parameters_of[model] and not is_called(model):
             raise ValueError(
                 f"zero3 between nodes gathers weights before a module's forward; {type(model).__name__} has no "
                 f"forward, and {len(self._parameters_of[model])} weights that are in no layer or in several: give it a "
@@ -81,18 +89,26 @@ class Zero3(Zero2):
             _Layer(self, names[module], self._buckets_of(parameters))
             for module, parameters in self._parameters_of.items()
         ]
-        self._places = ["the end of a step", *(p for layer in self._layers for p in (layer.forward, layer.backward))]
+        passes = (p for layer in self._layers for p in (layer.forward, layer.backward))
+        self._places = [STEP_END, EVALUATION_END, *passes]
         self._layer_of = {p: layer for layer in self._layers for b in layer.buckets for p in b.parameters}
         order = self._layers[:-1]  # the last one is what the model has outside of them
         after: list[_Layer | None] = [*order[1:], None, order[0]] if order else [None]
         before: list[_Layer | None] = [None, *order] if order else [None]
+        self._hooks: list[RemovableHandle] = []
         for module, layer, following, preceding in zip(self._parameters_of, self._layers, after, before):
             if layer.buckets:
-                module.register_forward_pre_hook(layer.forward_hook(following))
-                module.register_forward_hook(layer.output_hook(preceding))
+                self._hooks.append(module.register_forward_pre_hook(layer.forward_hook(following)))
+                self._hooks.append(module.register_forward_hook(layer.output_hook(preceding)))
         for p, layer in self._layer_of.items():
             annotate(p, gathered=layer)
         self.loaded()  # ranks that share the weights wrote all of them, which nobody may do when others have gone on
+
+    def hand_over(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._release()  # where the last backward failed on its way
+        super().hand_over()
 
     def _groups(self, bucket_bytes: int) -> Iterator[list[torch.nn.Parameter]]:
         *layers, rest = self._parameters_of.values()  # the rest has gradients from both ends of backward
@@ -151,7 +167,7 @@ class Zero3(Zero2):
             super()._advance()
 
     def finish_grad_sync(self) -> None:
-        self.come_to(self._places[0])
+        self.come_to(STEP_END)
         super().finish_grad_sync()
         self._release()
 
@@ -172,6 +188,12 @@ class Zero3(Zero2):
                 "zero2, where replicas may differ"
             )
 
+    @contextlib.contextmanager
+    def full_weights(self) -> Iterator[None]:
+        """Every layer gathers its weights as it computes: within it, all replicas must compute the same layers."""
+        yield
+        self.come_to(EVALUATION_END)  # where a replica that has fewer batches meets those that still gather
+
     def _release(self) -> None:
         self._reached = []
         for layer in self._layers:
@@ -181,6 +203,10 @@ class Zero3(Zero2):
     def loaded(self) -> None:
         for bucket in self.buckets:  # where ranks read each other's ranges in place, all must have filled theirs
             bucket.weights.changed_start().wait()
+
+    def weights_changed(self) -> None:
+        self._release()  # what was gathered since is of before
+        super().weights_changed()
 
     def _weights_to_load(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
         return [entry for bucket in self.buckets for entry in bucket.masters.entries(names)]
@@ -201,7 +227,14 @@ class _Layer:
         # A gather is a collective: whether there is to be one depends on the layers that forward and backward came to,
         # alike on all ranks, and not on gradients that a rank still waits for.
         self._in_use = False
+        self._computing = False
         self._gathers: list[comm.Work] = []  # none where the weights are not there
+
+    @property
+    def may_be_freed(self) -> bool:
+        """Whether a reader needs a copy of the weights: they are freed at any time, and gathered again in backward for
+        what the layer's own forward read alone."""
+        return self.owner._by_messages and not self._computing
 
     def gather_start(self) -> None:
         if not self._in_use:
@@ -214,7 +247,7 @@ class _Layer:
             work.wait()
 
     def release(self) -> None:
-        self._in_use = False
+        self._in_use = self._computing = False
         self._free()
 
     def _free(self) -> None:
@@ -241,6 +274,7 @@ class _Layer:
             if not self.owner.in_backward():
                 self.owner.forward_reaches()
             self.gather()
+            self._computing = True
             if after is not None and not self.owner.in_backward():
                 after.gather_start()
 
@@ -256,6 +290,7 @@ class _Layer:
                 before.gather_start()
 
         def after_forward(module, arguments, output):
+            self._computing = False
             given = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
             if (first := next(given, None)) is not None:
                 first.register_hook(before_backward)
@@ -276,31 +311,3 @@ class _FullyShardedBucket(ShardedGradBucket):
 
     def spread_start(self) -> comm.Work:
         return self.weights.changed_start()
-
-
-def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost items of lists and dicts of modules, in the order of the model."""
-    found: list[torch.nn.Module] = []
-    for child in model.children():
-        if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)):
-            found += _items(child)
-        else:
-            found += _layers(child)
-    return found
-
-
-def _items(container: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those that are called: of an item that is a list or dict itself, its own."""
-    return [each for item in container.children() for each in ([item] if _is_called(item) else _items(item))]
-
-
-def _is_called(module: torch.nn.Module) -> bool:
-    return type(module).forward is not torch.nn.Module.forward
-
-
-def _outside(module: torch.nn.Module, layers: set[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
-    """Of the module and all in it but the layers; a parameter or a part of a layer may be here as well."""
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if child not in layers:
-            yield from _outside(child, layers)

@@ -18,6 +18,9 @@ class Flatten(torch.nn.Module):
     Shapes: x is this rank's block of (batch, channels, height, width). One all-to-all over x and y takes each element
     to the one rank that is to hold it, another brings its gradient back: at most the elements of a block, each; and
     y - 1 heights.
+
+    Raises:
+        ValueError: from forward, for blocks of other images than of `channels` channels.
     """
 
     def __init__(self, grid: Grid, channels: int):
@@ -27,6 +30,12 @@ class Flatten(torch.nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x, y = self.x, self.y
+        own = split(self.channels, x.size, x.rank)
+        if images.shape[1] != own.stop - own.start:
+            raise ValueError(
+                f"Flatten is of images of {self.channels} channels, {own.stop - own.start} of them on rank {x.rank} of "
+                f"x, got {images.shape[1]}; make it of the channels of the images"
+            )
         height, width = whole_height(images, y), images.shape[3]
         features = self.channels * height * width
         numbers = torch.arange(features).view(self.channels, height, width)

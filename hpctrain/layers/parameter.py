@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Protocol, TypedDict
 
 import torch
 
+from hpctrain import gemm
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate, on_arrival
 from hpctrain.randomness import RngKey, fill_slice
@@ -57,11 +59,16 @@ def _mark(parameter, marks):
 
 
 class Layer(torch.nn.Module):
-    """Of such parameters. In a deep copy, such as an average of weights, they are slices as well, of no strategy."""
+    """Of such parameters. In a deep copy, such as an average of weights, they are slices as well, of no strategy. It
+    gathers weights that ZeRO-3 spreads over the replicas, so that all ranks make it together."""
 
     def __deepcopy__(self, memo):
         copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        with contextlib.ExitStack() as readable:
+            for parameter in self._parameters.values():
+                if parameter is not None and parameter.numel() and not parameter.untyped_storage().nbytes():
+                    readable.enter_context(vars(parameter)["gathered"])
+            copied.__setstate__(copy.deepcopy(self.__dict__, memo))
         for name, parameter in self._parameters.items():
             own = copied._parameters[name]
             if parameter is None or own is None:
@@ -74,13 +81,13 @@ class Layer(torch.nn.Module):
 
 
 def refuse_autocast(x: torch.Tensor) -> None:
-    """Raise ValueError within torch.autocast, which would change the types of some operations of a layer alone."""
-    if torch.is_autocast_enabled(x.device.type):
-        raise ValueError(
-            "ht.layers compute in the type of their weights, got a call within torch.autocast: leave it out, and make "
-            "the layers with dtype=torch.bfloat16, or give a strategy, which keeps master weights, "
-            "hpctrain.data_parallel.Precision(compute=torch.bfloat16)"
-        )
+    """Raise ValueError within torch.autocast."""
+    gemm.refuse_autocast(
+        x,
+        "ht.layers compute in the type of their weights",
+        "make the layers with dtype=torch.bfloat16, or give a strategy, which keeps master weights, "
+        "hpctrain.data_parallel.Precision(compute=torch.bfloat16)",
+    )
 
 
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -39,8 +38,8 @@ class Tokens:
             attend; () for one document of each sequence.
         over_sequence: positions, within each sequence, of the tokens that the ranks of the sequence axis have.
         kv_cache: what attention keeps of the tokens before these; None where there are none.
-        share: what a sequence counts in the mean of an auxiliary loss: one over the sequences of the step, times the
-            scale of the loss; 0 where there is none of it, as in evaluation.
+        share: what a sequence counts in the mean of an auxiliary loss: one over the sequences of the step, on all
+            replicas, times the scale of the loss; 0 for no such loss.
         decisions: what layers that are computed once more decided the first time; None where they are not.
     """
 
@@ -65,7 +64,7 @@ class Tokens:
         algorithm: str | Algorithm = "agarwal", part: slice | None = None,
         kv_cache: KVCache | InferenceCache | ShardedKVCache | None = None,
         balance: str = "zigzag",
-        documents: Sequence[Sequence[int]] = (), window: int = 0,
+        documents: Sequence[Sequence[int]] = (), window: int = 0, share: float | None = None,
     ) -> Tokens:  # fmt: skip
         """The part of this rank's z block in a microbatch of `sequences` that starts at sequence `first`.
 
@@ -73,7 +72,8 @@ class Tokens:
         those before them have passed already, with the same `kv_cache`. Ranks of sequence axes share the first part,
         and each has all of the later ones, which a `ShardedKVCache` asks for. `balance` is how the ring cuts sequences;
         see `context.spans.sequence_spans`; "work" goes by the `documents` of the microbatch's sequences and by the
-        `window` of the layers, alike on all ranks.
+        `window` of the layers, alike on all ranks. `share` is by default that of a step of this microbatch alone, of as
+        many sequences on every replica; of several microbatches, say one over the sequences of all.
 
         Raises:
             ValueError: for `part` beside documents, or on a grid with sequence axes without a `ShardedKVCache`, and for
@@ -110,13 +110,13 @@ class Tokens:
             mine, length, start, step, Rows(x, over[z.rank]), range(start + inner.start, start + inner.stop),
             tuple(counts[x.rank] for counts in over), whole, packed[block], over_sequence, kv_cache,
             (grid, sequences, first, algorithm),
+            1 / max(1, sequences * grid.replica.size) if share is None else share,
         )  # fmt: skip
 
     def part(self, part: slice, kv_cache: KVCache | InferenceCache | ShardedKVCache) -> Tokens:
         """These tokens of every sequence."""
         grid, sequences, first, algorithm = self._given
-        tokens = Tokens.of(grid, sequences, self.whole, first, self.step, algorithm, part, kv_cache)
-        return dataclasses.replace(tokens, share=self.share)
+        return Tokens.of(grid, sequences, self.whole, first, self.step, algorithm, part, kv_cache, share=self.share)
 
     @property
     def all_sequences(self) -> int:

@@ -52,9 +52,8 @@ def whole_tensors(
     mine: dict[str, list[Entry]] = {}
     for entry in entries:
         mine.setdefault(entry.name, []).append(entry)
-    reported = grid.comm.allgather(
-        {name: [(entry.shard, entry.tensor.dtype) for entry in parts] for name, parts in mine.items()}
-    )
+    described = {name: [(entry.shard, entry.tensor.dtype) for entry in parts] for name, parts in mine.items()}
+    reported = comm.all_gather_object(described, grid.world)
     _check_complete(reported)
     for name in dict.fromkeys(name for there in reported for name in there):
         with readable(name) if readable else contextlib.nullcontext():

@@ -13,8 +13,9 @@ import torch at its top, as commands that only check a configuration start witho
 grid, schedule, ZeRO level, checkpoint, `hpctrain train`, `scale`, `export` and `model.init` then work for the new kind.
 """
 
+from hpctrain.models import gpt2, llama, mixtral
 from hpctrain.models.costs import LinearCosts, TransformerCosts
 from hpctrain.models.registry import get, register
 from hpctrain.models.spec import ModelSpec
 
-__all__ = ["LinearCosts", "ModelSpec", "TransformerCosts", "get", "register"]
+__all__ = ["LinearCosts", "ModelSpec", "TransformerCosts", "get", "gpt2", "llama", "mixtral", "register"]

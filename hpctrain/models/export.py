@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hpctrain.models.huggingface import Format
 from hpctrain.models.spec import ModelSpec
 
 TOKENIZER, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
+OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 FILE_BYTES = 4 << 30  # larger models are cut into files of about this size, so that one rank never holds more
 
 
@@ -34,16 +36,16 @@ def export(
     """
     shape: Any = model.shape
     writer = None
-    with comm.together(grid.comm):
+    with comm.together(grid.world):
         if grid.rank == 0:
             writer = HuggingFaceWriter(folder, spec, shape, end_of_document)
             if tokenizer is not None and writer.config is not None:
                 write_tokenizer(folder, tokenizer, shape.context)
     for name, weight in whole_parameters(model, grid):
-        with comm.together(grid.comm):
+        with comm.together(grid.world):
             if writer:
                 writer.add(name, weight)
-    with comm.together(grid.comm):
+    with comm.together(grid.world):
         if writer:
             writer.close()
 
@@ -79,7 +81,8 @@ def to_hugging_face(name: str, weight: torch.Tensor, format: Format, shape: Any)
 class HuggingFaceWriter:
     """Collects whole parameters and writes them in files of limited size, with an index when there are several.
 
-    An older export in the folder stays until this one is whole. Where there is a config.json, all of the weights are.
+    An older export in the folder stays until this one is whole, and other files stay. Where there is a config.json, all
+    of the weights are.
 
     Attributes: `config`, what that file says; None for a model that has none.
     """
@@ -100,8 +103,9 @@ class HuggingFaceWriter:
     def close(self) -> None:
         self._write()
         (self.folder / "config.json").unlink(missing_ok=True)
-        for old in self.folder.glob("model*.safetensors*"):
-            old.unlink()
+        for old in self.folder.iterdir():
+            if OURS.fullmatch(old.name):
+                old.unlink()
         if len(self.files) == 1:
             (self.folder / "part-0.safetensors").rename(self.folder / "model.safetensors")
         else:

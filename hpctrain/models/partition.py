@@ -38,7 +38,7 @@ def profile_blocks(
     pieces = shorter.layers
     here = {(0, stage): 0 for stage in range(pieces)}
     model = spec.build(grid, shorter, placement=here, algorithm=algorithm, key=RngKey(0), dtype=dtype, device=device)
-    tokens = Tokens.of(grid, sequences, shape.context, algorithm=algorithm)
+    tokens = Tokens.of(grid, sequences, shape.context, algorithm=algorithm, share=0.0)  # here are no steps
     ids = torch.randint(shape.vocabulary, (sequences * shape.context,), generator=torch.Generator().manual_seed(0))
     ids = ids.to(device)
 

@@ -21,6 +21,7 @@ class StagedModel(torch.nn.Module, abc.ABC, Generic[T]):
         placement: {(replica, stage): rank of the pipeline axis}.
         last: the last stage of the whole model.
         device: where the model is; None for torch's default.
+        recompute: what backward computes once more: "none", "attention" or "block"; see `models.staged`.
     """
 
     shape: Any
@@ -28,6 +29,7 @@ class StagedModel(torch.nn.Module, abc.ABC, Generic[T]):
     placement: Mapping[tuple[int, int], int]
     last: int
     device: torch.device | None
+    recompute: str = "none"
 
     @abc.abstractmethod
     def parameters_of(self, stage: int) -> Iterator[torch.nn.Parameter]:

@@ -59,8 +59,8 @@ class Network(torch.nn.Module):
     Raises:
         ValueError: on every rank, for a schedule with token slices or versions of weights, and when stages are missing,
             an edge has no shape or is not of floating point numbers, two stages share a parameter, a stage of plain
-            torch meets a tensor axis, or one has torch's dropout or, with replicas, batch norm. In the trainer's first
-            step, when a stage draws random numbers in training.
+            torch meets a tensor axis, or one has torch's dropout or, with replicas, batch norm; and whatever a function
+            of `stages` raises on any rank. In the trainer's first step, when a stage draws random numbers in training.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class Network(torch.nn.Module):
             ranks.setdefault(stage, set()).add(rank)
         self.stages = [stage for stage in self.graph.sorted if grid.pipeline.rank in ranks[stage]]
         self.stage = torch.nn.ModuleDict()
-        for stage in self.stages:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int((key / stage).words(0, 1)[0]) >> 1)
-                self.stage[str(stage)] = stages[stage]().to(device)
-        with comm.together(grid.comm):
+        with comm.together(grid.world):
+            for stage in self.stages:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(int((key / stage).words(0, 1)[0]) >> 1)
+                    self.stage[str(stage)] = stages[stage]().to(device)
             self._check_modules(grid.data.size * schedule.replicas)
             self._describe(grid.tensor.size, ranks)
 

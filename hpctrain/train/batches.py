@@ -182,8 +182,7 @@ class Samples:
                 whole = self.read(order[part], (range(length),))
                 known["documents"] = document_lengths(whole[0], self.sources[0].end_of_document)
             tokens = self.tokens_of(grid, part.stop - part.start, length, part.start, step, **known)
-            if total is None:
-                tokens = dataclasses.replace(tokens, share=1 / sequences[m])
+            tokens = dataclasses.replace(tokens, share=1 / sequences[m] if total is None else 0.0)
             ids = targets = None
             if first or last:
                 block = slice(tokens.first, tokens.first + tokens.sequences)

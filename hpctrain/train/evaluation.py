@@ -70,7 +70,7 @@ def evaluate(
         masked: tokens see their own document alone, and the first of each counts in no loss, as in a training with
             `data.documents` = "masked".
     """
-    with comm.together(grid.comm):
+    with comm.together(grid.world):
         parts = list(documents_of(tokens)) if by_document else [(0, tokens.tokens)]
     pieces = [  # part, and its windows' first tokens
         (number, starts)
@@ -104,7 +104,7 @@ def evaluate(
                 sums[number] += loss.double().cpu()
     comm.all_reduce(sums, grid.world)
     comm.all_reduce(counts, grid.replica)
-    with comm.together(grid.comm):
+    with comm.together(grid.world):
         bytes_of = [_bytes(tokens, part, masked) for part in (parts if by_document else documents_of(tokens))]
     bytes_of = bytes_of if by_document else [sum(bytes_of)]
     return [Loss(*each) for each in zip(sums.tolist(), counts.tolist(), bytes_of)]

@@ -10,7 +10,7 @@ import torch
 from hpctrain import comm
 from hpctrain.data_parallel import DataParallel, DataParallelStrategy
 from hpctrain.grid import Grid
-from hpctrain.layers import SplitBackward
+from hpctrain.layers import Router, SplitBackward
 from hpctrain.models.staged_model import StagedModel
 from hpctrain.pipeline import Schedule, forward_only, one_f_one_b
 from hpctrain.pipeline.actions import Action
@@ -34,12 +34,15 @@ class WholeModel:
 
     def __init__(self, model: torch.nn.Module, loss: Callable, strategy: DataParallelStrategy):
         self.model, self.loss, self.strategy = model, loss, strategy
+        self._routers = [module for module in model.modules() if isinstance(module, Router)]
 
     def check(self, batches: list) -> None:
         """Any number of batches will do, also none on some replicas."""
 
     def train(self, batches: list) -> list[torch.Tensor]:
         losses = []
+        for router in self._routers:
+            router.loss_scale = self.strategy.loss_scale
         for number, batch in enumerate(batches):
             value = self.loss(self.model, batch)
             if not isinstance(value, torch.Tensor) or value.dim() or not value.requires_grad:
@@ -74,16 +77,19 @@ class PipelinedModel:
     ):  # fmt: skip
         if isinstance(schedule, int):
             schedule = one_f_one_b(grid.pipeline.size, schedule)
-        if schedule.placement != model.placement:
-            raise ValueError(
-                f"the schedule {schedule.name} places the stages as {schedule.placement}, the model as "
-                f"{model.placement}; make the model with placement=schedule.placement"
-            )
+        check_placement(schedule, model)
         if schedule.delayed:
-            with comm.together(grid.comm):  # not every rank holds weights that are shared
+            with comm.together(grid.world):  # not every rank holds weights that are shared
                 _check_delayed(schedule, model, strategy, max_norm)
-        if max(1, len(slices)) != schedule.slices:
-            raise ValueError(f"slices={list(slices)}: {schedule.name} is made for {schedule.slices} slices of tokens")
+        if max(1, len(slices)) != schedule.slices or min(slices, default=1) < 1:
+            raise ValueError(
+                f"slices={list(slices)}: {schedule.name} is made for {schedule.slices} slices, each of at least a token"
+            )
+        if slices and isinstance(model, StagedModel) and model.recompute == "block":
+            raise ValueError(
+                f"{schedule.name} keeps the keys and values of every slice, which recompute='block' would add once "
+                "more in backward; use recompute='none' or 'attention'"
+            )
         self.model, self.schedule, self.strategy, self.slices = model, schedule, strategy, tuple(slices)
         self.updates = schedule.delayed
         split_backward = SplitBackward(model, grid.pipeline) if schedule.splits else None
@@ -146,6 +152,15 @@ class PipelinedModel:
         self.strategy.enable_grad_sync(self._completed[action.replica, action.stage])
 
 
+def check_placement(schedule: Schedule, model: StagedModel | Network | PipelineStages) -> None:
+    """Raise ValueError unless the model has its stages on the schedule's ranks."""
+    if schedule.placement != model.placement:
+        raise ValueError(
+            f"the schedule {schedule.name} places the stages as {schedule.placement}, the model as {model.placement}; "
+            "make the model with placement=schedule.placement"
+        )
+
+
 def _check_delayed(schedule, model, strategy, max_norm) -> None:
     """Raise ValueError for what does not go with updates of each stage by itself."""
     if max_norm:
@@ -159,4 +174,9 @@ def _check_delayed(schedule, model, strategy, max_norm) -> None:
         raise ValueError(
             f"{schedule.name} updates each stage by itself, so that stages cannot share weights; use untied "
             "embeddings (model.tied=false)"
+        )
+    if model.recompute == "block":
+        raise ValueError(
+            f"{schedule.name} differentiates by the weights of a microbatch's forward, and recompute='block' computes "
+            "blocks once more with newer ones; use recompute='none' or 'attention'"
         )

@@ -67,7 +67,7 @@ def take_steps(session: Session) -> str:
             if folder and progress:
                 folder.log(record)
                 progress.update(record)
-            saves = agreement.save_by_number(position.step) or agreement.save_by_clock
+            saves = agreement.save_by_number(position.step) or agreement.save_by_clock or agreement.stop
             if compare_every and (position.step % compare_every == 0 or saves):
                 compare_ranks(session)
             save_when_due(session)
@@ -156,14 +156,13 @@ def leave_out(session: Session, bad: BadStep, rate: float) -> bool:
         warn(session.grid, f"step {position.step + 1} is skipped: {bad}")
         return True
     check_save(session, session.checkpointer.finish())
-    if session.checkpointer.saved is None:
+    if session.checkpointer.saved is None or not restore(session):
         raise Stopped(f"step {position.step + 1}: {bad}; there is no checkpoint to go back to")
-    restore(session)
     back = session.position.step
     warn(session.grid, f"step {position.step + 1}: {bad}; back to step {back}, and on with the data after it")
     session.position.batches = position.batches + 1
     if session.folder:
-        session.folder.begin(back)
+        session.folder.go_back(back)
     return False
 
 
@@ -181,7 +180,7 @@ def evaluate_what_a_stop_left(session: Session, validation: list) -> None:
     position, folder = session.position, session.folder
     record = position.unevaluated
     if record and evaluate(session, record, validation) and folder:
-        folder.begin(position.step - 1)
+        folder.go_back(position.step - 1)
         folder.log(record)
     if not session.agreement.stop:
         position.unevaluated = None

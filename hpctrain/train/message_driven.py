@@ -24,7 +24,7 @@ class MessageDriven:
     Attributes:
         metrics: of this rank, since the last report.
         record: None, or the record that every further step is added to.
-        replay: None, or the recorded run that the next step repeats; each step uses one up.
+        replay: None, or the record whose runs the next steps repeat, one after another from the first.
     """
 
     updates = True
@@ -33,7 +33,7 @@ class MessageDriven:
         self, model: StagedModel | MessageNetwork, grid: Grid, options: AMPNet, strategy: DataParallelStrategy,
         max_norm: float,
     ):  # fmt: skip
-        with comm.together(grid.comm):  # not every rank holds weights that are shared
+        with comm.together(grid.world):  # not every rank holds weights that are shared
             _check(model, grid, strategy, max_norm)
         self.model, self.grid, self.options, self.metrics = model, grid, options, Metrics()
         graph, placement = (model.graph, model.placement) if isinstance(model, MessageNetwork) else chain_of(model)
@@ -47,19 +47,40 @@ class MessageDriven:
                 parameters = dict(node.module.named_parameters())
                 node.weights = self._weights[name] = Weights(parameters, strategy.optimizer, options)
         self.record: Record | None = None
-        self.replay: Record | None = None
+        self.replay = None
+
+    @property
+    def replay(self) -> Record | None:
+        return self._replay
+
+    @replay.setter
+    def replay(self, record: Record | None) -> None:
+        self._replay, self._repeated = record, 0
 
     def check(self, instances: list) -> None:
         """Any number of instances will do."""
 
     def train(self, instances: list) -> list[torch.Tensor]:
-        """The losses that were computed here, by instance; of several updates the mean, as `PipelinedModel` has it."""
-        order = self.replay.runs.pop(0) if self.replay else None
-        losses = self._engine.run(instances, True, self.record, order)
+        """The losses that were computed here, by instance; of several updates the mean, as `PipelinedModel` has it.
+
+        Raises:
+            ValueError: where `replay` has no further run.
+        """
+        losses = self._engine.run(instances, True, self.record, self._next_order())
         if isinstance(self.model, StagedModel):
             self.model.check_draws()
         updates = -(-len(instances) // self.options.min_update_frequency)
         return [loss / updates for _, loss in sorted(losses, key=lambda each: each[0])]
+
+    def _next_order(self) -> list | None:
+        if self.replay is None:
+            return None
+        if self._repeated == len(self.replay.runs):
+            raise ValueError(
+                f"replay has {self._repeated} steps, and all were repeated; take no more, or set replay=None"
+            )
+        self._repeated += 1
+        return self.replay.runs[self._repeated - 1]
 
     def evaluate(self, instances: list) -> list[torch.Tensor]:
         return [loss for _, loss in sorted(self._engine.run(instances, False), key=lambda each: each[0])]
@@ -107,10 +128,18 @@ def _check(model, grid, strategy, max_norm) -> None:
             f"AMPNet works with data_parallel.method=ddp in one precision, got {type(strategy).__name__}; use "
             "precision.compute=fp32 or fp64"
         )
-    if any(p.shard.holders for p in model.parameters()):
+    if isinstance(model, MessageNetwork):
+        return
+    if len(model.placement) != model.last + 1:
+        raise ValueError("AMPNet has one replica of each stage; use placement {(0, stage): rank}")
+    stages = [set(model.parameters_of(stage)) for stage in model.stages]  # of which a rank may have several
+    if any(p.shard.holders for p in model.parameters()) or len(set().union(*stages)) < sum(map(len, stages)):
         raise ValueError(
             "AMPNet updates each stage by itself, so that stages cannot share weights; use untied embeddings "
             "(model.tied=false)"
         )
-    if not isinstance(model, MessageNetwork) and len(set(model.placement)) != model.last + 1:
-        raise ValueError("AMPNet has one replica of each stage; use placement {(0, stage): rank}")
+    if model.recompute == "block":
+        raise ValueError(
+            "AMPNet differentiates by the weights of a microbatch's forward, and recompute='block' computes blocks "
+            "once more with newer ones; use recompute='none' or 'attention'"
+        )

@@ -44,7 +44,7 @@ class MessageOrder:
             "grid.pipeline": grid.pipeline.size, "train.microbatches": config.train.microbatches,
             "pipeline.max_active_keys": keys, "pipeline.min_update_frequency": every,
         }  # fmt: skip
-        with comm.together(grid.comm):
+        with comm.together(grid.world):
             self._orders = self._read(Path(options.replay) / MESSAGES) if self._replays else {}
             if self._records and grid.rank == 0:
                 self._append(self._facts)

@@ -80,6 +80,16 @@ class RunFolder:
         self._rewrite()
         self._loggers.begin(step)
 
+    def go_back(self, step: int) -> None:
+        """Go on after an earlier step, in the middle of a job, which a full disk must not end: metrics that could not
+        be written are written with a later step."""
+        self.history = [record for record in self.history if record["step"] <= step]
+        try:
+            self._rewrite()
+        except OSError as error:
+            self._lack(error)
+        self._loggers.begin(step)
+
     def _rewrite(self) -> int:
         """The metrics anew, from memory; returns their file."""
         if self._metrics is not None:

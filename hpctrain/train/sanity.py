@@ -30,7 +30,8 @@ class Sanity:
     """Judges the loss and the norm of the gradient of each step.
 
     Args:
-        factor: a loss above this many times the median of the last WINDOW good steps is a spike; 0: none is.
+        factor: a loss above this many times the median of the last WINDOW good steps is a spike; 0: none is. Where the
+            median is below zero, it is one that exceeds it by factor - 1 times its absolute value.
 
     Attributes: `losses`, of those steps; `norms`, of the last REPORTED; `bad_steps`, how many bad ones the job has had.
     """
@@ -45,8 +46,10 @@ class Sanity:
         """0 where all is well, or a code of KINDS."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return 2
-        usual = len(self.losses) == WINDOW and self.factor
-        return int(bool(usual) and loss > self.factor * statistics.median(self.losses))
+        if not (len(self.losses) == WINDOW and self.factor):
+            return 0
+        usual = statistics.median(self.losses)
+        return int(loss - usual > (self.factor - 1) * abs(usual))
 
     def good(self, loss: float, norm: float) -> None:
         """A step was taken."""

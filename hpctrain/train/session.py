@@ -166,8 +166,8 @@ def _check_alike(config: Config, resume: str, world: MPI.Intracomm) -> None:
     comm.check_started_alike(world, given | {"--resume": resume})
 
 
-def restore(session: Session) -> None:
-    """To the newest valid checkpoint; to the start where there is none. Collective.
+def restore(session: Session) -> bool:
+    """To the newest valid checkpoint. Returns whether there is one; nothing is changed where there is none. Collective.
 
     Raises:
         ValueError: on every rank, when there are some but none can be used.
@@ -175,11 +175,12 @@ def restore(session: Session) -> None:
     manifest = session.checkpointer.resume(
         session.state, lambda found: check_same_training(found, session.config, session.data.facts)
     )
-    session.position = Position()
-    if manifest is not None:
-        batches, unevaluated = manifest.member("data", "batches"), manifest.about.get("unevaluated")
-        session.position = Position(manifest.step, batches, unevaluated)
-        session.sanity.losses = manifest.member("sanity", "losses")
+    if manifest is None:
+        return False
+    batches, unevaluated = manifest.member("data", "batches"), manifest.about.get("unevaluated")
+    session.position = Position(manifest.step, batches, unevaluated)
+    session.sanity.losses = manifest.member("sanity", "losses")
+    return True
 
 
 def about(session: Session) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def _model(
         if isinstance(module, Experts):
             module.dispatch, module.replicate_hot = config.experts.dispatch, config.experts.replicate_hot
     if config.model.init and not resumes:
-        with comm.together(grid.comm):
+        with comm.together(grid.world):
             load(spec, model, Path(config.model.init))
     return spec, model, precision
 

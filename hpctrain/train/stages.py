@@ -25,6 +25,9 @@ class Stages(StageWork):
     Args:
         slices: lengths of the token slices that every sequence is cut into; none where it is not.
         scale: what losses are multiplied by.
+
+    Raises:
+        ValueError: for slices that do not add up to the sequences of the microbatches.
     """
 
     def __init__(
@@ -32,6 +35,12 @@ class Stages(StageWork):
     ):
         self.model, self.microbatches, self.scale = model, microbatches, scale
         starts = [0, *itertools.accumulate(slices)]
+        lengths = {each.tokens.whole for each in microbatches} if slices else set()
+        if lengths - {starts[-1]}:
+            raise ValueError(
+                f"slices={list(slices)} must add up to the tokens of every sequence, {starts[-1]}, got sequences of "
+                f"{', '.join(map(str, sorted(lengths)))}"
+            )
         self.parts = [slice(*ends) for ends in itertools.pairwise(starts)]
         self.kv_caches: dict[tuple, KVCache] = {}
 

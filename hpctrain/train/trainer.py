@@ -17,13 +17,14 @@ from hpctrain.grid_shape import describe_shape
 from hpctrain.layers.experts.balance import Load, LoadBalance
 from hpctrain.models.staged_model import StagedModel
 from hpctrain.one_line import parallelize
+from hpctrain.parameter import shard_of
 from hpctrain.pipeline import AMPNet, Schedule
 from hpctrain.pipeline.ampnet import MessageNetwork
 from hpctrain.pipeline.network import Network
 from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard import check_shards
 from hpctrain.train import expert_load
-from hpctrain.train.forward_backward import PipelinedModel, WholeModel
+from hpctrain.train.forward_backward import PipelinedModel, WholeModel, check_placement
 from hpctrain.train.message_driven import MessageDriven
 
 log = logging.getLogger("hpctrain")
@@ -55,8 +56,9 @@ class Trainer:
         loss: function (model, batch) -> scalar, to be summed over the batches of a step and over the replicas. Nothing
             scales it afterwards, so it is divided by the number of samples or tokens in the batches of all replicas.
         max_norm: largest norm of the gradient; 0 for no clipping.
-        strategy: one of `ht.data_parallel` over the same parameters and optimizer; by default `DataParallel`.
-        slices: lengths of the token slices, where the schedule cuts sequences (`terapipe`).
+        strategy: one of `ht.data_parallel` over the same parameters, grid and optimizer; by default `DataParallel`.
+        slices: lengths of the token slices that the schedule cuts the sequences of a model of `ht.models` into
+            (`terapipe`); they add up to the length of a sequence.
 
     From here on a watchdog ends the job where an operation of communication takes longer than HPCTRAIN_WATCHDOG seconds
     (600; 0 is never), unless the grid has one.
@@ -64,8 +66,9 @@ class Trainer:
     Raises:
         ValueError: on every rank, for an optimizer that mixes the elements of a weight; a model that is not cut into
             stages and has no `loss`, or meets a pipeline axis or a schedule; a schedule that places stages elsewhere
-            than the model; one that updates each stage by itself (`pipedream`, `pipedream-2bw`, `ampnet`) where
-            gradients are clipped or stages share weights; and `ampnet` where there are data or tensor axes.
+            than the model, or trains nothing; one that updates each stage by itself (`pipedream`, `pipedream-2bw`,
+            `ampnet`) where gradients are clipped, stages share weights or blocks are recomputed; `ampnet` where there
+            are data or tensor axes; slices that nobody cuts; and a strategy of another grid or optimizer.
     """
 
     def __init__(
@@ -84,7 +87,10 @@ class Trainer:
         plain = _is_plain(model)
         if not plain:
             check_shards(model)
+        _check_schedule(model, schedule, loss, slices)
         _check_kind(model, grid, schedule, loss)
+        if strategy is not None:
+            _check_strategy(strategy, grid, optimizer)
         comm.start_watchdog(grid)
         if plain:
             model = _divided(model, grid, optimizer)
@@ -96,6 +102,8 @@ class Trainer:
         self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
         self.strategy = strategy or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)
         if isinstance(schedule, Schedule) and schedule.asynchronous:
+            assert isinstance(model, StagedModel)
+            check_placement(schedule, model)
             schedule = schedule.asynchronous
         stages = getattr(model, "hpctrain_pipeline", None)  # of ht.parallelize
         self._passes: PipelinedModel | WholeModel | MessageDriven
@@ -212,12 +220,13 @@ class Trainer:
             )
 
     def _name_unused(self) -> None:
-        """Once: warn of weights that no replica's loss depends on."""
+        """Once: warn of weights that no replica's loss depends on. Of those that other pipeline ranks hold too, a loss
+        may depend there."""
         if self._named_unused or self.strategy.lag:
             return
         self._named_unused = True
         unused = set(self.strategy.unused())
-        names = [name for name, p in self.model.named_parameters() if p in unused]
+        names = [name for name, p in self.model.named_parameters() if p in unused and not shard_of(p).holders]
         if names and self.grid.data.rank == self.grid.tensor.rank == 0:
             log.warning("the loss does not depend on %s: their gradients are taken as zero", ", ".join(names))
 
@@ -243,6 +252,36 @@ def _divided(model, grid, optimizer) -> torch.nn.Module:
     return parallelize(model, grid)
 
 
+def _check_strategy(strategy, grid, optimizer) -> None:
+    kind = type(strategy).__name__
+    for name, its, own in (("optimizer", strategy.optimizer, optimizer), ("grid", strategy.grid, grid)):
+        if its is not own:
+            raise ValueError(
+                f"strategy must have the {name} of the Trainer, got a {kind} of another {type(own).__name__}; use "
+                f"{kind}(parameters, grid, optimizer) of the same grid and optimizer"
+            )
+
+
+def _check_schedule(model, schedule, loss, slices) -> None:
+    """Raise ValueError for what is no schedule or trains nothing, and for slices that nobody would cut."""
+    number = isinstance(schedule, int) and not isinstance(schedule, bool) and schedule >= 1
+    trains = isinstance(schedule, AMPNet) or (isinstance(schedule, Schedule) and schedule.training)
+    if not (schedule is None or number or trains):
+        raise ValueError(
+            "schedule must be a number of microbatches from 1 on, a pipeline.Schedule that trains, or an AMPNet, got "
+            f"{getattr(schedule, 'name', schedule)!r}; use pipeline.schedule(name, ranks, microbatches)"
+        )
+    if len(slices) and (loss is not None or _is_delayed(schedule) or not isinstance(model, StagedModel)):
+        raise ValueError(
+            f"slices={list(slices)}: only a pipelined model of ht.models, without loss= and with a schedule such as "
+            "terapipe, takes sequences in slices; leave slices out"
+        )
+
+
+def _is_delayed(schedule) -> bool:
+    return isinstance(schedule, AMPNet) or getattr(schedule, "delayed", False)
+
+
 def _check_kind(model, grid, schedule, loss) -> None:
     """Raise ValueError unless the model is a whole one with a loss, or one that is cut into stages; of this grid."""
     kind = type(model).__name__
@@ -253,7 +292,7 @@ def _check_kind(model, grid, schedule, loss) -> None:
             f"{describe_shape(grid.shape)}: give it the same grid"
         )
     if hasattr(model, "hpctrain_pipeline"):
-        if loss is None or isinstance(schedule, AMPNet) or getattr(schedule, "delayed", False):
+        if loss is None or _is_delayed(schedule):
             raise ValueError(
                 f"{kind} is cut into pipeline stages by ht.parallelize: give the Trainer loss=, a function (model, "
                 "microbatch), and a schedule with a flush, such as 1f1b, or the number of microbatches"
@@ -268,6 +307,8 @@ def _check_kind(model, grid, schedule, loss) -> None:
         )
     if loss is not None and schedule is not None:
         raise ValueError("schedule is for a model that is cut into pipeline stages, which has a loss of its own")
-    asynchronous = schedule if isinstance(schedule, AMPNet) else getattr(schedule, "asynchronous", None)
-    if loss is None and isinstance(model, Network if asynchronous else MessageNetwork):
-        raise ValueError(f"a Network is run by a Schedule and a MessageNetwork by an AMPNet, got a {kind}")
+    fits = isinstance(schedule, AMPNet) if isinstance(model, MessageNetwork) else not _is_delayed(schedule)
+    if loss is None and isinstance(model, (Network, MessageNetwork)) and not fits:
+        raise ValueError(
+            f"a Network is run by a Schedule with a flush, as 1f1b, and a MessageNetwork by an AMPNet, got a {kind}"
+        )

@@ -9,6 +9,7 @@ import torch
 from hpctrain.comm.algorithms.by_messages import Link, direct
 from hpctrain.comm.buffers import wait
 from hpctrain.comm.message_workspace import MessageWorkspace
+from hpctrain.comm.shared_memory_workspace import SharedMemoryWorkspace
 from hpctrain.comm.workspace import new_workspace
 from hpctrain.grid import Axis
 from hpctrain.reclaim import free_comm
@@ -40,6 +41,11 @@ class Hierarchy:
         self._memory = memory
         for made in (self.node.comm, comm):
             axis.transport.holdings.add(free_comm(made))
+
+    def free(self) -> None:
+        """Give back the shared memory; the next call makes new. Collective."""
+        if isinstance(self._memory, SharedMemoryWorkspace):
+            self._memory.free()
 
     def all_reduce(self, x: torch.Tensor, tag: int) -> tuple[int, int]:
         """Replace the flat CPU tensor, of a type that MPI can add, by the sum; returns bytes sent and received."""

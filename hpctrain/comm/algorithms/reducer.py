@@ -114,7 +114,8 @@ class Reducer:
 
     def _measured(self) -> dict[int, dict[str, float]]:
         """{bytes: {algorithm: seconds}}: the shortest of five times of each, taken in turn, on the slowest rank."""
-        axis, table = self.axis, dict[int, dict[str, float]]()
+        axis, hierarchy, table = self.axis, self._hierarchy, dict[int, dict[str, float]]()
+        assert hierarchy is not None  # which "auto" has
         counted, axis.transport.traffic = axis.transport.traffic, Traffic()
         for nbytes in MEASURED:
             x = torch.zeros(nbytes // 4)
@@ -122,12 +123,16 @@ class Reducer:
                 name: partial(self._finished, name, x) for name in (*BY_MESSAGES, "hierarchical")
             }
             sides["mpi"] = partial(all_reduce_by_mpi, x, axis)
-            for name in ("prepared", "shared") if axis.one_node else ("prepared",):
-                sides[name] = AllReduceBuffer(axis, x.numel(), x, name).all_reduce
+            names = ("prepared", "shared") if axis.one_node else ("prepared",)
+            prepared = {name: AllReduceBuffer(axis, x.numel(), x, name) for name in names}
+            sides |= {name: buffer.all_reduce for name, buffer in prepared.items()}
             calls = max(1, min(8, (256 << 10) // nbytes))  # of what takes microseconds, one alone tells little
             times = torch.tensor([[_seconds(axis.comm, call, calls) for call in sides.values()] for _ in range(5)])
             slowest = all_reduce_by_mpi(times.amin(0), axis, "max")
             table[nbytes] = dict(zip(sides, slowest.tolist()))
+            for buffer in prepared.values():  # of 8 ranks, all sizes would keep 110 MB of shared memory
+                buffer.free()
+            hierarchy.free()
         axis.transport.traffic = counted
         return table
 

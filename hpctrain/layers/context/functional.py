@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hpctrain import comm
 from hpctrain.grid import Grid
 from hpctrain.layers.context.attention import Context, attend
 from hpctrain.layers.context.dropout import AttentionDropout
@@ -62,7 +63,7 @@ def context_attention(
     )  # fmt: skip
     sequence = grid.sequence
     mine = tuple(query.shape), tuple(key.shape), tuple(value.shape), {query.dtype, key.dtype, value.dtype}, options
-    everyone = sequence.comm.allgather(mine) if sequence.size > 1 else [mine]
+    everyone = comm.all_gather_object(mine, sequence) if sequence.size > 1 else [mine]
     _check(everyone)  # what all ranks have gathered, so that it fails on all or on none
     tokens = [shape[2] for shape, *_ in everyone]
     length = sum(tokens) if length is None else length

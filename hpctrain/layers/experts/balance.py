@@ -40,7 +40,7 @@ class LoadBalance:
     def __init__(self, model: torch.nn.Module, grid: Grid):
         self._world = grid.world
         self._routers = {name: each for name, each in model.named_modules() if isinstance(each, Router)}
-        everyone = grid.world.comm.allgather({name: each.experts for name, each in self._routers.items()})
+        everyone = comm.all_gather_object({name: each.experts for name, each in self._routers.items()}, grid.world)
         self._experts = {name: count for found in everyone for name, count in found.items()}
         self.layers = sorted(self._experts, key=_natural)
         self._width = 1 + max(self._experts.values(), default=0)

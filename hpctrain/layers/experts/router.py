@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
@@ -32,17 +34,20 @@ class Router(Layer):
             of the largest score or, with "sigmoid", of the two largest together. DeepSeek-V2 and V3.
         scale: of the weights.
         aux_loss: what the auxiliary loss of Switch Transformer counts: experts × the sum over them of the part of a
-            sequence's pairs that they are chosen for times their mean probability in it; mean over the sequences.
+            sequence's pairs that they are chosen for times their mean probability in it; mean over the sequences, of
+            which each counts as the `share` of the tokens says.
         aux_scope: "sequence", or "step" for the same of all tokens of the step over all ranks and microbatches, which
             all have their forwards before the first backward.
         z_loss: what log(sum(exp(logits)))² counts, mean over the tokens; ST-MoE.
         balance_bias: how much the `bias` of an expert changes in a step, up where it had fewer tokens than the mean,
-            down where it had more (`update_balance`). It is added to the scores to choose experts, not to weigh them;
-            DeepSeek-V3. With "sigmoid" there is a bias anyway, since a model may come with one.
+            down where it had more, by `LoadBalance(model, grid).finish_step()`. It is added to the scores to choose
+            experts, not to weigh them; DeepSeek-V3. With "sigmoid" there is a bias anyway, since a model may come with
+            one.
         jitter: in training the router's x is multiplied by numbers from 1 - jitter to 1 + jitter; Switch Transformer.
         std, key: as of `Linear`.
 
-    Attributes: `record`, of the load and the losses of this step.
+    Attributes: `record`, of the load and the losses of this step; `loss_scale`, what the loss is multiplied by where
+    float16 needs that, and the auxiliary losses with it, unless the `share` of the tokens says it.
 
     Shapes: x (tokens, features), whole rows; see `WholeRows`. Nothing moves but, with `aux_loss` where ranks share
     sequences or of a step, one sum of integers.
@@ -78,9 +83,11 @@ class Router(Layer):
             wide = comm.accumulation_dtype(self.weight.dtype)  # of many small steps
             shard = Shard.whole((experts,), replicated=("x", "y", "z"))
             self.bias = parameter(grid, shard, self.key / "bias", None, dtype=wide, device=device).requires_grad_(False)
-        self.record = Record(grid, experts)
+        self.record, self.loss_scale = Record(grid, experts), 1.0
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> Routing:
+        if self.loss_scale != 1:
+            tokens = dataclasses.replace(tokens, share=tokens.share * self.loss_scale)
         rows = WholeRows(self.grid, tokens)
         balanced, factors = self.training and tokens.share > 0, None
         with torch.no_grad():

@@ -57,8 +57,8 @@ class PlainModel(StagedModel[WholeSequences]):
 
     Raises:
         ValueError: on every rank, for anything else than a module or a list of model.layers modules; one module on a
-            pipeline axis, or a list on both a pipeline and a tensor axis; parts that share a parameter, dropout of
-            torch, and what `parallelize` refuses; a grid whose ranks share sequences.
+            pipeline axis, or a list on both a pipeline and a tensor axis; a loss with parameters on either; parts that
+            share a parameter, dropout of torch, and what `parallelize` refuses; a grid whose ranks share sequences.
     """
 
     def __init__(
@@ -78,13 +78,11 @@ class PlainModel(StagedModel[WholeSequences]):
         self._versions: dict | None = None  # as they were before the first forward
         self._checked = False
         here = [stage for stage, ranks in enumerate(holders) if grid.pipeline.rank in ranks]
-        with comm.together(grid.comm):
+        with comm.together(grid.world):
             with seeded(key):
                 made = make()
             made, mean_loss = made if isinstance(made, tuple) and len(made) == 2 else (made, cross_entropy)
-            self.mean_loss: Callable[[Any, torch.Tensor], torch.Tensor] = mean_loss
-            if not callable(self.mean_loss):
-                raise ValueError(f"{kind} must return a loss function beside the model, got {self.mean_loss!r:.100}")
+            self.mean_loss: Callable[[Any, torch.Tensor], torch.Tensor] = self._loss(mean_loss, dtype)
             parts = self._parts(made, len(holders))
             blocks = stage_blocks(len(parts), len(holders), layers_per_stage if isinstance(made, list) else None)
             self.stages = {stage: blocks[stage] for stage in here}
@@ -103,7 +101,7 @@ class PlainModel(StagedModel[WholeSequences]):
             setattr(self, "module" if single else "layers", module)
         else:
             self.layers = torch.nn.ModuleDict(local)
-            with comm.together(grid.comm):
+            with comm.together(grid.world):
                 self._check_messages()
         for stage in here:
             for parameter in self.parameters_of(stage):
@@ -111,6 +109,19 @@ class PlainModel(StagedModel[WholeSequences]):
                     slices = tuple(slice(0, size) for size in parameter.shape)
                     annotate(parameter, shard=Shard(tuple(parameter.shape), slices))
                 set_holders(parameter, holders[stage])
+
+    def _loss(self, mean_loss, dtype) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+        """The function that came beside the model; of a module, what it has where the model is."""
+        if not callable(mean_loss):
+            raise ValueError(f"{self.kind} must return a loss function beside the model, got {mean_loss!r:.100}")
+        if not isinstance(mean_loss, torch.nn.Module):
+            return mean_loss
+        if (self.last or self.grid.tensor.size > 1) and list(mean_loss.parameters()):
+            raise ValueError(
+                f"the loss of model.kind = {self.kind}, {mean_loss!r:.100}, has parameters, which are neither divided "
+                "over a tensor axis nor on one stage of a pipeline; let the last module have them and give them to it"
+            )
+        return mean_loss.to(device=self.device, dtype=dtype)
 
     def _parts(self, made, stages: int) -> list:
         """What was made as a list of parts."""
@@ -227,7 +238,7 @@ class PlainModel(StagedModel[WholeSequences]):
         if self._checked:
             return
         self.draws.check()
-        with comm.together(self.grid.comm):
+        with comm.together(self.grid.world):
             after = self._versions_of_buffers()
             changed = [name for name, version in (self._versions or {}).items() if after.get(name) != version]
             if changed:

@@ -101,9 +101,12 @@ class Engine:
                 if item is not None:
                     self._work(item)
         if self._run.training and not self._failed:
-            for node in self.local.values():
-                if isinstance(node, Transform) and node.weights is not None:
-                    node.weights.finish()
+            nodes = [node for node in self.local.values() if isinstance(node, Transform)]
+            weights = [node.weights for node in nodes if node.weights is not None]
+            for each in weights:
+                each.finish()
+            for each in weights:
+                each.leave_gradient()
         return [loss for node in self.local.values() if isinstance(node, Loss) for loss in node.losses]
 
     def _admit(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ class Staged(Protocol):
     def placement(self) -> Mapping[tuple[int, int], int]: ...
     @property
     def last(self) -> int: ...
+    def parameters_of(self, stage: int) -> Iterator[torch.nn.Parameter]: ...
     def __call__(self, x: torch.Tensor, tokens: object, stage: int) -> torch.Tensor: ...
     def loss(self, y: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor: ...
 
@@ -45,6 +46,12 @@ class _Stage(torch.nn.Module):
     def __init__(self, model: Staged, stage: int):
         super().__init__()
         self.model, self.stage = model, stage
+        self.own = set(model.parameters_of(stage))
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True):
+        """Those of the stage alone: the rank's other stages are nodes of their own, which update themselves."""
+        every = super().named_parameters(prefix, recurse, remove_duplicate)
+        return ((name, parameter) for name, parameter in every if parameter in self.own)
 
     def forward(self, x, microbatch):
         y = self.model(x, microbatch.tokens, self.stage)

@@ -90,12 +90,18 @@ class Weights:
             here.sum = _added(here.sum or self._none(), gradients)
 
     def finish(self) -> None:
-        """Update by what is left; leaves the last gradient on the parameters, for whoever asks for its norm."""
+        """Update by what is left."""
         self._collect()
         if self._done:
             self._update()
+
+    def leave_gradient(self) -> None:
+        """Put the gradient of the last update since the last call on the parameters, for whoever asks for its norm;
+        none where there was no update. After `finish` of all the rank's nodes, since the optimizer's step for one of
+        them would take the gradients of the others too."""
         for parameter, gradient in zip(self.trained, self._last):
             parameter.grad = gradient
+        self._last = []
 
     def _none(self) -> Gradients:
         return [None] * len(self.trained)
@@ -116,21 +122,19 @@ class Weights:
     def _update(self) -> None:
         stale = [self.updates - version for version in self._versions]
         self.staleness.update(stale)
-        if self._users:  # a message under way keeps the memory of the version that it took
-            for parameter in self.parameters.values():
-                parameter.data = parameter.data.clone()
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        self._last = [torch.zeros_like(p) if g is None else g for p, g in zip(self.trained, self._sum)]
-        for parameter, gradient in zip(self.trained, self._last):
-            parameter.grad = gradient
-        self._step(sum(stale) / len(stale))
+        if self.trained:  # a step of the optimizer without any would still count as one, and call its hooks
+            self._step(sum(stale) / len(stale))
         self.updates += 1
         self._newest, self._users = None, 0
         self._sum, self._done, self._versions = self._none(), 0, []
 
     def _step(self, staleness: float) -> None:
+        if self._users:  # a message under way keeps the memory of the version that it took
+            for parameter in self.parameters.values():
+                parameter.data = parameter.data.clone()
+        self._last = [torch.zeros_like(p) if g is None else g for p, g in zip(self.trained, self._sum)]
+        for parameter, gradient in zip(self.trained, self._last):
+            parameter.grad = gradient
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if self.options.staleness_correction:
             for group in self.optimizer.param_groups:
@@ -138,6 +142,8 @@ class Weights:
         self.optimizer.step()
         for group, rate in zip(self.optimizer.param_groups, rates):
             group["lr"] = rate
+        for parameter in self.trained:  # so that the next node's step passes over them
+            parameter.grad = None
 
 
 def _added(a: Gradients, b: Gradients) -> Gradients:
