@@ -69,8 +69,8 @@ def parallelize(
     one on every rank, taken in float32 or wider, and there are no logits; without, logits and hidden states are
     gathered. Gradients are summed by `sync_gradients`, as those of replicas; what else is added to the loss counts once
     for each rank of `grid.data`. Positions that begin anew are packed documents where Hugging Face takes them so:
-    without a mask and with use_cache=False. Hooks within the model see the local tokens. Refused by name: dropout of
-    attention, padding, caches, `generate`, modules that may mix positions.
+    without a mask and with use_cache=False. Hooks within the model see the local tokens. Refused by name: padding,
+    caches, `generate`, modules that may mix positions.
 
     On a grid with expert=N, the fused experts of Hugging Face's mixtures are spread over `grid.expert`, and tokens
     travel to them and back: all ranks of it must call the model. `sync_gradients` adds up what the ranks of
@@ -103,12 +103,12 @@ def parallelize(
             whoever reads them, as torch's DDP does; the loss is the mean over the replica's own batch, and backwards
             before are added up. (Of batches that are not equal, it is the sum over the replica's own, divided by the
             batch of all and times the number of replicas.) 1: as 0, and the optimizer's state is spread over the
-            replicas; 2: the gradients too; 3: the weights too, which are gathered while a layer computes. From 1 on
-            optimizers are any of torch's that treat every element by itself; one's own see flat ranges of weights as
-            well, with the shape of the whole. `.grad` is this rank's range of the mean, flat, of which norms and
-            clipping are those of the whole, and the weights stay in their memory. Weights that no replica's loss
-            depends on have no gradient, as on one rank. Every replica calls backward; one without samples of
-            `model(...).sum() * 0`, or clips by `ht.clip_grad_norm_`.
+            replicas; 2: the gradients too; 3: the weights too, which are gathered while a layer computes, and
+            where other code reads them, on all replicas or none. From 1 on optimizers are any of torch's that treat
+            every element by itself; one's own see flat ranges of weights as well, with the shape of the whole. `.grad`
+            is this rank's range of the mean, flat, of which norms and clipping are those of the whole, and the weights
+            stay in their memory. Weights that no replica's loss depends on have no gradient, as on one rank. Every
+            replica calls backward; one without samples of `model(...).sum() * 0`, or clips by `ht.clip_grad_norm_`.
         plan: what to divide. None: all that can be. "auto": of pairs of linear layers, attention and other layers those
             whose division saves more time than it costs to move what they need, and `shard_activations` where that is
             faster, or all that fits; the others stay whole on every rank, as with `replicate`. Or a plan that

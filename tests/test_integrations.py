@@ -6,6 +6,7 @@ ranks and by one process. Losses, norms, weights and files must be the same as o
 
 import contextlib
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,6 +117,107 @@ def test_accelerate(world, folder, tmp_path_factory, how):
             torch.testing.assert_close(tensor, half.state_dict()[name], **CLOSE)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """The rows one by one, of a length that nobody knows."""
+
+    def __iter__(self):
+        return iter(DATA)
+
+
+def test_hooks_streams_and_two_models_of_accelerate(world, folder):
+    """As scripts of diffusers have them: hooks that save and load one model their own way, gathering it, one optimizer
+    of two models, and a dataset of which one can only take the next row."""
+    from hpctrain.integrations.accelerate import GridAccelerator
+
+    grid = ht.Grid(tensor=2)
+
+    def trained_for_a_step(resume):
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerator = GridAccelerator(grid)
+        first, second = (ht.parallelize(gpt2(), grid) for _ in range(2))
+        optimizer = torch.optim.AdamW([*second.parameters(), *first.parameters()], 0.01)
+        loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
+        first, second, optimizer, loader = accelerator.prepare(first, second, optimizer, loader)
+
+        def save(models, weights, to):
+            models[0].save_pretrained(to / "first", is_main_process=accelerator.is_main_process)
+            weights.pop(0)
+
+        def load(models, source):
+            models.pop(0).load_state_dict(load_file(Path(source) / "first/model.safetensors"), strict=False)  # tied
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
+        if resume:
+            accelerator.load_state(folder / "saved")
+        seen = [batch["input_ids"] for batch in loader]
+        torch.testing.assert_close(torch.cat(seen), TOKENS)
+        for model in (first, second):
+            accelerator.backward(model.eval()(input_ids=seen[0], labels=seen[0]).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not resume:
+            assert accelerator.save_state(folder / "saved") == folder / "saved"
+            world.Barrier()
+        return [ht.gather_state_dict(model) for model in (first, second)]
+
+    once = trained_for_a_step(resume=False)
+    assert [(folder / "saved" / name).exists() for name in ("model.safetensors", "model_1.safetensors")] == [
+        True,
+        False,
+    ]
+    twice = trained_for_a_step(resume=True)  # from moments that are not 0
+    accelerate.state.AcceleratorState._reset_state(True)
+    if grid.rank == 0:
+        torch.testing.assert_close(twice[0], twice[1], rtol=0, atol=0)
+        alone = gpt2().eval()
+        optimizer = torch.optim.AdamW(alone.parameters(), 0.01)
+        for each in (once, twice):
+            alone(input_ids=TOKENS[:2], labels=TOKENS[:2]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(each[0], dict(alone.state_dict()), **CLOSE)
+
+
+def test_a_save_that_fails(world, folder):
+    """On rank 0, before it comes to the hooks: every rank raises, and the next save is whole."""
+    from hpctrain.integrations.accelerate import GridAccelerator
+
+    accelerator, called = GridAccelerator(ht.Grid(tensor=2)), []
+    accelerator.prepare(ht.parallelize(gpt2(), accelerator.grid))
+    accelerator.register_save_state_pre_hook(lambda models, weights, to: called.append(to))
+    file = folder / "file"
+    if accelerator.grid.rank == 0:
+        file.touch()
+    world.Barrier()
+    with pytest.raises((OSError, ValueError), match="File exists: .*file"):
+        accelerator.save_state(file)
+    assert not called
+    accelerator.save_state(folder / "saved")
+    assert called == [folder / "saved"]
+
+
+def test_who_does_what_with_accelerate(world, folder):
+    from hpctrain.integrations.accelerate import GridAccelerator
+
+    accelerator = GridAccelerator(ht.Grid(tensor=2), log_with="tensorboard", project_dir=folder)
+    done = []
+    accelerator.on_main_process(done.append)("main")
+    accelerator.on_last_process(done.append)("last")
+    accelerator.on_process(process_index=1)(done.append)("second")
+    accelerator.on_local_main_process(done.append)("local")
+    accelerator.on_local_process(done.append, local_process_index=1)("second here")
+    assert done == [["main", "local"], ["last", "second", "second here"]][world.rank]
+    with accelerator.main_process_first():
+        assert (folder / "first").exists() == (world.rank > 0)
+        (folder / "first").touch()
+    assert len(accelerator.log_with) == (world.rank == 0)
+    assert not accelerator.check_trigger()
+    if world.rank == 1:
+        accelerator.set_trigger()
+    assert [accelerator.check_trigger() for _ in range(2)] == [True, False]
+
+
 def test_grids_that_are_refused(world, folder):
     from hpctrain.integrations.accelerate import GridAccelerator
 
@@ -125,6 +227,10 @@ def test_grids_that_are_refused(world, folder):
     accelerate.PartialState().num_processes = 2
     with pytest.raises(ValueError, match="started torch.distributed for 2 processes, .*; leave out cpu=True, use_cpu"):
         GridAccelerator(ht.Grid(tensor=2))
+    accelerate.state.AcceleratorState._reset_state(True)
+    with pytest.raises(ValueError, match="save_on_each_node=True: rank 0 alone has the whole weights"):
+        each_node = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
+        GridAccelerator(ht.Grid(tensor=2), project_config=each_node)
 
 
 # transformers ------------------------------------------------------------
@@ -176,6 +282,22 @@ def test_workers_of_a_trainer(world, folder):
     trainer = GridTrainer(ht.parallelize(gpt2(), grid), arguments, train_dataset=DATA, grid=grid)
     assert trainer.args.process_index == grid.rank
     assert trainer.get_train_dataloader().worker_init_fn.keywords == {"num_workers": 1, "rank": 0}
+
+
+def test_what_a_trainer_refuses(world, folder):
+    from transformers import TrainingArguments
+
+    from hpctrain.integrations.transformers import GridTrainer
+
+    grid = ht.Grid(tensor=2)
+    make = lambda **options: TrainingArguments(folder, report_to=[], **options)  # noqa: E731
+    with pytest.raises(ValueError, match="the weight 'transformer.wte.weight' is of a layer that was added after"):
+        GridTrainer(gpt2(), make(), train_dataset=DATA, grid=grid)
+    for option in ("save_on_each_node", "enable_jit_checkpoint"):
+        with pytest.raises(ValueError, match=f"{option}=True: "):
+            GridTrainer(ht.parallelize(gpt2(), grid), make(**{option: True}), train_dataset=DATA, grid=grid)
+    trainer = GridTrainer(ht.parallelize(gpt2(), grid), make(max_steps=1), train_dataset=Stream(), grid=grid)
+    assert sum(len(batch["input_ids"]) for batch in trainer.get_train_dataloader()) == len(DATA)
 
 
 # Lightning ------------------------------------------------------------
@@ -246,6 +368,13 @@ def test_lightning(world, folder, tmp_path_factory):
     assert GridStrategy(grid).is_global_zero == (grid.rank == 0)  # who writes files
     with pytest.raises(ValueError, match="Lightning gives every rank the same batches, got data=2"):
         GridStrategy(ht.Grid(data=2))
+    with pytest.raises(ValueError, match=r"the weight 'model\..* is of a layer that was added after parallelize"):
+        lightened(make(), folder, steps=0, strategy=GridStrategy(grid))  # before the first step
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    with pytest.raises(ValueError, match="turn that off by plugins=.SLURMEnvironment.auto_requeue=False.. of the Tra"):
+        environment = SLURMEnvironment()
+        lightened(ht.parallelize(make(), grid), folder, strategy=GridStrategy(grid), plugins=[environment])
 
 
 def without_dropout(module):

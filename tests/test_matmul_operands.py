@@ -137,3 +137,37 @@ def test_a_block_of_other_sizes_is_not_gathered(world):
     mm.bind(8, 6, 4)
     with pytest.raises(ValueError, match=r"cannot be gathered from one of .*call bind\(m, k, n\)"):
         mm.gather_c(c)
+
+
+def test_blocks_made_otherwise(world):
+    """Arrays are taken as whole ones are; numbers that no product is of are refused."""
+    A, B = whole(4, 6), whole(6, 8, seed=1)
+    mm = matmul.Agarwal(Grid(tensor=(world.size, 1, 1)).tensor)
+    mm.bind(4, 6, 8)
+    a, b = A[mm.slices("a", 4, 6)].contiguous(), B[mm.slices("b", 6, 8)].contiguous()
+    c = mm(a.numpy(), b.numpy())
+    close(mm.gather_c(c.numpy()), A @ B)
+    for call in (lambda: mm(a, b.cdouble()), lambda: mm(a.cdouble(), b)):
+        with pytest.raises(ValueError, match="must be of real numbers, got torch.complex128; multiply its real and"):
+            call()
+    with pytest.raises(ValueError, match="C must be a tensor, or an array of .*, got a list"):
+        mm.gather_c([1.0])
+
+
+def test_blocks_are_no_views(world):
+    """A rank may write to them, and the whole matrix need not stay, on every grid."""
+    for _, mm in products(world, "shared memory"):
+        A, B = whole(4, 6), whole(6, 8)
+        kept = A.clone(), B.clone()
+        for block in (mm.scatter_a(A), mm.scatter_b(B), *mm.scatter(A[None], B[None])):
+            assert block.untyped_storage().nbytes() == block.nbytes
+            block.zero_()
+        assert torch.equal(A, kept[0])
+        assert torch.equal(B, kept[1])
+
+
+def test_autocast_is_refused(world):
+    mm = matmul.Agarwal(Grid(tensor=world.size).tensor)
+    a, b = mm.scatter(whole(4, 6).float(), whole(6, 8).float())
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="in the type of its blocks, got .* torch.autocast: le"):
+        mm(a, b)

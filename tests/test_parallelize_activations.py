@@ -263,6 +263,10 @@ def test_refused(world):
             ValueError, match=f"line .* of .*{__name__}.py: {what} of an activation of which every rank"
         ):
             model(numbers(2, 5, 8))
+    model = ht.parallelize(Curious(lambda self, h: (h, self.second(h))).double(), grid, **SHARDED)
+    for given in model(numbers(2, 5, 8)):
+        with pytest.raises(ValueError, match=f"line .* of .*{__name__}.py: retain_grad of an activation"):
+            given.retain_grad()
     with pytest.raises(ValueError, match="shard_activations must be True or False, got 1"):
         ht.parallelize(MLP(), grid, shard_activations=1)
 

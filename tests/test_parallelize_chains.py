@@ -86,6 +86,18 @@ def test_modules_one_by_one(world):
         compare(lambda: nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3)), grid, [numbers(4, 5)], run)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("register", ["forward", "full_backward_pre"])
+def test_hooks_on_all_modules(world, register):
+    model = ht.parallelize(nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3)), ht.Grid(tensor=2))
+    hook = getattr(nn.modules.module, f"register_module_{register}_hook")(lambda *given: None)
+    try:
+        with pytest.raises(ValueError, match="on all modules would be shown parts of the activations"):
+            model(torch.ones(2, 5))
+    finally:
+        hook.remove()
+
+
 def test_shared_layer(world):
     def make():
         layer = nn.Linear(6, 6)

@@ -136,6 +136,7 @@ REFUSED = {
     "sum along a dim": lambda g: g.sum(0),
     "norm along a dim": lambda g: torch.norm(g, dim=-1),
     "nuclear norm": lambda g: torch.linalg.norm(g, "nuc"),
+    "matrix norm": lambda g: torch.linalg.norm(g, 1),
     "product": lambda g: g.detach() @ g.T,
     "inner product": lambda g: torch.dot(g.view(-1), g.flatten()),
     "row": lambda g: g[:1],
@@ -258,6 +259,38 @@ def test_replicas_that_are_not_summed(world):
                 )
             ht.sync_gradients(model)
             call()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("zero", [None, 0])
+def test_gradients_that_are_there_before_backward(world, zero):
+    """Zeros that a script made know of their grid, and of the replicas'."""
+    for sizes in GRIDS[world.size]:
+        grid, serial, found = ht.Grid(**sizes), network(), []
+        model = ht.parallelize(copy.deepcopy(serial), grid, replicate=["gate"], zero=zero)
+        replicas = 1 if zero is None else grid.data.size
+        for m, where in ((serial, None), (model, grid)):
+            for p in m.parameters():
+                p.grad = torch.zeros_like(p)
+            optimizer, scaler = torch.optim.SGD(m.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=1.0)
+            scaler.scale(torch.zeros(()))
+            scaler.unscale_(optimizer)
+            backward(m, where, 0, zero is None, lambda loss, times=replicas if where else 1: loss * times)
+            found.append(nn.utils.clip_grad_norm_(m.parameters(), 0.1))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("sizes", "zero"), [({"tensor": 2}, None), ({"data": 2}, 1)])
+def test_a_norm_that_is_no_number(world, sizes, zero):
+    """All gradients become none, as torch's function makes them."""
+    torch.manual_seed(0)
+    model = ht.parallelize(nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)]), ht.Grid(**sizes), zero=zero)
+    x = torch.ones(2, 3)
+    (model[0](x).sum() + math.nan * model[1](x).sum()).backward()
+    assert ht.clip_grad_norm_(model, 1.0).isnan()
+    for p in model.parameters():
+        assert p.grad.as_subclass(torch.Tensor).isnan().all()
 
 
 def test_weights_that_thaw(world):

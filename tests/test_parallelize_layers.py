@@ -5,6 +5,7 @@ import torch
 from parallelize_checks import compare, held_once, numbers, tensor_grids
 from test_parallelize_refusals import on_every_rank
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import hpctrain as ht
 
@@ -41,6 +42,10 @@ CASES = {  # what: (module, shapes of its inputs, how it is called)
     "transposed of groups": (lambda: nn.ConvTranspose3d(6, 9, 2, groups=3), [(2, 6, 2, 3, 2)], None),
     "bilinear": (lambda: nn.Bilinear(3, 2, 5), [(4, 2, 3), (4, 2, 2)], None),
     "bilinear of one": (lambda: nn.Bilinear(3, 2, 1, bias=False), [(4, 3), (4, 2)], None),
+    "linear by name": (lambda: nn.Linear(3, 5), [(4, 3)], lambda m, x: m(input=x)),
+    "convolution by name": (lambda: nn.Conv2d(3, 5, 2), [(2, 3, 4, 5)], lambda m, x: m(input=x)),
+    "transposed by name": (lambda: nn.ConvTranspose1d(3, 4, 2), [(2, 3, 4)], lambda m, x: m(input=x)),
+    "GPT-2's by name": (lambda: Conv1D(5, 3), [(4, 3)], lambda m, x: m(x=x)),
     "bag": (bag("mean"), [], in_bags),
     "bag of one feature": (bag("sum", 1), [], in_bags),
     "bag of the largest": (bag("max"), [], in_bags),
@@ -64,6 +69,15 @@ def test_several_calls(world):
     for grid in tensor_grids(world):
         model = compare(lambda: nn.LSTM(5, 3), grid, [numbers(4, 2, 5)], lambda m, x: (m(x)[0], m(2 * x)[0]))
         assert all(any(weight is p for p in model.parameters()) for weight in model._flat_weights)
+
+
+@pytest.mark.ranks(2)
+def test_weights_are_not_laid_out_for_cudnn(world, monkeypatch):
+    """As on a GPU, of the sizes of the whole."""
+    model, x = nn.LSTM(5, 3), numbers(4, 2, 5)
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda self: pytest.fail("of parts"))
+    ht.parallelize(model, ht.Grid(tensor=2)).double()(x)
+    model.flatten_parameters()
 
 
 @pytest.mark.ranks(2)

@@ -79,6 +79,28 @@ def test_no_rank_makes_a_whole_weight(world):
         assert part <= largest.numel <= max(part, 2**20)  # numbers are drawn a million at a time
 
 
+@pytest.mark.ranks(2)
+def test_hugging_face_within(world):
+    """Each model draws by the configuration of its own, and the rest as torch does."""
+    transformers = pytest.importorskip("transformers")
+
+    def make():
+        gpt2 = transformers.GPT2Config(
+            n_layer=2, n_embd=48, n_head=4, n_positions=32, vocab_size=211, initializer_range=0.1
+        )
+        opt = transformers.OPTConfig(
+            num_hidden_layers=1, hidden_size=48, ffn_dim=64, num_attention_heads=4, vocab_size=211,
+            max_position_embeddings=32, word_embed_proj_dim=48, init_std=0.1,
+        )  # fmt: skip
+        models = {"gpt2": transformers.GPT2Model(gpt2), "opt": transformers.OPTModel(opt)}
+        return nn.ModuleDict({**models, "head": nn.Linear(48, 211)})
+
+    torch.manual_seed(1)
+    reference = make()
+    grid = ht.Grid(tensor=2)
+    check_distributions(gathered_on_all(build(grid, make), grid), reference.state_dict())
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_hugging_face(world, name):
     transformers = pytest.importorskip("transformers")

@@ -1,6 +1,7 @@
 """Code of one's own that meets the parts of weights and gradients: what it makes is of the whole, or is refused."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -175,6 +176,15 @@ REFUSED = {
     "item of the gradient": lambda w: w.grad.item(),
     "a whole of the gradient": lambda w: w.grad.T + torch.ones(6, 9),
     "shape of a part": lambda w: nn.init.xavier_uniform_(w.data),
+    "unique of the weight": lambda w: torch.unique(w.data, return_counts=True),
+    "cummax of the gradient": lambda w: w.grad.cummax(0),
+    "__contains__ of the weight": lambda w: 0.5 in w.data,
+    "numel of several gradients": lambda w: torch.cat([w.grad.flatten(), w.grad.flatten()]).numel(),
+    "a whole of the weight": lambda w: w.data.flatten().nonzero(as_tuple=True),
+    "a whole of the gradient of '0.weight'": lambda w: (w.grad.flatten() * w.grad.t().flatten()).sum(),
+    "numpy of the weight": lambda w: types.FunctionType(
+        (lambda x: x.detach().cpu().numpy()).__code__, {"__name__": "torch.utils.tensorboard._convert_np"}
+    )(w),
     "is_grads_batched": lambda w: torch.autograd.grad(
         (w * w).sum(), w, torch.ones(2, dtype=w.dtype), is_grads_batched=True
     ),
@@ -188,6 +198,45 @@ def test_refused(world, text):
     loss(model).backward()
     with pytest.raises(ValueError, match=text):
         REFUSED[text](model[0].weight)
+
+
+@pytest.mark.ranks(2)
+def test_a_transposed_part_that_is_square(world):
+    """Has the shape of the part, and not its elements; a view that was taken back has them."""
+    model = ht.parallelize(nn.Linear(2, 4), ht.Grid(tensor=2))
+    loss = model(torch.ones(1, 2)).square().sum()
+    loss.backward()
+    gradient = model.weight.grad
+    with pytest.raises(ValueError, match="a whole of the gradient"):
+        gradient.T + torch.ones(2, 4)
+    assert (gradient.view(-1).view(2, 2) + torch.ones(4, 2)).shape == (4, 2)
+    torch.testing.assert_close((gradient.T * gradient.T).sum(), gradient.norm() ** 2)
+
+
+@pytest.mark.ranks(2)
+def test_weights_divided_in_two_ways(world):
+    """Parts of one shape, of other rows of the whole."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=11)
+    torch.manual_seed(3)
+    plain = [transformers.GPT2LMHeadModel(config).double() for _ in range(2)]
+    how = [{}, {"replicate": ["*.attn.c_proj"]}]
+    models = [ht.parallelize(copy.deepcopy(m), ht.Grid(tensor=2), **options) for m, options in zip(plain, how)]
+    path = "transformer.h.0.attn.c_attn.weight"
+    ours, theirs = (m.get_parameter(path) for m in models)
+    assert ours.sharding.local_shape == theirs.sharding.local_shape
+    assert ours.sharding.counts != theirs.sharding.counts
+    with pytest.raises(ValueError, match="is divided over ranks in another way"), torch.no_grad():
+        torch._foreach_lerp_([ours], [theirs], 0.5)
+    found = []
+    for mean, p in ([m.get_parameter(path) for m in plain], (ours, theirs)):
+        with torch.no_grad():
+            far = (mean - p).norm() + (mean.data * p.data).sum()
+            mean.lerp_(p, 0.25)
+            p.data = mean.data
+        found += [far + 0 * mean.norm(), (mean + 0).detach(), (p + 0).detach()]
+    for got, expected in zip(found[3:], found[:3]):
+        torch.testing.assert_close(got.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor), **CLOSE)
 
 
 def test_a_forward_that_is_replaced_afterwards(world):

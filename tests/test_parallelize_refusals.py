@@ -94,6 +94,12 @@ def test_every_offender_is_named(world):
             {},
         ),
         (network, r"replicate: no module has the path or type 'LSMT'", {"replicate": ["LSMT"]}),
+        (
+            network,
+            "replicate must list paths or names of types, as strings, got the type LSTM",
+            {"replicate": [nn.LSTM]},
+        ),
+        (network, "list paths or names of types, as strings, got a Linear", {"replicate": [nn.Linear(2, 2)]}),
         (network, r"replicate must be a list of paths or types, got 'LSTM'; write \['LSTM'\]", {"replicate": "LSTM"}),
     ],
 )
@@ -118,6 +124,14 @@ def test_weights_that_differ_between_ranks(world):
         return model
 
     on_every_rank(world, make, rf"differs between ranks 0 and {world.size - 1}, first in '1\.bias'; call torch\.manual")
+
+    def graph(rank=world.rank):
+        model = nn.Linear(2, 2)
+        model.register_buffer("edges", torch.eye(3).index_fill(0, torch.tensor([rank]), 0.5).to_sparse())
+        return model
+
+    on_every_rank(world, graph, rf"differs between ranks 0 and {world.size - 1}, first in 'edges'")
+    assert ht.parallelize(graph(0), ht.Grid(tensor=world.size)).edges.is_sparse
 
 
 @pytest.mark.ranks(2, 4)

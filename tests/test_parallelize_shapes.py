@@ -148,10 +148,36 @@ def stacked(p):
     p.mul_(torch.stack([p.grad, p.data]).norm())
 
 
+@torch.no_grad()
+def into_the_weight(p):
+    torch.add(of(p), of(p, 4), out=p)
+    torch.mul(p.grad, of(p, 5), out=p.grad)
+    torch.add(p.data, p.grad, out=p.data)
+    torch.sub(p.data, of(p, 6), out=p)
+    torch.mul(p, of(p, 7), out=p.data)
+    if p.dim() == 2:
+        torch.triu(p.data, out=p.data)
+        torch.tril(p.data, 1, out=p)
+
+
+@torch.no_grad()
+def pruned(p):
+    p.data[(p.data.abs() < 0.2).nonzero(as_tuple=True)] = 0.0
+    p.data[torch.where(p.data > 0.3)] = 0.3
+    p.mul_(1 + len((p.grad.abs() < 1.0).nonzero()))
+    p.add_(torch.cat([p.data, p]).sum() + p.grad.abs().frexp()[1].sum())
+
+
+@torch.no_grad()
+def gradient_replaced(p):
+    p.grad.data = of(p)
+    p.sub_(p.grad, alpha=0.1)
+
+
 CASES = [
     exponential_average, copied, stepped, towards, towards_it, data_towards, data_changed, noise_in_gradients,
     noise_on_gradients, noise_of_the_shape, noise_of_the_size, mean_by_the_number, state_of_the_shape, masked, decayed,
-    centred, triangular, rows_set, drawn_around, stacked,
+    centred, triangular, rows_set, drawn_around, stacked, into_the_weight, pruned, gradient_replaced,
 ]  # fmt: skip
 
 

@@ -229,6 +229,32 @@ def test_averages(world):
         torch.testing.assert_close(gathered, states, **CLOSE)
 
 
+def test_a_gathered_state_is_a_copy(world):
+    """Statistics too, of the weights that it has."""
+    grid = ht.Grid(tensor=2)
+    model = ht.parallelize(network(), grid)
+    best = ht.gather_state_dict(model)
+    before = copy.deepcopy(best)
+    step(model, sgd(model), 0)
+    torch.testing.assert_close(best, before, rtol=0, atol=0)
+
+
+class Counted(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        self.loaded = state
+
+
+def test_extra_state(world):
+    """Of a module, which need not be a tensor."""
+    model = ht.parallelize(nn.Sequential(Counted(3, 4)), ht.Grid(tensor=2))
+    gathered = world.bcast(ht.gather_state_dict(model))
+    model.load_state_dict(gathered)
+    assert model[0].loaded == gathered["0._extra_state"] == {"calls": 3}
+
+
 def test_a_file(world):
     grid = ht.Grid(tensor=2)
     model, file = ht.parallelize(network(), grid), io.BytesIO()

@@ -219,6 +219,7 @@ def test_rule(world, attention):
         (lambda a: None, r"its rule must give an hpctrain\.convert\.Split, got None"),
         (lambda a: ht.convert.Split([a.qkv], []), "must name nn.Linear layers as columns and as rows"),
         (lambda a: ht.convert.Split([a.qkv], [a.back], unit=5), "12 features in units of 5, which do not divide"),
+        (lambda a: ht.convert.Split([a.qkv], [a.back], unit=0), "units of at least 1 feature, got unit=0"),
         (lambda a: ht.convert.Split([a.qkv], [a.back], 2, ["heads"]), "says that heads is 6, the number of units"),
         (lambda a: ht.convert.Split([a.qkv], [a.back, a.qkv]), "rows that do not all take 12 features"),
         (lambda a: ht.convert.Split([a.qkv], [a.back], dropouts=[a.qkv]), "nn.Dropout layers as dropouts"),

@@ -95,6 +95,34 @@ def test_updates(world, update, zero):
             torch.testing.assert_close(gathered, dict(serial.state_dict()), **CLOSE)
 
 
+def by_assigning(p):
+    p.grad = p.grad.clamp(-1, 1)
+
+
+NOT_LINEAR = {
+    "clamped": by_assigning,
+    "signs": lambda p: p.grad.copy_(p.grad.sign()),
+    "square": lambda p: p.grad.mul_(p.grad),
+    "by lists": lambda p: torch._foreach_mul_([p.grad], [p.grad]),
+    "where": lambda p: p.grad.masked_fill_(p.grad > 1, 1.0),
+    "absolute": lambda p: p.grad.abs_(),
+    "power": lambda p: p.grad**2,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", NOT_LINEAR)
+def test_what_is_not_linear(world, case):
+    """Of the sum it is something else than the sum of what it is of each."""
+    grid, _, model = both({"data": 2}, None)
+    backward(model, grid)
+    with pytest.raises(ValueError, match=r"not summed yet; call ht.sync_gradients\(model\) after"):
+        NOT_LINEAR[case](model.first.weight)
+    model.first.weight.grad.mul_(0.5).masked_fill_(torch.eye(6, 4) > 0, 0.0).add_(model.first.weight.grad)
+    ht.sync_gradients(model)
+    NOT_LINEAR[case](model.first.weight)
+
+
 def test_norms_of_gradients_that_one_replica_has(world):
     """After the sum all have them, as parts of which torch takes the norm of the whole."""
     for sizes in GRIDS[world.size]:
@@ -134,12 +162,29 @@ def test_gradients_that_are_cleared_by_hand(world, made_by, clear):
     torch.testing.assert_close(norms[0], norms[1], rtol=0, atol=0)
 
 
-def test_hooks_that_would_see_one_replica(world):
+@pytest.mark.parametrize("zero", [None, 0, 1])
+def test_hooks_that_would_see_one_replica(world, zero):
+    """Be it in a loop of one's own, or of a trainer's."""
     for sizes in GRIDS[world.size]:
-        _, _, model = both(sizes, 0)
+        grid, _, model = both(sizes, zero)
+        if zero is None:
+            ht.Trainer(model, grid, torch.optim.SGD(model.parameters(), 0.1), loss=loss_of)
         for p in (model.norm.weight, model.first.weight):
             with pytest.raises(ValueError, match=r"hook on its gradient, which would see that of one replica's batch"):
                 p.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_copies_of_the_model(world, zero):
+    """Nobody sums their gradients."""
+    for sizes in GRIDS[world.size]:
+        grid, _, model = both(sizes, zero)
+        copied = copy.deepcopy(model)
+        backward(copied, grid)
+        optimizer = torch.optim.SGD(copied.parameters(), 0.1)
+        for use in (optimizer.step, lambda copied=copied: nn.utils.clip_grad_norm_(copied.parameters(), 0.1)):
+            with pytest.raises(ValueError, match="the gradients of the replicas are not summed yet"):
+                use()
 
 
 @pytest.mark.parametrize("zero", [None, 0, 1])

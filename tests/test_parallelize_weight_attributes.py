@@ -22,6 +22,7 @@ def test_the_part(world):
     assert weight.shape == (6, 5)
     assert weight.numel() == 30
     assert len(weight) == weight.size(0) == 6
+    assert weight.nbytes == weight.data.nbytes == 6 * 5 * 8
     assert weight.data.shape == torch.zeros_like(weight).shape == (6, 5)
     assert torch.zeros_like(weight).as_subclass(torch.Tensor).shape == (rows, 5)
     model(IDS).sum().backward()
@@ -29,6 +30,10 @@ def test_the_part(world):
     assert weight.grad.as_subclass(torch.Tensor).shape == (rows, 5)
     again = torch.autograd.grad(model(IDS).sum(), [weight])[0]
     torch.testing.assert_close(again, weight.grad, **CLOSE)
+    columns = ht.parallelize(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3)), ht.Grid(tensor=world.size))
+    weight = columns[2].weight
+    assert weight.stride() == weight.data.stride() == (8, 1)
+    assert weight.stride(0) == 8
 
 
 def test_hooks_and_attributes(world):

@@ -65,7 +65,7 @@ class Detached(Body):
     def forward(self, ids):
         self.second.bias.data.mul_(0.5).add_(self.norm.bias.data, alpha=0.5)
         self.second.bias.data = 0.5 * self.second.bias.data + self.norm.bias.data
-        self.filter.bias.data[1] = self.first.bias.detach().max()
+        self.filter.bias.data[1] = self.first.bias.detach().std()
         h = F.linear(self.table(ids), self.first.weight.detach())
         return self.body(ids) + h.sum() * self.table.weight.data.norm() / len(self.first.weight.data)
 
@@ -206,6 +206,7 @@ def test_whole_weights_of_the_module_in_apply(world):
 
 WRITES = {
     "a view": (lambda m: m.table.weight[2].fill_(0), r"fill_ writes to a view of a weight .* would be lost"),
+    "into a view": (lambda m: torch.add(torch.ones(5), 1, out=m.table.weight[2]), r"add writes to a view of a weight"),
     "transposed": (lambda m: m.first.weight.t().zero_(), r"zero_ writes to a view of a weight"),
     "by shape": (lambda m: nn.init.xavier_normal_(m.first.weight), r"xavier_normal_ would take the shape of a part"),
     "orthogonal": (lambda m: nn.init.orthogonal_(m.first.weight), r"orthogonal_|writes to a view of a weight"),

@@ -12,7 +12,7 @@ from hpctrain import rank_gradient
 from hpctrain.convert.gradients import NOT_SUMMED, PartialGradient
 from hpctrain.convert.part import Part
 from hpctrain.grid import Grid
-from hpctrain.parameter import on_arrival, shard_of
+from hpctrain.parameter import annotate, on_arrival, shard_of
 from hpctrain.rank_gradient import RankGradient, as_tensors
 
 
@@ -36,17 +36,14 @@ def mark_gradients(model: torch.nn.Module, grid: Grid, complete: Callable[[], No
 
 
 def mark_copy(copied: torch.nn.Parameter, original: torch.nn.Parameter) -> None:
-    """As the original's; nobody averages those of a copy."""
-    marker = vars(original).get("arrival")
+    """As the original's without a strategy; nobody averages those of a copy."""
+    marker = vars(original).get("unmanaged")
     if isinstance(marker, Marker):
         _mark(copied, Marker(dataclasses.replace(marker.part, complete=None), marker.summed))
 
 
 def _mark(parameter, marker):
-    trained = parameter.requires_grad
-    parameter.requires_grad_(True)  # a hook on a frozen one is refused; it may be trained later
-    on_arrival(parameter, marker)
-    parameter.requires_grad_(trained)
+    on_arrival(annotate(parameter, unmanaged=marker), marker)
 
 
 class Marker:
@@ -61,18 +58,15 @@ class Marker:
         with as_tensors():  # not by way of the weight's torch functions, which take longer than all of this
             gradient = parameter.grad
             if type(gradient) is not PartialGradient:
-                gradient = gradient.as_subclass(PartialGradient)
-                gradient.part = self.part
-                parameter.grad = gradient
+                gradient = parameter.grad = gradient.as_subclass(PartialGradient)
+            gradient.part = self.part
         gradient.summed = self.summed
 
 
 def mark_made(parameter: torch.nn.Parameter) -> None:
     """Its gradient, that no backward left there, as backward's would be."""
-    for name in ("arrival", "unmanaged"):
-        marker = vars(parameter).get(name)
-        if marker is not None and (name == "unmanaged" or isinstance(marker, Marker)):
-            marker(parameter)
+    if (marker := vars(parameter).get("unmanaged")) is not None:
+        marker(parameter)
 
 
 # For code of ours, which knows of parts ------------------------------------------------------------------------------

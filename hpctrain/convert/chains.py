@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hpctrain.convert.dropout import drop
+from hpctrain.convert.hooks import check_global_hooks
 from hpctrain.convert.plain import POINTWISE, is_hooked, is_plain
 from hpctrain.convert.products import SplitLinear, pair_pays, split_linear
 
@@ -32,6 +33,8 @@ class Chained(nn.Sequential):
         for position, module in enumerate(self):
             before, after = self.divided.get(position - 1), self.divided.get(position)
             if isinstance(module, SplitLinear):
+                if before is None and module.axis.size > 1:
+                    check_global_hooks()
                 x = module.run(x, enters=before is None, leaves=after is None)
             elif before and isinstance(module, nn.Dropout):
                 x = drop(x, module, *before)

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from hpctrain import comm
@@ -23,7 +24,7 @@ from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
 from hpctrain.convert.replica_buffers import watch_buffers
 from hpctrain.convert.sequence import CutSequences, check_sequence
 from hpctrain.convert.sequence_dropout import CurrentSpans, use_whole_masks
-from hpctrain.convert.sharded_activation import whole
+from hpctrain.convert.sharded_activation import handed_out
 from hpctrain.convert.spread_experts import SpreadPretrained
 from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp, refuse_other_weights
 from hpctrain.digest import digest
@@ -55,7 +56,7 @@ def divide(
         raise ValueError(f"shard_activations must be True or False, got {shard_activations!r}")
     comm.start_watchdog(grid)
     meta = any(parameter.is_meta for parameter in model.parameters())
-    with comm.together(grid.comm):
+    with comm.together(grid.world):
         if hasattr(model, "hpctrain_grid"):
             raise ValueError("the model is already parallelized")
         check_model(model)
@@ -64,9 +65,9 @@ def divide(
         _check_equal(model, grid)
         from hpctrain.convert.pipeline import PipelineStages  # with schedules, partitioners and more
 
-        with comm.together(grid.comm):
+        with comm.together(grid.world):
             stages = PipelineStages(model, grid, pipeline, layers_per_stage, shard_activations)
-    with comm.together(grid.comm):
+    with comm.together(grid.world):
         plan = Plan(model, grid, chosen_modules(model, replicate), shard_activations)
         decide(model, plan, None if stages is None else stages.trunk)
         if zero is not None and grid.data.size > 1 and plan.spreads:
@@ -89,7 +90,7 @@ def divide(
     if stages is None:
         _check_equal(model, grid)
     key = drawn_key(grid, None) if meta else None
-    with comm.together(grid.comm):
+    with comm.together(grid.world):
         plan.apply(key)
         for module in model.modules():
             give_buffers(module)
@@ -143,6 +144,9 @@ def chosen_modules(model: nn.Module, replicate: Sequence[str]) -> set[nn.Module]
         raise ValueError(f"replicate must be a list of paths or types, got {replicate!r}; write [{replicate!r}]")
     chosen: set[nn.Module] = set()
     for entry in replicate:
+        if not isinstance(entry, str):
+            got = f"the type {entry.__name__}" if isinstance(entry, type) else f"a {type(entry).__name__}"
+            raise ValueError(f"replicate must list paths or names of types, as strings, got {got}")
         found = [
             module
             for path, module in model.named_modules()
@@ -156,7 +160,8 @@ def chosen_modules(model: nn.Module, replicate: Sequence[str]) -> set[nn.Module]
 
 def _check_equal(model, grid):
     """Every rank must bring the same weights: of a mixture nobody would know."""
-    mine = {name: _fingerprint(tensor) for name, tensor in model.state_dict().items()}
+    state = model.state_dict().items()
+    mine = {name: _fingerprint(x) for name, x in state if isinstance(x, torch.Tensor)}  # not of get_extra_state()
     everyone = grid.comm.allgather(mine)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
@@ -168,8 +173,14 @@ def _check_equal(model, grid):
 
 
 def _give_whole(model, arguments, output):
-    return whole(output)
+    return handed_out(output)
 
 
 def _fingerprint(tensor):
-    return tuple(tensor.shape) if tensor.is_meta else (*tensor.shape, int(digest(tensor)))
+    if tensor.is_meta:
+        return tuple(tensor.shape)
+    parts = [tensor]
+    if tensor.layout != torch.strided:
+        sparse = tensor.to_sparse().coalesce()
+        parts = [sparse.indices(), sparse.values()]
+    return (*tensor.shape, *(int(digest(part)) for part in parts))

@@ -16,7 +16,7 @@ _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floor
 
 
 class GatheredCopy(torch.Tensor):
-    """A whole weight, and views of it.
+    """A whole weight, or a part that zero=3 frees again, and views of it.
 
     Raises:
         ValueError: for operations in place.
@@ -27,7 +27,7 @@ class GatheredCopy(torch.Tensor):
         args, kwargs = whole((args, kwargs or {}))
         with local():
             first = next(iter(tree_leaves((args, kwargs))), None)
-            if writes(func.__name__) and isinstance(first, cls):
+            if isinstance(kwargs.get("out", first if writes(func.__name__) else None), cls):
                 raise ValueError(
                     f"{place()}: {func.__name__} writes to a view of a weight that is divided over ranks, and would be"
                     " lost; write to the weight itself (weight[index] = value), or do it before parallelize"

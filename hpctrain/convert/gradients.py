@@ -9,7 +9,6 @@ over the ranks; all ranks call them, as they run the same script.
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -19,16 +18,20 @@ from torch.utils._pytree import tree_leaves
 from hpctrain import comm
 from hpctrain.convert import function_kinds as kinds
 from hpctrain.convert.gathered_copy import writes
+from hpctrain.convert.over_parts import agree_on_overflow, all_agree, norms_of_all
 from hpctrain.convert.part import Part, name_of
 from hpctrain.convert.refusals import caller, unpicklable
 from hpctrain.convert.sharding import ATTRIBUTES, POINTWISE, Sharding
 from hpctrain.convert.whole_operands import (
     OF_SHAPE,
     RANDOM,
+    TRANSPOSED,
     apply_to_whole,
     asks_shape,
     foreign,
+    has_tensors,
     lies_as_weight,
+    own_part,
     refuse_initial,
     whole_shape,
 )
@@ -38,7 +41,7 @@ NOT_SUMMED = (
     "the gradients of the replicas are not summed yet; call ht.sync_gradients(model) after the last backward, before {}"
     ", or average them with zero=0 of ht.parallelize"
 )
-_DATA = ATTRIBUTES["data"].__get__
+_DATA, _SET_DATA = ATTRIBUTES["data"].__get__, ATTRIBUTES["data"].__set__
 
 
 class PartialGradient(RankGradient):
@@ -50,14 +53,14 @@ class PartialGradient(RankGradient):
     Attributes:
         part: see `Part`; None of several gradients put together.
         summed: over the replicas.
-        in_place: whether the elements lie as in the weight, not transposed, say.
+        moved: by what the elements do not lie in the order in which they do in the weight, such as transpositions.
 
     Raises:
         ValueError: when something else is made of it, or, on a grid with replicas, before their gradients are summed.
     """
 
     part: Part | None = None
-    in_place = True
+    moved: tuple = ()
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
@@ -80,7 +83,9 @@ class PartialGradient(RankGradient):
                 complete(name, late)
             for each in late:
                 _complete_replicas(each)
-        if name in kinds.NOT_LINEAR:
+            if function == _SET_DATA:
+                arguments = arguments[0], own_part(*arguments)
+        if name in kinds.NOT_LINEAR or (name in kinds.PRODUCTS and _are_several(arguments, options)):
             complete(name, unsummed(arguments))
         if (by_others or name in RANDOM) and foreign(function, arguments, options, cls):
             refuse_initial(sys._getframe(1))
@@ -95,37 +100,44 @@ class PartialGradient(RankGradient):
         with as_tensors():
             result = function(*arguments, **options)
             if name == "_amp_foreach_non_finite_check_and_unscale_":
-                _agree_on_overflow(arguments)
+                known = (g.part for g in arguments[0] if isinstance(g, PartialGradient) and g.part)
+                agree_on_overflow(arguments[1], next(part.grid for part in known if part.grid is not None))
             if name in kinds.COMPARED:
-                return _all_agree(result, _first(arguments, options))
+                return all_agree(result, _first(arguments, options).part)
             if by_others and name.startswith("_foreach_") and isinstance(result, tuple):
                 rows = zip(*(given for given in arguments if isinstance(given, (list, tuple))))
                 sources = [next((x for x in row if isinstance(x, PartialGradient)), None) for row in rows]
-                return [x if source is None else _inherit(name, x, source) for x, source in zip(result, sources)]
-            if type(result) is not torch.Tensor or name in kinds.UNTYPED or (name in kinds.PLAIN and not by_others):
+                return [x if source is None else _inherit(function, x, source) for x, source in zip(result, sources)]
+            several = type(result) is not torch.Tensor
+            if several and not (by_others and has_tensors(result)):
+                return result
+            if name in kinds.UNTYPED or (name in kinds.PLAIN and not by_others):
                 return result
             if any(result is given for given in (*arguments, *options.values())):  # changed in place
                 return result
             source = _first(arguments, options)
-            if source.part is not None and source.part.divided and source.part.sharding is not None:
-                if name in kinds.SIZED:
+            divided = source.part is not None and source.part.divided and source.part.sharding is not None
+            if divided and name in kinds.SIZED:
+                return result
+            if several and source.part is not None and not source.part.divided:
+                return result
+            if not several:
+                if not (divided and by_others and name.strip("_") not in kinds.BY_ELEMENTS):
+                    result = _inherit(function, result, source, arguments, options)
+                    if function == _DATA or name == "detach":
+                        result.seen_by = source
                     return result
-                if by_others and name.strip("_") not in kinds.BY_ELEMENTS:
-                    if all(map(_is_gatherable, tree_leaves((arguments, options)))):
-                        return apply_to_whole(function, arguments, options, cls, gathered)
+                if not all(map(_is_gatherable, tree_leaves((arguments, options)))):
                     result = source.like(result)
                     result.part = None
                     return result
-            result = _inherit(name, result, source)
-            if function == _DATA or name == "detach":
-                result.seen_by = source
-            return result
+        return apply_to_whole(function, arguments, options, cls, gathered)
 
     def like(self, tensor: torch.Tensor) -> PartialGradient:
         """Another part, of the same."""
         result = tensor.as_subclass(type(self))
         result.part, result.summed, result.of_sum = self.part, self.summed, self.of_sum
-        result.in_place = self.in_place
+        result.moved = self.moved
         return result
 
     def __deepcopy__(self, memo):
@@ -171,16 +183,19 @@ def _is_gatherable(x) -> bool:
     return not isinstance(x, PartialGradient) or x.part is None or not x.part.divided or lies_as_weight(x)
 
 
-def _inherit(name, result, source):
+def _inherit(function, result, source, arguments=(), options=None):
     """The result is such a part too, of the same gradient where every element was treated by itself."""
-    same = result.numel() == source.numel()
+    name, same, stays = function.__name__, result.numel() == source.numel(), result.shape == source.shape
     if result.numel() < source.numel():
         _check_whole(name, source)
     result = source.like(result)
     if source.part and source.part.divided and not same:
         result.part = None
-    pointwise = name.strip("_") in POINTWISE or name in kinds.UNMOVED
-    result.in_place = source.in_place and pointwise and result.shape == source.shape
+    by_itself = name.removeprefix("_foreach_").strip("_") in POINTWISE or name in kinds.UNMOVED or name == "__get__"
+    if not (stays and by_itself and function not in TRANSPOSED) and name not in kinds.RESHAPED:
+        by_tensors = any(isinstance(x, torch.Tensor) for x in tree_leaves((arguments[1:], options)))
+        how = object() if by_tensors else (function, arguments[1:], options)  # the former is like no other
+        result.moved = (*source.moved, how)
     return result
 
 
@@ -196,7 +211,7 @@ def part_of_weight(
 def part_of_gradient(tensor: torch.Tensor, parameter: torch.Tensor, sharding: Sharding) -> PartialGradient:
     """The same of its gradient, that backward has not left there."""
     part = part_of_weight(tensor, sharding)
-    part.part = getattr(vars(parameter).get("arrival"), "part", part.part)
+    part.part = getattr(vars(parameter).get("unmanaged"), "part", part.part)
     part.summed = sharding.replicas == 1
     return part
 
@@ -239,6 +254,11 @@ def unsummed(arguments: Iterable) -> list[PartialGradient]:
     return [each for each in several if isinstance(each, PartialGradient) and not each.summed]
 
 
+def _are_several(arguments, options) -> bool:
+    """Whether more than one argument of an operation is a gradient of one replica, or a list of such."""
+    return not _first(arguments, options).summed and sum(bool(unsummed([x])) for x in arguments) > 1
+
+
 def complete(name: str, gradients: Sequence[PartialGradient]) -> None:
     """Average those that are to change a weight over the replicas. Raises ValueError where nobody does that."""
     for gradient in gradients:
@@ -261,7 +281,9 @@ def _norm(function, arguments, options):
     wanted = others[0] if others else options.get("p", options.get("ord"))
     order = 2.0 if wanted in (None, "fro") else wanted
     gradients = values if isinstance(values, (list, tuple)) else [values]
-    if isinstance(order, str) or len(others) > 1 + (name == "_foreach_norm") or options.get("dim") is not None:
+    of_matrix = name == "linalg_norm" and wanted not in (None, "fro") and (values.dim() == 2 or _is_flat(values))
+    along = len(others) > 1 + (name == "_foreach_norm") or options.get("dim") is not None
+    if of_matrix or along or isinstance(order, str):
         _check_whole(name, _first(arguments, options))
         with as_tensors():
             return function(*arguments, **options)
@@ -274,20 +296,14 @@ def _norm(function, arguments, options):
     divided = {i: part for i, part in enumerate(parts) if part and part.divided}
     if divided:
         own = torch.stack([norms[i] for i in divided]).double().cpu()
-        for i, norm in zip(divided, _of_all(own, list(divided.values()), order)):
+        for i, norm in zip(divided, norms_of_all(own, list(divided.values()), order)):
             norms[i] = norm.to(norms[i])
     return norms if gradients is values else norms[0]
 
 
-def _of_all(own, parts, order: float):
-    """Norms, of those of the ranks' parts."""
-    power = order != 0 and math.isfinite(order)
-    op = "sum" if math.isfinite(order) else "max" if order > 0 else "min"
-    totals = own.pow(order) if power else own
-    for axis in dict.fromkeys(axis for part in parts for axis in part.axes):
-        over = torch.tensor([axis in part.axes for part in parts])
-        totals[over] = comm.all_reduce(totals[over], axis, op)
-    return totals.pow(1 / order) if power else totals
+def _is_flat(gradient) -> bool:
+    """Whether it is a replica's range of a gradient of any shape."""
+    return gradient.part is not None and gradient.part.divided and gradient.part.sharding is None
 
 
 def _complete(name, function, arguments, options):
@@ -306,18 +322,3 @@ def _complete(name, function, arguments, options):
     for axis in part.axes:
         total = comm.all_reduce(total, axis, op)
     return total[0].to(own)
-
-
-def _agree_on_overflow(arguments) -> None:
-    """torch.amp.GradScaler leaves out a step on all ranks, or on none."""
-    gradients, found, _ = arguments
-    grid = next(g.part.grid for g in gradients if isinstance(g, PartialGradient) and g.part and g.part.grid)
-    for axis in (grid.tensor, grid.data):
-        comm.all_reduce(found, axis, "max")
-
-
-def _all_agree(same: bool, gradient) -> bool:
-    flag = torch.tensor([float(same)])
-    for axis in gradient.part.axes if gradient.part else ():
-        flag = comm.all_reduce(flag, axis, "min")
-    return bool(flag)

@@ -19,8 +19,8 @@ def check_hooks(module: torch.nn.Module, path: str = "") -> None:
 
 def check_global_hooks() -> None:
     """Raise ValueError where all modules have one, unless it is torch's, which looks at no activations."""
-    for name in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks"):
-        for hook in getattr(torch.nn.modules.module, name).values():
+    for name in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
+        for hook in getattr(torch.nn.modules.module, f"_global_{name}").values():
             if not getattr(hook, "__module__", "").startswith(("torch.", "hpctrain.")):
                 raise ValueError(
                     f"the hook {getattr(hook, '__qualname__', hook)} on all modules would be shown parts of the "

@@ -1,7 +1,8 @@
 """Initial weights of modules that were built on the meta device, drawn slice by slice.
 
-The distributions are those of torch's modules and of Hugging Face's GPT-2 and Llama; the numbers come from
-counter-based streams, so that they depend on the seed and the parameter's name and not on the grid.
+The distributions are those of torch's modules, of GPT-2 and of the models of Hugging Face's that draw as its
+PreTrainedModel does; the numbers come from counter-based streams, so that they depend on the seed and the parameter's
+name and not on the grid.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpctrain.convert.pretrained import is_pretrained
 from hpctrain.randomness import RngKey
 
 
@@ -20,7 +22,7 @@ def initial_numbers(module: torch.nn.Module, name: str, path: str, config: Any):
 
     Args:
         path: name of the parameter in the model.
-        config: Hugging Face's, whose `initializer_range` is the standard deviation of all weights; or None.
+        config: as `config_around` gives it.
 
     Raises:
         ValueError: when the module's distribution is not known.
@@ -33,11 +35,12 @@ def initial_numbers(module: torch.nn.Module, name: str, path: str, config: Any):
         raise unknown
     if "Norm" in kind:
         return _constant(1.0 if weight else 0.0)
-    std = getattr(config, "initializer_range", None)
+    std = None if config is None else _deviation(config)
     if isinstance(module, nn.Embedding):
         return _without_row(_normal(1.0 if std is None else std), module.padding_idx, module.embedding_dim)
     if kind == "Conv1D" or (std is not None and isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))):
-        assert std is not None  # a Conv1D is Hugging Face's
+        if std is None:  # of Hugging Face's, but in none of its models
+            raise unknown
         if config.model_type == "gpt2" and path.endswith("c_proj.weight"):
             std = std / math.sqrt(2 * config.n_layer)
         return _normal(std) if weight else _constant(0.0)
@@ -51,15 +54,32 @@ def initial_numbers(module: torch.nn.Module, name: str, path: str, config: Any):
     raise unknown
 
 
+def config_around(model: torch.nn.Module, path: str) -> Any:
+    """That of the model of Hugging Face's which draws the weights of the module: the nearest that has it, or None."""
+    names = path.split(".") if path else []
+    around = [model.get_submodule(".".join(names[:count])) for count in range(len(names) + 1)]
+    return next((module.config for module in reversed(around) if is_pretrained(module)), None)
+
+
+def _deviation(config) -> float:
+    """The standard deviation of all weights, as PreTrainedModel._init_weights finds it."""
+    if hasattr(config, "initializer_range"):
+        return config.initializer_range or 0.02
+    of_text = getattr(config.get_text_config(), "initializer_range", 0.02)
+    return getattr(config, "init_std", getattr(config, "initializer_factor", of_text))
+
+
 def check_model(model: torch.nn.Module) -> None:
-    """Raise ValueError for a model of Hugging Face's that draws other weights than most, and is on the meta device."""
-    draws = getattr(type(model), "_init_weights", None)
-    known = draws is None or draws.__qualname__.partition(".")[0] in ("PreTrainedModel", "GPT2PreTrainedModel")
-    if not known and any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            f"the model is on the meta device, and how a {type(model).__name__} is initialised is not known; build it "
-            "on a device"
-        )
+    """Raise ValueError for a model of Hugging Face's that draws other weights than most, and is on the meta device, be
+    it in another."""
+    for module in model.modules():
+        draws = getattr(type(module), "_init_weights", None)
+        known = draws is None or draws.__qualname__.partition(".")[0] in ("PreTrainedModel", "GPT2PreTrainedModel")
+        if not known and any(parameter.is_meta for parameter in module.parameters()):
+            raise ValueError(
+                f"the model is on the meta device, and how a {type(module).__name__} is initialised is not known; build"
+                " it on a device"
+            )
 
 
 def check_buffers(module: torch.nn.Module) -> None:

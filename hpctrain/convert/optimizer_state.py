@@ -35,7 +35,7 @@ def gather_optimizer_state(
     """
     grid = grid_of(model, grid)
     with as_tensors():
-        with comm.together(grid.comm):
+        with comm.together(grid.world):
             places = _places(model, optimizer)
             state, entries = _of_this_rank(model, optimizer, places, grid)
             groups = [
@@ -104,7 +104,7 @@ def parts_of_state(
     """This rank's part of a whole state dict; where replicas spread it, flat. Collective; raises as
     `load_optimizer_state`."""
     replicas, parts = divided_replicas(model), {}
-    with comm.together(grid.comm), as_tensors():
+    with comm.together(grid.world), as_tensors():
         if "param_groups" not in state:
             raise ValueError("the state of an optimizer must be whole on every rank: load its file on each of them")
         parameters = {place: parameter for parameter, place in _places(model, optimizer).items()}

@@ -193,13 +193,13 @@ class PipelineStages:
         self._draws.check()
 
     def _compare(self, microbatches) -> None:
-        mine = _fingerprint(microbatches)
-        with comm.together(self.grid.comm):
-            for axis in (self.grid.tensor, self.grid.pipeline):
-                everyone = axis.comm.allgather(mine)
+        mine, axes = _fingerprint(microbatches), {"tensor": self.grid.tensor, "pipeline": self.grid.pipeline}
+        gathered = {name: axis.comm.allgather(mine) for name, axis in axes.items()}  # both before anybody raises
+        with comm.together(self.grid.world):
+            for name, everyone in gathered.items():
                 if different := [rank for rank, other in enumerate(everyone) if other != everyone[0]]:
                     raise ValueError(
-                        f"rank {different[0]} of the {axis.name} axis has other microbatches than rank 0; all stages "
+                        f"rank {different[0]} of the {name} axis has other microbatches than rank 0; all stages "
                         "of a replica are given the same ones, as they run the same script"
                     )
 
@@ -208,7 +208,7 @@ class PipelineStages:
         (stage,) = self.stages
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        with torch.no_grad(), comm.together(self.grid.comm):
+        with torch.no_grad(), comm.together(self.grid.world):
             received = awaited = None
             if stage:
                 shape, dtype, device = self.message_spec(microbatch)
@@ -220,7 +220,7 @@ class PipelineStages:
                 module.stub.train(training)
         mine = None if stage == self.last else (tuple(sent.shape), sent.dtype), awaited
         everyone = self.grid.pipeline.comm.allgather(mine)
-        with comm.together(self.grid.comm):
+        with comm.together(self.grid.world):
             for number, ((given, _), (_, awaited)) in enumerate(itertools.pairwise(everyone)):
                 if (*given[0], given[1]) != awaited:
                     raise ValueError(f"stage {number} of the pipeline gives {given}, and the next awaits {awaited}")

@@ -9,10 +9,11 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hpctrain.convert.alike_attention import Attentions
-from hpctrain.convert.initial import initial_numbers
+from hpctrain.convert.initial import config_around, initial_numbers
 from hpctrain.convert.refusals import hook_refused
+from hpctrain.convert.replicated_parameter import ReplicatedParameter
 from hpctrain.convert.sharded_module import ShardedModule, sharded_type
-from hpctrain.convert.sharded_parameter import ReplicatedParameter, attach
+from hpctrain.convert.sharded_parameter import attach
 from hpctrain.convert.sharding import Sharding, hooked
 from hpctrain.convert.unit_calls import UnitCalls, counting_type
 from hpctrain.grid import Grid
@@ -50,7 +51,7 @@ class Plan:
         self.replicated, self.shards = replicated, shards and grid.tensor.size > 1
         self.box = self.shards and grid.tensor.y.size * grid.tensor.z.size > 1
         self.grid, self.axis, self.data, self.sequence = grid, grid.tensor, grid.data, grid.sequence
-        self.config = getattr(model, "config", None)
+        self.model = model
         self.names: dict[int, str] = {}
         self._shared: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -201,7 +202,8 @@ class Plan:
             )
         self._places.setdefault(id(parameter), []).append((module, name))
         if parameter.is_meta and id(parameter) not in self._draws:
-            self._draws[id(parameter)] = initial_numbers(module, name, path, self.config)
+            config = config_around(self.model, self.paths[module])
+            self._draws[id(parameter)] = initial_numbers(module, name, path, config)
 
     @staticmethod
     def _check(parameter, path, replicas, axis):

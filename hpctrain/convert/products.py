@@ -57,7 +57,7 @@ class SplitLinear(nn.Module):
     unit_calls: UnitCalls | None = None
     path: str
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.enters and self.leaves):
             for module in (self, *self.between):
                 check_hooks(module)
@@ -70,7 +70,7 @@ class SplitLinear(nn.Module):
                         self._refuse_exchanged(owner, name)
                 if self.zeros and self.training:
                     self._check_zeros()
-        return self.run(x, self.enters, self.leaves)
+        return self.run(input, self.enters, self.leaves)
 
     def _refuse_exchanged(self, owner, name):
         raise ValueError(
@@ -150,6 +150,9 @@ class SharedEntry(SplitLinear):
 class SplitConv1D(SplitLinear):
     """Mixin for Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
     def matrix(self) -> torch.Tensor:
         return super().matrix().t()
 
@@ -166,8 +169,8 @@ class SplitConv(SplitLinear, nn.modules.conv._ConvNd):
     local_groups: int
     input_counts: tuple[int, ...] | None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return SplitLinear.forward(self, x)  # which stands behind nn.Conv1d where an heir's forward calls this
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return SplitLinear.forward(self, input)  # which stands behind nn.Conv1d where an heir's forward calls this
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, enters: bool):
         inside = self.enter(x)
@@ -202,9 +205,9 @@ class SplitConv(SplitLinear, nn.modules.conv._ConvNd):
 class SplitConvTranspose(SplitConv, nn.modules.conv._ConvTransposeNd):
     """Mixin for nn.ConvTranspose1d, 2d and 3d, divided in the same way."""
 
-    def forward(self, x: torch.Tensor, output_size: list[int] | None = None):
+    def forward(self, input: torch.Tensor, output_size: list[int] | None = None):
         with local():
-            dims, inside, weight = len(self.kernel_size), self.enter(x), self.weight
+            dims, inside, weight = len(self.kernel_size), self.enter(input), self.weight
             assert not isinstance(self.padding, str)
             stride, padding, dilation = list(self.stride), list(self.padding), list(self.dilation)
             more = self._output_padding(inside, output_size, stride, padding, list(self.kernel_size), dims, dilation)

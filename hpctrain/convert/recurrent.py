@@ -26,6 +26,10 @@ class GatheredRecurrent(Gathered, nn.RNNBase):
             with local():
                 self._init_flat_weights()  # lets go of the whole ones
 
+    def flatten_parameters(self) -> None:
+        """Nothing: cuDNN would lay out this rank's parts by the sizes of the whole. It takes the gathered weights as
+        they are, which it copies into one buffer at every call."""
+
 
 def split_recurrent(plan: Plan, module: nn.Module) -> None:
     plan.swap_class(module, GatheredRecurrent, axis=plan.axis, divided=divide_longest(plan, module))

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 _APPLY = torch.autograd.Function.apply.__code__
-_LIBRARIES = ("torch", "hpctrain", "transformers", "typing_extensions", "contextlib", "functools")  # not the user's
+_LIBRARIES = ("torch", "tensorboard", "hpctrain", "transformers", "typing_extensions", "contextlib", "functools")
 
 
 def refused(what: str, path: str) -> str:
@@ -88,6 +88,11 @@ def by_user(frame: types.FrameType | None) -> bool:
     return caller(frame) not in ("torch", "hpctrain")
 
 
+def by_package(frame: types.FrameType | None) -> bool:
+    """Whether this package itself does, which gathers a weight before it reads one."""
+    return caller(frame) == "hpctrain"
+
+
 def caller(frame: types.FrameType | None) -> str:
     """The package that calls a torch function."""
     while frame is not None and frame.f_code.co_name == "__torch_function__":  # of a mode
@@ -105,4 +110,6 @@ def _calling(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 
 def _library(frame) -> str:
-    return frame.f_globals.get("__name__", "").partition(".")[0] if frame is not None else ""
+    name = frame.f_globals.get("__name__", "") if frame is not None else ""
+    # which writes the numbers of what it is given, and does not go on with parts
+    return "tensorboard" if name.startswith("torch.utils.tensorboard") else name.partition(".")[0]

@@ -84,6 +84,8 @@ def _check(module, how):
     layers = [*how.columns, *how.rows]
     if not (how.columns and how.rows and all(is_plain(layer, nn.Linear) for layer in layers)):
         raise ValueError("its rule must name nn.Linear layers as columns and as rows")
+    if how.unit < 1:
+        raise ValueError(f"its rule must give units of at least 1 feature, got unit={how.unit}")
     features = how.rows[0].in_features
     if any(layer.in_features != features for layer in how.rows):
         raise ValueError(f"its rule names rows that do not all take {features} features")

@@ -49,10 +49,7 @@ class ShardedActivation(torch.Tensor):
         kwargs, name = kwargs or {}, func.__name__
         first = next(_activations((args, kwargs)), None)
         if first is None or name in _REFUSED or func == _DATA:
-            raise ValueError(
-                f"{place()}: {name} of an activation of which every rank has some rows, for shard_activations=True of "
-                "ht.parallelize; do it to a clone of x[...], or leave that option out"
-            )
+            raise _refused(name)
         if name in _OF_THE_ROWS or (name == "__get__" and func not in _OF_THE_WHOLE):
             with local():
                 return func(*args, **kwargs)
@@ -167,6 +164,25 @@ def whole(x: Any) -> Any:
         values = map(whole, x)
         return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
     return x
+
+
+def handed_out(output: Any) -> Any:
+    """As `whole`, of what a model returns. What it computes from goes on by rows, so that gradients that are kept of
+    these would be none, or parts: `retain_grad` is refused."""
+    for x in _activations(output):
+        vars(x.whole())["retain_grad"] = _refuse_to_retain
+    return whole(output)
+
+
+def _refuse_to_retain() -> None:
+    raise _refused("retain_grad")
+
+
+def _refused(name) -> ValueError:
+    return ValueError(
+        f"{place()}: {name} of an activation of which every rank has some rows, for shard_activations=True of "
+        "ht.parallelize; do it to a clone of x[...], or leave that option out"
+    )
 
 
 def _activations(x: Any) -> Iterator[ShardedActivation]:

@@ -10,7 +10,8 @@ import torch
 
 from hpctrain.convert.gradients import part_of_weight
 from hpctrain.convert.refusals import refused, unpicklable
-from hpctrain.convert.sharded_parameter import ReplicatedParameter, ShardedParameter, StateShard, attach, whole
+from hpctrain.convert.replicated_parameter import ReplicatedParameter, gather_part
+from hpctrain.convert.sharded_parameter import ShardedParameter, StateShard, attach, whole
 from hpctrain.convert.sharding import local
 
 
@@ -47,6 +48,9 @@ class ShardedModule(torch.nn.Module):
         super().__delattr__(name)
 
     def _apply(self, fn, recurse=True):  # .to(), .double(), .cuda(): of the part
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                gather_part(parameter)
         with local():
             return super()._apply(fn, recurse)
 

@@ -12,14 +12,12 @@ and `.detach()` stand for the whole weight as well.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 import torch
 from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.hooks import RemovableHandle
 
-from hpctrain.convert.arriving_gradients import Marker, mark_copy
+from hpctrain.convert.arriving_gradients import mark_copy
 from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
 from hpctrain.convert.gradients import (
     PartialGradient,
@@ -29,9 +27,11 @@ from hpctrain.convert.gradients import (
     part_of_weight,
     unsummed,
 )
-from hpctrain.convert.refusals import by_user, check_function, hook_refused, place, refused, unpicklable, wants_whole
+from hpctrain.convert.refusals import by_package, by_user, check_function, place, refused, unpicklable, wants_whole
+from hpctrain.convert.replicated_parameter import ReplicatedParameter, gather_part
 from hpctrain.convert.sharded_activation import whole as whole_activation
-from hpctrain.convert.sharding import ATTRIBUTES, POINTWISE, Sharding, hooked, local
+from hpctrain.convert.sharding import ATTRIBUTES, METADATA, POINTWISE, VIEWS, Sharding, hooked, local
+from hpctrain.convert.spread_part import SpreadPart
 from hpctrain.convert.whole_operands import of_initial, refuse_initial
 from hpctrain.parameter import annotate
 from hpctrain.shard import Shard
@@ -49,6 +49,8 @@ class Sharded(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if isinstance(kwargs.get("out"), PartialGradient):
+            return PartialGradient.__torch_function__(func, types, args, kwargs)
         with local():
             name = func.__name__
             if name == "__get__":
@@ -63,9 +65,12 @@ class Sharded(torch.Tensor):
                 made = func(*args, **kwargs)
                 return part_of_weight(made, args[0].sharding) if made.shape == args[0].shape else made
             else:
-                of_part = name in _OF_THE_PART
-                if by_user(sys._getframe(1)) and (gradients := unsummed((*args[1:], *kwargs.values()))):
-                    complete(name, gradients)
+                of_part = name in METADATA or name in _OF_THE_PART
+                if name in _OF_THE_PART:
+                    gather_part(args[0])
+                if by_user(sys._getframe(1)):
+                    of_part = of_part and name != "stride"
+                    complete(name, unsummed((*args[1:], *kwargs.values())))
             return func(*args, **kwargs) if of_part else _as_whole(func, name, args, kwargs)
 
     def __hash__(self):
@@ -81,6 +86,7 @@ class Sharded(torch.Tensor):
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
+            gather_part(self)
             with local():
                 data = self.detach().clone(memory_format=torch.preserve_format)
             if isinstance(self, ShardedParameter):
@@ -99,30 +105,6 @@ class ShardedParameter(Sharded, torch.nn.Parameter):
 
     shard: Shard
     whole_shape: tuple[int, ...]
-
-
-class ReplicatedParameter(torch.nn.Parameter):
-    """A weight that every rank has whole. Attributes: `shard` and `whole_shape`, which copies keep."""
-
-    shard: Shard
-    whole_shape: tuple[int, ...]
-
-    def __deepcopy__(self, memo):
-        if id(self) not in memo:
-            copied = memo[id(self)] = super().__deepcopy__({})
-            copied.__dict__.update({key: value for key, value in vars(self).items() if key in ("shard", "whole_shape")})
-            mark_copy(copied, self)
-        return memo[id(self)]
-
-    def register_hook(self, hook: Callable) -> RemovableHandle:
-        marker = vars(self).get("arrival")
-        if isinstance(marker, Marker) and not marker.summed:
-            raise ValueError(hook_refused(marker.part.name))
-        return super().register_hook(hook)
-
-    def detach(self):
-        is_new = sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__  # which wants the same type
-        return super().detach().as_subclass(ReplicatedParameter if is_new else torch.Tensor)
 
 
 class ShardedTensor(Sharded):
@@ -163,59 +145,56 @@ def attach(parameter: torch.nn.Parameter, sharding: Sharding, kind: type = Shard
 
 
 def _detached(tensor, detach, caller):
-    if caller is not None and wants_whole(caller):
-        _gather_part(tensor)
+    if caller is None or by_package(caller):
+        return detach(tensor).as_subclass(torch.Tensor)
+    is_freed = gather_part(tensor)
+    if wants_whole(caller):
+        if "gathered" in vars(tensor):
+            detach = torch.Tensor.detach  # whose changes zero=3 sees, where `.data` hides them
         return _tagged(detach(tensor), tensor.sharding)
     part = detach(tensor).as_subclass(torch.Tensor)
-    if caller is not None and by_user(caller) and "gathered" not in vars(tensor):
-        return part_of_weight(part, tensor.sharding)
-    return part
-
-
-def _gather_part(parameter):
-    zero3 = vars(parameter).get("gathered")
-    if zero3 is not None:  # the part is there until the layer's next backward, or the end of the step
-        zero3.gather()
+    if by_user(caller):
+        kind = SpreadPart if "gathered" in vars(tensor) else PartialGradient
+        return part_of_weight(part.clone() if is_freed else part, tensor.sharding, kind)
+    return part.clone().as_subclass(GatheredCopy) if is_freed else part
 
 
 def whole(parameter: Sharded) -> torch.Tensor:
     """Gathered, differentiable. What does not require a gradient is a copy that nothing may be written to."""
     check_function(parameter, parameter.sharding.path)
-    _gather_part(parameter)
     gathered = parameter.sharding.gather(parameter)
     return gathered if gathered.requires_grad else gathered.as_subclass(GatheredCopy)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-_SIZES = {getattr(torch.Tensor, name) for name in ("size", "numel", "nelement", "__len__")}
-_SIZES.add(ATTRIBUTES["shape"].__get__)
-_VIEWS = {torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag}
+_SIZES = {getattr(torch.Tensor, name) for name in ("size", "numel", "nelement", "__len__", "stride")}
+_SIZES |= {ATTRIBUTES["shape"].__get__, ATTRIBUTES["nbytes"].__get__}
 _DATA, _GRAD = ATTRIBUTES["data"].__get__, ATTRIBUTES["grad"].__set__
-_OF_THE_WHOLE = {ATTRIBUTES["shape"], *_VIEWS}  # of the attributes
+_OF_THE_WHOLE = {ATTRIBUTES["shape"], ATTRIBUTES["nbytes"], *VIEWS}  # of the attributes
 _MADE_LIKE = {"zeros_like", "ones_like", "empty_like", "full_like"}
-# What asks or makes something of the part: memory, gradients, what the state of an optimizer is made of.
-_OF_THE_PART = {
-    "grad", "detach", "detach_", "requires_grad_", "retain_grad", "share_memory_", "zeros_like", "ones_like",
-    "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "register_post_accumulate_grad_hook",
-    "data_ptr", "element_size", "storage", "untyped_storage", "_typed_storage", "storage_offset", "stride",
-    "is_contiguous", "is_floating_point", "is_complex", "is_shared", "is_pinned", "is_inference", "get_device",
-    "result_type", "dim", "ndimension", "__repr__", "__format__", "__delete__", "_is_view",
-}  # fmt: skip
+_OF_THE_PART = {"detach", "__repr__", "__format__"}
 
 
 def _as_whole(func, name, args, kwargs):
     args, kwargs = whole_activation((args, kwargs))
-    first = next(iter(tree_leaves((args, kwargs))))
+    leaves = tree_leaves((args, kwargs))
+    first = leaves[0]
     mine = isinstance(first, Sharded)
     if func in _SIZES:
-        return func(torch.empty(first.sharding.whole_shape, device="meta"), *args[1:], **kwargs)
+        return func(torch.empty(first.sharding.whole_shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
     if name == "register_hook":
         return func(first, hooked(args[1], first.sharding))
+    for x in leaves:
+        if isinstance(x, (Sharded, ReplicatedParameter)):
+            gather_part(x)
+    if name.startswith("_foreach_") and by_user(sys._getframe(2)):
+        _check_rows(name, args)
     if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):  # of optimizers, of parts and parts
         return func(*args, **kwargs)
-    if mine and (writes(name) or kwargs.get("out") is first):
-        return _write(func, name, first, args, kwargs)
+    written = kwargs.get("out", first if writes(name) else None)
+    if isinstance(written, Sharded):
+        return _write(func, name, written, args, kwargs)
     if not torch.is_grad_enabled() and name.removeprefix("_foreach_").strip("_") in POINTWISE:
         sharding = _common_sharding(name, args, kwargs, by_user(sys._getframe(2)))
         if sharding is not None:
@@ -235,12 +214,15 @@ def _whole_of(x):
 def _set(func, parameter, value):
     """An attribute; the data of a whole weight are taken to be it."""
     sharding = parameter.sharding
+    if isinstance(value, (Sharded, PartialGradient)) and not sharding.is_of(value):
+        value = _whole_of(value)
     if isinstance(value, torch.Tensor) and tuple(value.shape) == sharding.whole_shape != sharding.local_shape:
         value = sharding.take(value)
+    is_gradient = isinstance(value, PartialGradient) and not (value.part and value.part.of_weight)
+    if isinstance(value, (Sharded, PartialGradient)) and not (is_gradient and func == _GRAD):
+        value = value.as_subclass(torch.Tensor)
     if func == _GRAD and type(value) is torch.Tensor and by_user(sys._getframe(2)):
         value = part_of_gradient(value, parameter, sharding)
-    elif func == ATTRIBUTES["data"].__set__ and isinstance(value, PartialGradient):
-        value = value.as_subclass(torch.Tensor)
     return func(parameter, value)
 
 
@@ -279,6 +261,18 @@ def _common_sharding(name, args, kwargs, of_user) -> Sharding | bool | None:
         return None
     shardings = [x.sharding if isinstance(x, Sharded) else None for x in tensors]
     return shardings[0] if all(sharding is shardings[0] for sharding in shardings) else True
+
+
+def _check_rows(name, args) -> None:
+    """Raises ValueError where parts meet, in an operation on lists, that have not the same elements of theirs."""
+    for row in zip(*(given for given in args if isinstance(given, (list, tuple)))):
+        parts = [x for x in row if isinstance(x, (Sharded, PartialGradient))]
+        mine = next((x for x in parts if isinstance(x, Sharded)), None)
+        if mine is not None and not all(map(mine.sharding.is_of, parts)):
+            raise ValueError(
+                f"{place()}: {name} brings the weight {mine.sharding.path!r} together with one that is divided over "
+                "ranks in another way; do it for each weight by itself"
+            )
 
 
 def _write(func, name, parameter, args, kwargs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,6 +25,17 @@ POINTWISE = {
     "addcmul", "addcdiv", "maximum", "minimum", "sign", "round", "floor", "ceil", "nan_to_num", "masked_fill", "where",
     "erfinv", "tanh", "sigmoid", "clone",
     *_OPERATORS, *(f"r{name}" for name in _OPERATORS), *(f"i{name}" for name in _OPERATORS),
+}  # fmt: skip
+
+VIEWS = {torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag}
+# What asks or makes something of a weight without its elements: memory, gradients, what the state of an optimizer is
+# made of.
+METADATA = {
+    "grad", "detach_", "requires_grad_", "retain_grad", "share_memory_", "zeros_like", "ones_like", "empty_like",
+    "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "register_post_accumulate_grad_hook", "data_ptr",
+    "element_size", "storage", "untyped_storage", "_typed_storage", "storage_offset", "stride", "is_contiguous",
+    "is_floating_point", "is_complex", "is_shared", "is_pinned", "is_inference", "get_device", "result_type", "dim",
+    "ndimension", "__delete__", "_is_view",
 }  # fmt: skip
 
 
@@ -73,20 +85,30 @@ class Sharding:
         """Whether code of the user's may do something element by element with parts alone, of these operands in their
         order.
 
-        Every rank says the same. What is no part is whole, or of one element along the dim that ranks divide, which is
-        stretched; but a tensor of this rank's shape is a part as well, unless that is the whole shape: one rank may
-        have all of a narrow weight.
+        Every rank says the same. Parts must have the same elements of theirs. What is no part is whole, or of one
+        element along the dim that ranks divide, which is stretched; but a tensor of this rank's shape is a part as
+        well, unless that is the whole shape: one rank may have all of a narrow weight.
         """
         shape = self.local_shape
         for number, x in enumerate(operands):
             if not x.dim():
                 continue
-            is_part = hasattr(x, "sharding") or getattr(x, "part", None) is not None
-            if x.shape == shape and (is_part or shape != self.whole_shape):
+            is_part = hasattr(x, "sharding") or hasattr(x, "part")
+            if x.shape == shape and (self.is_of(x) if is_part else shape != self.whole_shape):
                 continue
             if is_part or number == 0 or not self._stretches(x):
                 return False
         return True
+
+    def is_of(self, part: Any, moved: tuple = ()) -> bool:
+        """Whether a part, be it of another weight, has the elements that it would have by this sharding, `moved` as a
+        `PartialGradient` says."""
+        other = part.sharding if hasattr(part, "sharding") else part.part and part.part.sharding
+        return other is not None and other._layout == self._layout and getattr(part, "moved", ()) == moved
+
+    @property
+    def _layout(self):
+        return self.axis.name, self.shard.global_shape, self.dim, self.counts, self.blocks
 
     def _stretches(self, x):
         missing = len(self.whole_shape) - x.dim()

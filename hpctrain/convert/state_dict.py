@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from hpctrain import comm
@@ -16,6 +18,9 @@ from hpctrain.shard_entries import Entry
 
 def gather_state_dict(model: torch.nn.Module, grid: Grid | None = None) -> dict[str, torch.Tensor]:
     """The state dict of the original module, in host memory, on rank 0 of the grid; empty elsewhere. Collective.
+
+    It is a copy, which training goes on without changing; but what `get_extra_state()` of a module gives that is no
+    tensor is passed on as it is.
 
     Parameters travel one by one, so that no other rank ever holds more than its own parts. Shared weights come under
     all of their names, as one tensor.
@@ -35,35 +40,46 @@ def gather_state_dict(model: torch.nn.Module, grid: Grid | None = None) -> dict[
     names = stages.names if stages else {name: first.setdefault(id(x), name) for name, x in tensors.items()}
     shapes = {names[name]: p.whole_shape for name, p in model.named_parameters() if hasattr(p, "whole_shape")}
     if stages:
-        for other in grid.pipeline.comm.allgather(shapes):
+        for other in comm.all_gather_object(shapes, grid.pipeline):
             shapes |= other
     gathered = {}
     for name, whole in whole_parameters(model, grid):
         if grid.rank == 0:
             gathered[names[name]] = whole.view(shapes.get(names[name], whole.shape))
-    buffers = {name: x.detach().cpu() for name, x in tensors.items() if not isinstance(x, torch.nn.Parameter)}
-    gathered |= _of_all_stages(buffers, grid) if stages else buffers
+    others = {name: x for name, x in tensors.items() if not isinstance(x, torch.nn.Parameter)}
+    if stages:
+        others = _of_all_stages(others, grid)
     if grid.rank:
         return {}
+    for name, x in others.items():
+        gathered[name] = x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor) else x
     return {name: gathered[names[name]] for name in (stages.saved if stages else tensors)}
 
 
-def _of_all_stages(buffers: dict[str, torch.Tensor], grid: Grid) -> dict[str, torch.Tensor]:
-    """On the first rank, those of all stages."""
+class _Buffer(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _of_all_stages(buffers: dict[str, Any], grid: Grid) -> dict[str, Any]:
+    """On the first rank, those of all stages; and what modules give as extra state."""
     if grid.data.rank or grid.tensor.rank:
         return {}
-    described = grid.pipeline.comm.allgather({name: (x.shape, x.dtype) for name, x in buffers.items()})
+    mine = {name: _Buffer(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for name, x in buffers.items()}
+    described = comm.all_gather_object(mine, grid.pipeline)
     found = dict(buffers)
     for rank, theirs in enumerate(described):
         for name in (name for name in theirs if name not in described[0]):  # in one order
             owner = next(r for r, each in enumerate(described) if name in each)
             if owner != rank:
                 continue
-            if grid.pipeline.rank == rank:
-                comm.send(buffers[name].contiguous(), grid.pipeline, 0)
+            given = theirs[name]
+            if not isinstance(given, _Buffer):
+                found[name] = given
+            elif grid.pipeline.rank == rank:
+                comm.send(buffers[name].detach().cpu().contiguous(), grid.pipeline, 0)
             elif grid.pipeline.rank == 0:
-                shape, dtype = theirs[name]
-                found[name] = comm.recv(torch.empty(shape, dtype=dtype), grid.pipeline, rank)
+                found[name] = comm.recv(torch.empty(given.shape, dtype=given.dtype), grid.pipeline, rank)
     return found
 
 
@@ -82,7 +98,7 @@ def gather_gradients(model: torch.nn.Module, grid: Grid | None = None) -> dict[s
     grid = grid_of(model, grid)
     if (replicas := replicas_of(model)) is not None:
         replicas.complete(step=True)
-    with comm.together(grid.comm):
+    with comm.together(grid.world):
         check_summed(list(model.parameters()), "ht.gather_gradients")
     names = {p: name for name, p in model.named_parameters()}
     with as_tensors():
@@ -95,7 +111,7 @@ def gather_gradients(model: torch.nn.Module, grid: Grid | None = None) -> dict[s
             ]
         else:
             there = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
-            used = {name for names in grid.comm.allgather(there) for name in names}
+            used = {name for names in comm.all_gather_object(there, grid.world) for name in names}
             entries = [
                 Entry(name, shard_of(p), torch.zeros_like(p) if p.grad is None else p.grad)
                 for p, name in names.items()

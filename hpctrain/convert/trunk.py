@@ -24,13 +24,18 @@ def find_trunk(model: nn.Module, path: str | None, ranks: int) -> tuple[str, Tru
     """The trunk and its path, which is `path` unless that is None.
 
     Raises:
-        ValueError: for another module than a list, and without a path unless there is one list alone of at least
-            `ranks` blocks.
+        ValueError: for another module than a list of at least `ranks` blocks, and without a path unless there is one
+            such list alone.
     """
     if path is not None:
         found = dict(model.named_modules()).get(path)
         if not isinstance(found, Trunk):
             raise ValueError(f"pipeline must be the path of a ModuleList or Sequential of blocks, got {path!r}")
+        if len(found) < ranks:
+            raise ValueError(
+                f"pipeline={path!r} names {len(found)} blocks, and the grid has {ranks} stages, of one block at least: "
+                "name another list, or use a grid of fewer stages"
+            )
         return path, found
     candidates = dict(_outermost(model, "", ranks))
     if len(candidates) != 1:

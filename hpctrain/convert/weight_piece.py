@@ -27,7 +27,8 @@ class WeightPiece(PartialGradient, torch.nn.Parameter):
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
         if of_shape(function) and by_user(sys._getframe(1)):
-            return function(torch.empty(arguments[0].whole_shape, device="meta"), *arguments[1:], **(options or {}))
+            whole = torch.empty(arguments[0].whole_shape, dtype=arguments[0].dtype, device="meta")
+            return function(whole, *arguments[1:], **(options or {}))
         return PartialGradient.__torch_function__(function, types, arguments, options)
 
     def like(self, tensor: torch.Tensor) -> PartialGradient:

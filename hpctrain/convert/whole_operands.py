@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpctrain.convert.gathered_copy import writes
-from hpctrain.convert.part import Part
+from hpctrain.convert.part import Part, name_of
 from hpctrain.convert.refusals import place
 from hpctrain.convert.sharding import ATTRIBUTES, POINTWISE, local
 
@@ -28,9 +28,10 @@ _OF_PARTS = {
     "share_memory_", "backward",
 }  # fmt: skip
 _DIMS = {"dim", "ndimension"}
-_SIZES = {"numel", "nelement", "size", "__len__", *_DIMS}
-_SHAPES = {ATTRIBUTES[name].__get__ for name in ("shape", "ndim")}
-OF_SHAPE = _SHAPES | {ATTRIBUTES[name].__get__ for name in ("T", "mT", "H", "mH")}
+_SIZES = {"numel", "nelement", "size", "__len__", "stride", *_DIMS}
+_SHAPES = {ATTRIBUTES[name].__get__ for name in ("shape", "ndim", "nbytes")}
+TRANSPOSED = {ATTRIBUTES[name].__get__ for name in ("T", "mT", "H", "mH")}
+OF_SHAPE = _SHAPES | TRANSPOSED
 
 
 def foreign(function: Callable, arguments: Any, options: Any, kind: type) -> bool:
@@ -57,39 +58,66 @@ def foreign(function: Callable, arguments: Any, options: Any, kind: type) -> boo
             return False
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return True
-        if writes(name) and name.strip("_") not in POINTWISE and isinstance(tensors[0], kind):  # as tril_ does
+        out = options.get("out")
+        if name.strip("_") not in POINTWISE:
+            if out is not None or (writes(name) and isinstance(tensors[0], kind)):  # as tril_ does
+                return True
+        elif out is not None and out.shape != parts[0].shape:
             return True
         if lies_as_weight(parts[0]):
             return not parts[0].part.sharding.on_parts(tensors)
-        return any(x.numel() > 1 and x.shape != parts[0].shape for x in tensors)
+        return not all(_is_beside(parts[0], x) for x in tensors)
+
+
+def _is_beside(first: Any, x: Any) -> bool:
+    """Whether an operand has its elements where a part has them that does not lie as the weight does."""
+    if hasattr(x, "sharding") or hasattr(x, "part"):
+        return x.shape == first.shape and first.part.sharding.is_of(x, first.moved)
+    return x.numel() == 1 or x.shape == first.shape
 
 
 def lies_as_weight(tensor: Any) -> bool:
     """Whether a part has its elements where the weight's part has them, so that the whole can be gathered."""
-    sharding = tensor.part.sharding
+    sharding = tensor.part and tensor.part.sharding
     with local():
-        return sharding is not None and tensor.in_place and tensor.shape == sharding.local_shape
+        return sharding is not None and not tensor.moved and tensor.shape == sharding.local_shape
 
 
-def apply_to_whole(function: Callable, arguments: Any, options: Any, kind: type, gathered: Callable):
+def own_part(part: Any, value: torch.Tensor) -> torch.Tensor:
+    """What the `.data` of a part is to be where it is set to `value`: of a whole, this rank's part."""
+    with local():
+        if lies_as_weight(part) and value.shape == part.part.sharding.whole_shape != part.shape:
+            return part.part.sharding.take(value)
+        return value
+
+
+def has_tensors(result: Any) -> bool:
+    """Whether a function gave several tensors."""
+    return isinstance(result, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in result)
+
+
+def apply_to_whole(function: Callable, arguments: Any, options: Any, kind: Any, gathered: Callable):
     """What the function makes of whole tensors; where it writes to a part, this rank keeps its own of that.
 
     Args:
         gathered: the whole of one of `kind`.
     """
-    name = function.__name__
-    first: Any = next(iter(tree_leaves((arguments, options))))
-    mine = isinstance(first, kind)
+    name, out = function.__name__, options.get("out")
     whole_arguments, whole_options = tree_map(lambda x: gathered(x) if isinstance(x, kind) else x, (arguments, options))
     result = function(*whole_arguments, **whole_options)
-    if mine and name in _RANDOM_LIKE:
+    first: Any = next(iter(tree_leaves((arguments, options))))
+    if name in _RANDOM_LIKE and isinstance(first, kind):
         return first.like(first.part.sharding.take(result))
-    if not mine or not writes(name):
-        return result
-    whole = next(iter(tree_leaves((whole_arguments, whole_options))))
+    written = {}
+    if out is not None:
+        written = dict(zip(tree_leaves(whole_options["out"]), tree_leaves(out)))
+    elif writes(name):
+        written = {next(iter(tree_leaves((whole_arguments, whole_options)))): first}
     with local(), torch.no_grad():
-        first.as_subclass(torch.Tensor).copy_(first.part.sharding.take(whole))
-    return first
+        for whole, part in written.items():
+            if isinstance(part, kind):
+                part.as_subclass(torch.Tensor).copy_(part.part.sharding.take(whole))
+    return tree_map(lambda x: written.get(x, x) if isinstance(x, torch.Tensor) else x, result)
 
 
 def of_shape(function: Callable) -> bool:
@@ -98,11 +126,12 @@ def of_shape(function: Callable) -> bool:
 
 
 def asks_shape(function: Callable, part: Part | None) -> bool:
-    """Whether it asks for the shape of a part that is not the shape of the whole, or is a transposition of a range."""
-    if part is None or not part.divided:
+    """Whether it asks for the shape of a part that is not the shape of the whole, or is a transposition of a range.
+    (None is a part of several gradients.)"""
+    if part is not None and not part.divided:
         return False
     name = function.__name__
-    if part.sharding is None:
+    if part is not None and part.sharding is None:
         return of_shape(function) or name == "t" or function in OF_SHAPE
     return of_shape(function) and name not in _DIMS and function != ATTRIBUTES["ndim"].__get__
 
@@ -113,14 +142,16 @@ def whole_shape(function: Any, arguments: Any, options: Any) -> Any:
 
     Raises:
         ValueError: where the part does not lie as the weight does, be it flat, as replicas share out gradients, or a
-            view of another shape.
+            view of another shape, or where it is one of several gradients.
     """
     part, name = arguments[0].part, function.__name__
     if lies_as_weight(arguments[0]):
-        return function(torch.empty(part.sharding.whole_shape, device="meta"), *arguments[1:], **options)
+        whole = torch.empty(part.sharding.whole_shape, dtype=arguments[0].dtype, device="meta")
+        return function(whole, *arguments[1:], **options)
     name = function.__self__.__name__ if name == "__get__" else name
+    of = name_of(None) if part is None else repr(part.name)
     raise ValueError(
-        f"{place()}: {name} of {part.name!r} would be that of the part that this rank holds; ask the weight itself,"
+        f"{place()}: {name} of {of} would be that of the part that this rank holds; ask the weight itself,"
         " or .as_subclass(torch.Tensor), which is the part"
     )
 

@@ -16,9 +16,12 @@ from weakref import WeakSet
 
 import torch
 
+from hpctrain import comm
+from hpctrain.convert.arriving_gradients import Marker
 from hpctrain.convert.gradients import PartialGradient
 from hpctrain.convert.part import Part
-from hpctrain.convert.sharded_parameter import ReplicatedParameter, ShardedParameter
+from hpctrain.convert.replicated_parameter import ReleasedParameter, ReplicatedParameter
+from hpctrain.convert.sharded_parameter import ShardedParameter
 from hpctrain.convert.sharding import ATTRIBUTES
 from hpctrain.convert.weight_piece import WeightPiece, by_torch
 from hpctrain.data_parallel import Zero1, Zero2, Zero3
@@ -30,7 +33,7 @@ from hpctrain.parameter import annotate, shard_of
 from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard import check_shards
 
-_GRAD = ATTRIBUTES["grad"]
+_DATA, _GRAD = ATTRIBUTES["data"], ATTRIBUTES["grad"]
 
 
 class SpreadGradient(torch.nn.Parameter):
@@ -56,6 +59,18 @@ class SpreadGradient(torch.nn.Parameter):
 
 
 class _Replicated(SpreadGradient, ReplicatedParameter):
+    @property
+    def data(self):
+        """With zero=3, whose replicas share the memory, as `.detach()`, of which `check_memory` sees changes."""
+        is_spread = "gathered" in vars(self) and not _is_ours(sys._getframe(1))
+        return self.detach() if is_spread else _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor):
+        _DATA.__set__(self, value)
+
+
+class _Released(SpreadGradient, ReleasedParameter):
     pass
 
 
@@ -87,15 +102,18 @@ class ZeroGradients:
         self._memory: dict[torch.nn.Parameter, tuple] = {}
         for name, p in model.named_parameters():
             if p.requires_grad:
-                p.__class__ = _Sharded if isinstance(p, ShardedParameter) else _Replicated
+                by_messages = comm.path_of(grid.alike(shard_of(p)), p) is comm.Path.MESSAGES
+                whole = _Released if level == 3 and by_messages else _Replicated
+                p.__class__ = _Sharded if isinstance(p, ShardedParameter) else whole
                 divided = (p.sharding.axis,) if isinstance(p, ShardedParameter) else ()
                 self._parts[p] = Part(name, grid, (*divided, grid.alike(shard_of(p))))
+                of_copies = Marker(Part(name, grid, divided, sharding=vars(p).get("sharding")), summed=False)
                 if p not in self._pieces:
                     self._views[p] = p.detach().new_empty(0)
                     self._pieces[p] = ParameterSlice(p, 0, 0, torch.nn.Parameter(self._views[p].clone()))
                 vars(self._pieces[p].local).update(part=self._parts[p], whole_shape=vars(p)["whole_shape"])
                 self._memory[p] = _memory(p, level)
-                annotate(p, replicas=self)
+                annotate(p, replicas=self, unmanaged=of_copies)
         # As of the last mean: which parameters have a gradient. Since then: whether a backward came, and a step.
         self._present: set[torch.nn.Parameter] = set()
         self._came, self._stepped = False, True
@@ -177,7 +195,7 @@ class ZeroGradients:
     def clip(self, max_norm: float) -> torch.Tensor:
         """The norm of the whole gradient, float64, which is scaled to at most `max_norm`; see `complete`."""
         norm = self.strategy.loss_and_grad_norm(torch.zeros((), dtype=torch.float64))[1]
-        if (factor := clipping_factor(norm, max_norm)) < 1:
+        if not (factor := clipping_factor(norm, max_norm)) >= 1:
             for bucket in self.strategy.buckets:
                 bucket.gradient.mul_(factor)
         return torch.tensor(norm, dtype=torch.float64)
@@ -235,10 +253,11 @@ class ZeroGradients:
             )
 
     def _cut_state(self, optimizer, parameter) -> None:
-        """What was loaded before the first step."""
-        if parameter not in self._parts or parameter not in optimizer.state:
+        """What was loaded before the first step; what is empty was made by a look at `optimizer.state[parameter]`."""
+        state = optimizer.state.pop(parameter, None) if parameter in self._parts else None
+        if not state:
             return
-        state, piece = optimizer.state.pop(parameter), self._pieces[parameter]
+        piece = self._pieces[parameter]
         with as_tensors():
             size = parameter.detach().numel()
         if any(isinstance(value, torch.Tensor) and value.dim() and value.numel() != size for value in state.values()):

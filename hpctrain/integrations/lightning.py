@@ -16,13 +16,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from hpctrain import comm
 from hpctrain.convert import gather_optimizer_state, gather_state_dict, load_optimizer_state
 from hpctrain.grid import Grid
 from hpctrain.integrations.states import check_grid, local_rank
+from hpctrain.shard import check_shards
 
 
 class GridStrategy(SingleDeviceStrategy):
@@ -36,7 +40,8 @@ class GridStrategy(SingleDeviceStrategy):
         options: of lightning.pytorch.strategies.Strategy.
 
     Raises:
-        ValueError: on every rank, for a grid with replicas or stages.
+        ValueError: on every rank, for a grid with replicas or stages; by `trainer.fit` for a module with weights that
+            parallelize has not seen, and for Lightning's own requeueing of Slurm's jobs.
     """
 
     strategy_name = "grid"
@@ -47,6 +52,18 @@ class GridStrategy(SingleDeviceStrategy):
         self.grid = grid
         self.global_rank, self.local_rank = grid.rank, local_rank(grid)
         rank_zero_only.rank = grid.rank  # who logs
+
+    def setup(self, trainer: Trainer) -> None:
+        environment = trainer._accelerator_connector.cluster_environment  # as Lightning asks for it
+        with comm.together(self.grid.world):
+            if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+                raise ValueError(
+                    "Lightning requeues jobs of Slurm by saving in a signal's handler, at another step on each rank; "
+                    "turn that off by plugins=[SLURMEnvironment(auto_requeue=False)] of the Trainer"
+                )
+            if trainer.state.fn == TrainerFn.FITTING:
+                check_shards(self.lightning_module)  # what could not be saved
+        super().setup(trainer)
 
     @property
     def is_global_zero(self) -> bool:

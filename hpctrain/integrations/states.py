@@ -20,6 +20,12 @@ def check_grid(grid: Grid, what: str) -> None:
         )
 
 
+def check_one_writer(save_on_each_node: bool) -> None:
+    """Raise ValueError where a rank of every node is to save."""
+    if save_on_each_node:
+        raise ValueError("save_on_each_node=True: rank 0 alone has the whole weights; save where all nodes see it")
+
+
 def local_rank(grid: Grid) -> int:
     """This rank's number on its node."""
     nodes = grid.world.nodes

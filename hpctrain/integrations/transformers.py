@@ -15,7 +15,8 @@ from hpctrain import comm
 from hpctrain.convert import gather_state_dict
 from hpctrain.grid import Grid
 from hpctrain.integrations.accelerate import join_grid
-from hpctrain.integrations.states import loads_whole, saves_whole
+from hpctrain.integrations.states import check_one_writer, loads_whole, saves_whole
+from hpctrain.shard import check_shards
 
 
 class GridTrainer(transformers.Trainer):
@@ -30,20 +31,30 @@ class GridTrainer(transformers.Trainer):
         arguments, options: of transformers.Trainer.
 
     Raises:
-        ValueError: on every rank, for a grid with replicas or stages, and where the arguments start torch.distributed
-            (`use_cpu=True` under mpirun) or use several GPUs.
+        ValueError: on every rank, for a grid with replicas or stages, a model with weights that parallelize has not
+            seen, where the arguments start torch.distributed (`use_cpu=True` under mpirun) or use several GPUs, and for
+            `save_on_each_node` and `enable_jit_checkpoint`.
     """
 
     def __init__(self, *arguments: Any, grid: Grid, **options: Any):
         self.grid = grid
         super().__init__(*arguments, **options)
+        check_shards(self.model)  # which could not be saved
 
     def create_accelerator_and_postprocess(self) -> None:
         join_grid(self.grid)
-        with comm.together(self.grid.comm):
+        with comm.together(self.grid.world):
             if self.args.n_gpu > 1:
                 raise ValueError(f"a rank works on one GPU, but sees {self.args.n_gpu}; set CUDA_VISIBLE_DEVICES")
+            check_one_writer(self.args.save_on_each_node)
+            if self.args.enable_jit_checkpoint:
+                raise ValueError(
+                    "enable_jit_checkpoint=True: ranks hear of a signal at different steps, and would wait for each "
+                    "other; leave it out, and save by save_steps"
+                )
         super().create_accelerator_and_postprocess()
+        # else the first rank alone would read an iterable dataset
+        self.accelerator.dataloader_config.dispatch_batches = False
 
     def _get_dataloader(self, *arguments, **options):
         """Its workers draw the same numbers on every rank."""
@@ -61,11 +72,11 @@ class GridTrainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict is None:
             state_dict = gather_state_dict(self.model, self.grid)
-        with comm.together(self.grid.comm):
+        with comm.together(self.grid.world):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with saves_whole(self.model, self.optimizer.optimizer, self.grid), comm.together(self.grid.comm):
+        with saves_whole(self.model, self.optimizer.optimizer, self.grid), comm.together(self.grid.world):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hpctrain import gemm
 from hpctrain.comm import functional
 from hpctrain.grid import Axis
 from hpctrain.matmul.panels import Scratch
@@ -96,21 +97,21 @@ class Matmul:
             return self.scatter_a(a), self.scatter_b(b)
         (m, k), (_, n) = shapes.matrices()
         self._a_shape, self._b_shape, self._together, self._bound = *shapes, True, None
-        return a[(..., *self.slices("a", m, k))].contiguous(), b[(..., *self.slices("b", k, n))].contiguous()
+        return _block(a, self.slices("a", m, k)), _block(b, self.slices("b", k, n))
 
     def scatter_a(self, matrix: torch.Tensor) -> torch.Tensor:
         """This rank's block of A, which every rank passes whole. Differentiable; nothing is communicated."""
         matrix = as_tensor("A", matrix)
         self._a_shape, self._together, self._bound = tuple(matrix.shape), False, None
         matrix = fold_a(matrix)
-        return matrix[self.slices("a", *matrix.shape)].contiguous()
+        return _block(matrix, self.slices("a", *matrix.shape))
 
     def scatter_b(self, matrix: torch.Tensor) -> torch.Tensor:
         """This rank's block of B, which every rank passes whole. Differentiable; nothing is communicated."""
         matrix = as_tensor("B", matrix)
         self._b_shape, self._together, self._bound = tuple(matrix.shape), False, None
         matrix = fold_b(matrix)
-        return matrix[self.slices("b", *matrix.shape)].contiguous()
+        return _block(matrix, self.slices("b", *matrix.shape))
 
     def gather_c(self, c: torch.Tensor) -> torch.Tensor:
         """The whole C on every rank. Its gradient is the sum over the ranks of what they make of it.
@@ -118,7 +119,7 @@ class Matmul:
         Raises:
             ValueError: where `c` is no block of the product of the sizes that were last scattered or bound.
         """
-        operands = self._shapes()
+        c, operands = as_tensor("C", c), self._shapes()
         (m, _, n), batch = operands.sizes(), operands.batch
         shape = (*batch, *(part.stop - part.start for part in self.slices("c", m, n)))
         if c.shape != shape:
@@ -142,7 +143,12 @@ class Matmul:
         """This rank's block of C from its blocks of A and B, whose sizes are those last scattered or bound.
 
         Nothing that was gathered is kept for backward.
+
+        Raises:
+            ValueError: for blocks of other sizes or kinds, and within torch.autocast.
         """
+        a, b = as_tensor("A", a), as_tensor("B", b)
+        gemm.refuse_autocast(a, "ht.matmul computes in the type of its blocks", "give it those of A.bfloat16()")
         shapes, sizes = self._bound or self._bind()
         if (a.shape, b.shape) != shapes or a.dtype != b.dtype:
             raise ValueError(
@@ -209,6 +215,11 @@ class Matmul:
     def _refuse(self, needs: str) -> ValueError:
         x, y, z = self.shape
         return ValueError(f"{type(self).__name__} needs a tensor grid of {needs}, got x={x}, y={y}, z={z}")
+
+
+def _block(matrix: torch.Tensor, part: tuple[slice, slice]) -> torch.Tensor:
+    """In memory of its own: whole rows would be a view, which is written to on some grids alone."""
+    return matrix[(..., *part)].clone(memory_format=torch.contiguous_format)
 
 
 class _Product(torch.autograd.Function):
