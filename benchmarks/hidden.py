@@ -55,7 +55,7 @@ def measured(shape, messages, bucket_bytes, steps):
     """Lists of seconds by what was done, and the losses of the steps with sums."""
     _, during = training(shape, messages, bucket_bytes)
     late, after = training(shape, messages, bucket_bytes)
-    late.overlap = lambda parameters=None: None  # so that `finish` starts all sums
+    late.enable_grad_sync = lambda parameters=None: None  # so that `finish_grad_sync` starts all sums
     only, _ = training(shape, messages, bucket_bytes)
     _, computation = training(shape, messages, bucket_bytes, alone=True)
 

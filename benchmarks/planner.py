@@ -1,6 +1,6 @@
 """What a plan says beside what is measured: every grid of 1, 2 and 4 ranks of three jobs on this machine.
 
-    python benchmarks/planner.py                                     all of it, half an hour on 2 cores
+    python benchmarks/planner.py                                     all of it, 35 minutes on 2 cores
     python benchmarks/planner.py --jobs compute --ranks 1,2 --rounds 1 --machine here.toml
 
 In each round the machine is measured as by `hpctrain machine`, where --machine gives no file of it, and then one MPI
@@ -28,7 +28,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hpctrain.cli.machine import Measuring, described
+from hpctrain.cli.machine import ROUNDS, Measuring, described
 from hpctrain.config import Config, load_config
 from hpctrain.grid_shape import all_grids
 from hpctrain.plan import Machine, predict
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--output", metavar="M.toml", default="here.toml", help="for what was measured (here.toml)")
     parser.add_argument("--jobs", type=lambda text: text.split(","), default=list(JOBS), help=f"of {', '.join(JOBS)}")
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=int, help="only so many grids of each job and number of ranks")
     parser.add_argument("--worker", nargs=2, metavar=("SPEC", "OUT"), help=argparse.SUPPRESS)

@@ -69,6 +69,17 @@ def test_figures_have_units_and_sources(name):
         ("bandwidth = 11.5e9", "bandwidth = 0", "link.100 Gb/s.bandwidth must be above 0"),
         ("bandwidth = 11.5e9", "direct = 1.5\nbandwidth = 11.5e9", "link.100 Gb/s.direct must be at most 1, got 1.5"),
         ("bandwidth = 11.5e9", "direct = 0\nbandwidth = 11.5e9", "link.100 Gb/s.direct must be above 0, got 0"),
+        ("slack = 0.05", "slack = 20", "device.slack must be at most 1, got 20"),
+        ("hidden_data = 0.0", "hidden_data = 7", "software.hidden_data must be at most 1, got 7"),
+        ("relative = 0.25", "relative = 3", "errors.relative must be at most 1, got 3"),
+        ("fp32 = 140e9", "fp32 = 140e9\nbf61 = 1e12", r"a figure of .peak. must be .* or .bf16. .*, got .bf61."),
+        ("attended = 0.5", 'whole_norms = ["blok"]', "software.whole_norms must be .* or .block., got .blok."),
+        ("[errors]", "[learned]\ncompute = 0\n[errors]", "learned.compute must be above 0, got 0"),
+        (
+            "[errors]",
+            '[[measured]]\noperation = "allreduce"\nranks = 2\nbytes = [1, 2]\nseconds = [1, 2]\n[errors]',
+            "measured.operation must be .* or .all_reduce. .*, got .allreduce.",
+        ),
         ("fp32 = 140e9", "", "machine here has no peak.fp32 .flop/s., which precision.compute = fp32 needs"),
     ],
 )

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from test_plan_learn import figures, written
+from test_plan_nodes import several
 
 from hpctrain.cli import machine as command
 from hpctrain.cli import main
@@ -68,7 +69,7 @@ def test_steps_that_tell_nothing():
 
 def test_ranks_of_two_nodes_do_not_share_cores():
     steps = {"alone": [9.0] * 3, "together": [9.0] * 6}
-    two, four = in_training.in_training([figures(2) | steps, figures(4) | {"ranks_of_a_node": 2} | steps])
+    two, four = in_training.in_training([figures(2) | steps, several(4, 2) | {"cores": 2} | steps])
     assert four["slower"] == pytest.approx(two["slower"])
 
 
@@ -100,7 +101,7 @@ def test_what_counts_of_rounds(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_measured", lambda *_: left.pop(0))
     monkeypatch.setattr(command, "_steps", lambda *_: {})
     monkeypatch.setattr(command, "_memory", lambda *_: {"reserved": 2e8})
-    main(["machine", "--ranks", "2,4", "-o", str(tmp_path / "found.toml")])
+    main(["machine", "--ranks", "2,4", "--rounds", "3", "-o", str(tmp_path / "found.toml")])
     assert not left
     expected = written(tmp_path, *in_training.in_training(usual))
     read = [Machine.load(path) for path in (expected, tmp_path / "found.toml")]

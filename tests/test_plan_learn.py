@@ -1,17 +1,17 @@
 """Machine files: what is measured here becomes one, and runs set it right."""
 
 import json
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from hpctrain.cli import main
 from hpctrain.config import load_config, to_toml
 from hpctrain.plan import Machine, predict
 from hpctrain.plan.describe import machine_toml
+from hpctrain.plan.estimator import Estimator
+from hpctrain.plan.job import read
 from hpctrain.plan.learn import compare, learn, read_run, with_learned
 from hpctrain.plan.machine import Learned
 from hpctrain.plan.outcome import outcome
@@ -42,7 +42,7 @@ def figures(ranks, cores=2):
         "delay": 0.1 * ranks,
         "reading": [(100, 3e-5), (1100, 1.1e-4)],
         "collectives": [(size, slowed(tables, 1 if size == ranks else 3)) for size in (2, 4) if ranks % size == 0],
-        "bucket": 1 << 20,
+        "between": [], "bucket": 1 << 20, "asynchronous": False,
     }  # fmt: skip
 
 
@@ -167,6 +167,40 @@ def test_the_command_writes_what_it_learned(tmp_path, capsys):
     assert "--learn writes into a machine file, got --machine frontier" in capsys.readouterr().err
 
 
+def test_a_stage_is_compared_with_its_own_prediction(tmp_path):
+    """Metrics are of the first rank, which has two blocks; the last computes twice as long, with the head as well."""
+    machine = Machine.load(written(tmp_path, figures(1), figures(2)))
+    job = ["model.width=128", "model.vocabulary=8000", "model.tied=false", "grid.pipeline=2", "train.batch=8"]
+    config = load_config(overrides=job)
+    sizes, choice = read(config)
+    first, last = Estimator(sizes, machine.crowded(2)).stages(choice)
+    microbatches = config.train.microbatches
+
+    def computing(stage):
+        return microbatches * stage.computing + stage.update
+
+    assert computing(last) > 2 * computing(first)
+    time = dict.fromkeys(PARTS, 0.0) | {"compute": computing(first)}
+    found = compare(config, machine, [{"seconds": 1.0, "time": time}] * 3)
+    assert found["compute"] == pytest.approx((computing(first), computing(first)))
+    prediction = predict(config, machine)
+    assert found["step"] == (prediction.seconds, 1.0)
+    assert prediction.parts["compute"] + prediction.parts["optimizer"] == pytest.approx(computing(last))
+
+
+def test_a_run_whose_last_line_was_cut(tmp_path):
+    """By the end of a job, or a full disk: it teaches as one without that line."""
+    folder = run_folder(tmp_path, "a", Machine.load("cpu-cluster"), {"compute": 3.0})
+    whole = read_run(folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"seconds": 1.')
+    assert read_run(folder) == whole
+
+
+def test_small_factors_are_written(tmp_path):
+    assert "data = 1.235e-06\n" in with_learned("", Learned(data=1.23456e-6, runs=1))
+
+
 def test_a_run_of_few_steps_teaches_nothing(tmp_path):
     machine = Machine.load("cpu-cluster")
     with pytest.raises(ValueError, match="a run teaches from its step 3 on, got 2 steps"):
@@ -247,79 +281,3 @@ def test_only_the_table_of_what_was_learned_is_replaced():
         'node = 1\n[[link]]\nname = "a"\n\n[learned]  # measured over predicted seconds, by `hpctrain plan --learn`\n'
     )
     assert with_learned(text, Learned(tensor=2.0, runs=3)) == expected + "tensor = 2.0\nruns = 3"
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(1, 2, 4)
-def test_what_is_measured_here_makes_a_machine(world, tmp_path, monkeypatch):
-    from hpctrain import Grid
-    from hpctrain.plan import computing, measure
-
-    monkeypatch.setattr(measure, "SIZES", (1024, 65536))
-    monkeypatch.setattr(measure, "PRODUCTS", ((64, 64, 64), (128, 16, 128), (16, 256, 16)))
-    monkeypatch.setattr(computing, "CALLS", 2)
-    monkeypatch.setattr(computing, "TURNS", 1e-4)
-    monkeypatch.setattr(computing, "of_a_core", lambda grid: float(grid.size))  # so that calls are repeated
-    with Grid(world.size) as grid:
-        rest = {"cores": 4, "reserved": 3e8, "slack": 0.1, "delay": 0.0}
-        found = measure.measure(grid, world.bcast(tmp_path)) | rest
-    collectives = {"all_gather", "reduce_scatter", "all_reduce"}
-    pairs, all_four = (2, collectives | {"message"}), (4, collectives)
-    expected = {1: [], 2: [pairs], 4: [pairs, all_four]}[world.size]
-    assert [(size, set(tables)) for size, tables in found["collectives"]] == expected
-    assert [count for count, taken in found["reading"] if taken > 0] == [128, 8192]
-    assert world.allgather(found) == [found] * world.size
-    machine = Machine.load(written(tmp_path, found))
-    prediction = predict(load_config(overrides=[f"grid.data={world.size}"]), machine)
-    assert prediction.fits
-    assert prediction.seconds > 0
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(1, 2)
-def test_computing_is_of_the_core(world, monkeypatch):
-    """Others take seconds of the clock, not of the core; where ranks share one, each takes those of all."""
-    from hpctrain import Grid
-    from hpctrain.plan import computing
-
-    cpu = torch.device("cpu")
-    with Grid(world.size) as grid:
-        assert computing.of_a_core(grid) >= 1
-        monkeypatch.setattr(computing, "of_a_core", lambda grid: 1.0)
-        assert computing.seconds(grid, lambda: time.sleep(0.02), cpu) < 0.01
-        assert computing.in_turn(grid, [lambda: time.sleep(0.02)], cpu)[0] > 0.02
-        takes, now = iter([9.0, 2.0, 1.0] + [2.0] * computing.CALLS), [0.0]  # the first call counts for nothing
-        work = [lambda: now.append(now[-1] + next(takes))]
-        assert computing.in_turn(grid, work, cpu, clock=lambda: now[-1], typical=min) == [1.0]
-        monkeypatch.setattr(computing, "in_turn", lambda grid, works, device, clock: [3.0])
-        monkeypatch.setattr(computing, "of_a_core", lambda grid: 2.0)
-        assert computing.seconds(grid, lambda: None, cpu) == 6.0
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(1, 2, 4)
-def test_ranks_of_a_core(world, monkeypatch):
-    """Of the cores that any of them may use: one rank alone is bound to some."""
-    from hpctrain import Grid
-    from hpctrain.plan import computing
-
-    monkeypatch.setattr(computing.os, "sched_getaffinity", lambda pid: {world.rank % 2})
-    monkeypatch.setattr(computing.cores, "find", lambda affinity: SimpleNamespace(count=len(affinity)))
-    with Grid(world.size) as grid:
-        assert computing.of_a_core(grid) == max(1, world.size / 2)
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(1)
-def test_a_gather_is_what_it_takes_beyond_reading(world, monkeypatch):
-    """Nor is a figure 0, where it takes no longer."""
-    from hpctrain import Grid
-    from hpctrain.plan import measure
-
-    takes = iter([(5.0, 3.0, 2.0, 1.5), *[(1.0, 3.0, 2.0, 1.5)] * (len(measure.SIZES) - 1)])
-    monkeypatch.setattr(measure, "in_turn", lambda grid, calls, device: [call() for call in calls] and next(takes))
-    with Grid() as grid:
-        found = measure.collectives(grid, torch.device("cpu"), 1)
-    assert {name: [taken for _, taken in table[:2]] for name, table in found.items()} == {
-        "all_gather": [3.5, 1e-9], "reduce_scatter": [3.0, 3.0], "all_reduce": [2.0, 2.0],
-    }  # fmt: skip

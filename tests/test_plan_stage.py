@@ -58,6 +58,14 @@ def test_the_best_of_everything():
     assert 0 < sum(found) < 150
 
 
+def test_nothing_fits_into_less_than_nothing():
+    assert OneHot([np.array([1.0, 2.0])], {}, [np.array([10.0, 5.0])], limit=-3.0).best() is None
+    large = ["model.width=4096", "model.heads=32", "model.layers=24", "grid.tensor=2"]
+    for recompute in ("none", "block"):
+        with pytest.raises(ValueError, match=r"a block keeps at least .* bytes of a microbatch, where 0 are left for "):
+            inside_stage(load_config(overrides=[*large, f"train.recompute={recompute}"]), "cpu-cluster")
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_megatron_by_itself(ranks):
     plan = inside_stage(load_config(overrides=[*GPT3, f"grid.tensor={ranks}"]), "dgx-h100")

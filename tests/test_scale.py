@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from hpctrain import plan
 from hpctrain.cli import main
 from hpctrain.config import load_config
 from hpctrain.grid_shape import grid_shape
-from hpctrain.scale import report, work
+from hpctrain.scale import figures, report, work
 from hpctrain.scale.figures import PARTS
 from hpctrain.scale.points import points
 from hpctrain.scale.results import Results
@@ -250,6 +251,21 @@ def test_what_makes_figures_doubtful(tmp_path):
         "Others used the cores meanwhile, up to 0.6 of those that 2 rank(s) needed: the points of 2, 4 ranks are "
         "slower than they should be.",
     ]
+
+
+def test_more_studies_than_colours(tmp_path, monkeypatch):
+    """Are all drawn."""
+    monkeypatch.setattr(figures, "_png", lambda figure, axes: axes.get_legend_handles_labels()[1])
+    for number in range(6):
+        Results(tmp_path / f"study{number}").add(measurement(1, 0.5))
+    studies = [summarise(tmp_path / f"study{number}") for number in range(6)]
+    for draw in (figures.throughput, figures.efficiency):
+        assert {f"study{number} (data)" for number in range(6)} <= {*draw(studies)}
+
+
+def test_a_study_in_this_folder_has_its_name(study, monkeypatch):
+    monkeypatch.chdir(study)
+    assert summarise(Path()).name == "mine"
 
 
 def test_studies_over_each_other(study, tmp_path):

@@ -257,6 +257,20 @@ def test_ledger_equals_formula_with_every_schedule(world, case, name):
         assert received == pytest.approx(expected, abs=0), (grid.shape, grid.pipeline.rank)
 
 
+@pytest.mark.mpi
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_ledger_equals_formula_where_more_go_one_way(world, name, microbatches):
+    """Than the other: a rank has a stage of each, of one microbatch without any work in the one."""
+    order, shape = schedule(name, 2, microbatches), dataclasses.replace(EVEN, layers=2)
+    for tensor in ((2, 1, 1), (1, 1, 2)):
+        grid = Grid(1, 2, tensor)
+        received, _ = counted(grid, shape, 4 * microbatches, order, overlap=DEFAULT_OVERLAP)
+        expected = step_traffic(costs(shape), grid.shape, 4 * microbatches, order, rank=grid.pipeline.rank)
+        assert received == pytest.approx(expected, abs=0), grid.shape
+
+
 def test_formula_by_hand():
     """A model small enough to count: 1 layer, width 4, vocabulary 6, context 2, batch 2, one microbatch, 4 bytes."""
     shape = GPT2Shape(layers=1, width=4, heads=2, context=2, vocabulary=6)

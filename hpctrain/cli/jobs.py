@@ -37,6 +37,8 @@ def _interval(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.last < 1:
+        raise ValueError(f"--last must be at least 1, got {options.last}")
     client.require("`hpctrain jobs` lists what `hpctrain submit` gave to it")
     if options.watch is None:
         print(_table(_rows(options.last)))

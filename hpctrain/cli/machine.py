@@ -23,12 +23,15 @@ from hpctrain.rank_job import run_ranks
 SUMMARY = (
     "measure this machine: products, memory, reading of HDF5, MPI by size and number of ranks, for `hpctrain plan`"
 )
-EPILOG = "Under Slurm start it in an allocation: it measures as many ranks as there are tasks."
+EPILOG = (
+    "Under Slurm start it in an allocation: it measures as many ranks as there are tasks. Of two nodes or more, with "
+    "as many tasks on each, it measures the network between them, which plans for several nodes need."
+)
 LIMIT, EACH = 300, 10  # seconds of a measurement, and more for each rank: many start slowly, or share cores
-ROUNDS = 3
+ROUNDS = 5
 # Of the figures of `plan.measure`; others do not change.
 RATES = {"elements", "state", "tables", "norms", "activations", "cold", "attention"}
-SECONDS = {"products", "launch", "reading", "collectives", "alone", "together"}
+SECONDS = {"products", "launch", "reading", "collectives", "between", "alone", "together"}
 SOME = ["model.width=384", "model.heads=8", "model.layers=2", "model.context=256", "train.batch=4",
         "train.microbatches=2"]  # fmt: skip
 LEAST = ["model.width=8", "model.heads=1", "model.layers=1", "model.context=4", "train.batch=1", "train.microbatches=1"]
@@ -37,7 +40,10 @@ LEAST = ["model.width=8", "model.heads=1", "model.layers=1", "model.context=4", 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", metavar="M.toml", default="here.toml", help="the machine file (here.toml)")
     command.add_argument(
-        "--ranks", metavar="1,2,4", help="numbers of ranks to measure (powers of two to twice the cores, or tasks)"
+        "--ranks",
+        metavar="1,2,4",
+        help="numbers of ranks to measure (powers of two to the tasks of an allocation, or else to the node's CUDA "
+        "devices, or twice its cores)",
     )
     command.add_argument(
         "--rounds", metavar="N", type=int, default=ROUNDS,
@@ -71,7 +77,7 @@ class Measuring:
 
     def __init__(self, launcher: str, counts: Sequence[int], folder: Path):
         self._launcher, self._counts, self._folder = launcher, counts, folder
-        self._once = {"cores": cores.find().count, **_memory(launcher, folder)}
+        self._once = {"cores": _devices() or cores.find().count, **_memory(launcher, folder)}
         self._rounds = 0
 
     def a_round(self) -> Iterator[tuple[int, dict]]:
@@ -124,7 +130,7 @@ def _measured(launcher: str, ranks: int, folder: Path, module: str, *arguments: 
     """
     out = folder / f"{module}-{ranks}.json"
     command = [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", module, str(out), *arguments]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     limit = LIMIT + EACH * ranks
     try:
         done = run_ranks(
@@ -154,8 +160,9 @@ def _steps(launcher: str, ranks: int, folder: Path) -> dict[str, list[float]]:
 
 
 def _memory(launcher: str, folder: Path) -> dict[str, float]:
-    """Bytes that a rank has resident which trains next to nothing; and what one that trains has besides, as a part of
-    what it allocates: `malloc` keeps holes between weights, gradients and activations."""
+    """Bytes that a rank has, of the host's memory or the device's, which trains next to nothing; and what one that
+    trains has besides, as a part of what it allocates: allocators keep holes between weights, gradients and
+    activations."""
     config, text = folder / "memory.toml", folder / "memory.txt"
     config.write_text("")
     text.write_text("All ranks have these libraries.\n" * 999)
@@ -176,9 +183,16 @@ def _memory(launcher: str, folder: Path) -> dict[str, float]:
     return {"reserved": reserved, "slack": max(0.0, (resident(SOME, 5) - reserved) / allocated - 1)}
 
 
+def _devices() -> int:
+    """CUDA devices of this node, which ranks compute with where there are any."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def _counts(text: str | None) -> list[int]:
     if text is None:
-        most = int(os.environ.get("SLURM_NTASKS") or 2 * cores.find().count)
+        most = int(os.environ.get("SLURM_NTASKS") or _devices() or 2 * cores.find().count)
         return sorted({*(2**k for k in range(most.bit_length()) if 2**k <= most), most})
     try:
         counts = [int(each) for each in text.split(",")]

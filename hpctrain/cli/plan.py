@@ -55,6 +55,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from hpctrain import plan
     from hpctrain.config import load_config, to_toml
+    from hpctrain.plan.machine import resolved
 
     _refuse_unused(options)
     if options.machines:
@@ -72,18 +73,22 @@ def run(options: argparse.Namespace) -> None:
         return
     machine = plan.Machine.load(options.machine)
     if options.predict:
+        machine.check_nodes(config.ranks)
         prediction = plan.predict(config, machine)
         print(prediction.to_json() if options.json else text(prediction, machine.crowded(config.ranks).device.memory))
         return
-    ranks, out = options.ranks, Path(options.output or "plan.toml")
+    ranks, nodes, out = options.ranks, 1, Path(options.output or "plan.toml")
     top = 5 if options.top is None else options.top
     if ranks is None:
-        ranks = int(os.environ.get("SLURM_NTASKS") or config.ranks)
+        ranks = config.ranks
+        if tasks := os.environ.get("SLURM_NTASKS"):
+            ranks, nodes = int(tasks), int(os.environ.get("SLURM_JOB_NUM_NODES", 1))
+    machine.check_nodes(ranks, nodes)
     if not out.parent.is_dir():
         raise ValueError(f"-o {out}: there is no folder {out.parent} to write into")
     found = plan.search(config, ranks, machine, top, options.precision, options.keep)
     best = plan.planned(config, found[0])
-    best = dataclasses.replace(best, run=dataclasses.replace(best.run, machine=options.machine))
+    best = dataclasses.replace(best, run=dataclasses.replace(best.run, machine=resolved(options.machine)))
     out.write_text(to_toml(best), encoding="utf-8")
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found]))

@@ -25,6 +25,7 @@ from hpctrain.plan import stage_messages
 from hpctrain.plan.estimator import Estimator, Stage
 from hpctrain.plan.job import Box, Choice
 from hpctrain.plan.machine import Machine
+from hpctrain.plan.memory import allocatable
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,7 @@ class _Planner:
                 time[b, start, stop] = self.stage(*stage).microbatch
                 for s in range(p):
                     need[s, b, start, stop] = self.bytes(*stage, in_flight[s].get(s, 0))
-        device, learned = estimator.machine.device, estimator.machine.learned
-        limit = (device.memory - device.reserved) / (1 + device.slack) / learned.memory
+        limit = allocatable(estimator.machine)
         distance = self.ranks * choice.ulysses
         message = np.array([[2 * stage_messages.seconds(estimator.job, estimator.network, choice, box, other, distance)
                              for other in boxes] for box in boxes])  # fmt: skip

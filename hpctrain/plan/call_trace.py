@@ -29,6 +29,16 @@ class Product(NamedTuple):
     n: int
 
 
+class Attention(NamedTuple):
+    """Of all heads: scores, with the features of a head and the tokens of the keys; `causal` leaves out those after a
+    query. As `Box.scored` takes it."""
+
+    scores: int
+    head_width: int
+    length: int
+    causal: bool
+
+
 @dataclass
 class Work:
     """What is done in a unit, or in one or more operations between units.
@@ -36,7 +46,7 @@ class Work:
     Attributes:
         unit: its number; None between units.
         inputs: numbers of those whose outputs it takes.
-        products: by weights; `mixing`, flop of products of activations, as of attention.
+        products: by weights; `mixing`, flop of products of activations; `attention`, in operations of its own.
         operations: that are launched; backward twice as many.
         elements: that element-wise operations give; `out`, that the last operation gives.
         by_rows: between units: goes on with the tokens of a rank.
@@ -46,6 +56,7 @@ class Work:
     inputs: set[int] = field(default_factory=set)
     products: list[Product] = field(default_factory=list)
     mixing: float = 0.0
+    attention: list[Attention] = field(default_factory=list)
     operations: int = 0
     elements: int = 0
     out: int = 0
@@ -76,6 +87,14 @@ def trace(model: torch.nn.Module, example: Any, units: Sequence[DividedUnit]) ->
     return recorder.work
 
 
+class _Call(NamedTuple):
+    """Of an operation: its name, the tensors that it is given, and whether it is causal attention."""
+
+    name: str
+    tensors: list[torch.Tensor]
+    causal: bool
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self, units: Sequence[DividedUnit]):
         super().__init__()
@@ -96,6 +115,8 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        named = dict(zip((each.name for each in func._schema.arguments), args)) | (kwargs or {})
+        call = _Call(name, tensors, named.get("is_causal", False))
         given = [each for each in tensors if id(each) in self._numbers]
         results = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and each.is_floating_point()]
         layer = next((path for path in reversed(self.path) if path in self._unit_at), None)
@@ -107,16 +128,16 @@ class _Recorder(TorchDispatchMode):
         if aliases and (layer is not None or inside or results[0].shape == given[0].shape):
             found = inside or self._numbers[id(given[0])]
         elif layer is None and inside is None:
-            found = self._between(name, tensors, given, results[0], aliases), False
+            found = self._between(call, given, results[0], aliases), False
         elif layer is None and inside is not None:
             found = inside
-            self._add(inside[0], name, tensors, given, results[0])
+            self._add(inside[0], call, given, results[0])
         elif layer is not None and not given and views:
             return out  # of a weight
         else:
             assert layer is not None
             number = self._of_unit(self._unit_at[layer], given)
-            self._add(number, name, tensors, given, results[0])
+            self._add(number, call, given, results[0])
             found = number, layer in self._units[self._unit_at[layer]].inside
         for each in results:
             self._numbers[id(each)] = found
@@ -131,10 +152,10 @@ class _Recorder(TorchDispatchMode):
         self.work[number].inputs |= {self._numbers[id(each)][0] for each in given} - {number}
         return number
 
-    def _between(self, name, tensors, given, out, aliases) -> int:
+    def _between(self, call, given, out, aliases) -> int:
         """An operation that takes what one other gives is done with it, where both go on with the same tokens."""
         takes = {self._numbers[id(each)][0] for each in given}
-        by_rows = name in _BY_ROWS and any(each.shape == out.shape for each in given) and out.dim() > 1
+        by_rows = call.name in _BY_ROWS and any(each.shape == out.shape for each in given) and out.dim() > 1
         only = next(iter(takes))
         if len(takes) > 1 or self.work[only].unit is not None or self.work[only].by_rows != by_rows:
             only = len(self.work)
@@ -142,11 +163,12 @@ class _Recorder(TorchDispatchMode):
         if aliases:
             self.work[only].out = out.numel()
         else:
-            self._add(only, name, tensors, given, out)
+            self._add(only, call, given, out)
         return only
 
-    def _add(self, number, name, tensors, given, out):
+    def _add(self, number, call, given, out):
         """What an operation does."""
+        name, tensors, causal = call
         work, given_ids = self.work[number], {id(each) for each in given}
         work.inputs |= {self._numbers[each][0] for each in given_ids} - {number}
         work.out = out.numel()
@@ -165,7 +187,8 @@ class _Recorder(TorchDispatchMode):
             work.products.append(Product(path, out.numel() // channels, weight.numel() // channels, channels))
         elif name.startswith("_scaled_dot_product"):
             query, key = tensors[:2]
-            work.mixing += 4.0 * query.numel() * key.shape[-2]
+            length, head_width = key.shape[-2:]
+            work.attention.append(Attention(query.numel() // head_width * length, head_width, length, causal))
         else:
             work.elements += out.numel()
 

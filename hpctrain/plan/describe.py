@@ -14,16 +14,18 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
     """The file of a machine of which `measure.measure` found these figures, with rising numbers of ranks.
 
     What ranks compute at is that of as many as there are cores, all at once. Products are taken to need their
-    floating-point operations and the bytes of their operands, by least squares of the relative error.
+    floating-point operations and the bytes of their operands, by least squares of the relative error. Where some of
+    them were on several nodes, the file has the network between nodes, and says what full nodes do alone.
 
     Raises:
-        ValueError: where ranks outnumber the cores in all of them.
+        ValueError: where ranks outnumber the cores in all of them, or were on several nodes, but filled none of them
+            before the next.
     """
     own = [each["ranks_of_a_node"] for each in found if each["ranks_of_a_node"] <= each["cores"]]
     if not own:
         raise ValueError(
-            f"a machine file is of ranks with a core of their own, got {found[0]['ranks_of_a_node']} or more ranks on "
-            f"{found[0]['cores']} cores; use --ranks {found[0]['cores']}"
+            f"a machine file is of ranks with a core or device of their own, got {found[0]['ranks_of_a_node']} or more "
+            f"ranks on {found[0]['cores']} of them; use --ranks {found[0]['cores']}"
         )
     node = max(own)
     full = next(each for each in reversed(found) if each["ranks_of_a_node"] == node)
@@ -37,12 +39,12 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         "# Units: bytes (B), seconds (s), flop/s.",
         "",
         f'description = "{host}, measured on {date}"',
-        f"node = {node}  # ranks with a core of their own",
+        f"node = {node}  # ranks with a core or device of their own",
         "",
         "[device]",
         f"memory = {full['memory']:.4g}  # B; of a rank of {full['ranks_of_a_node']}: {by}",
-        f"reserved = {full['reserved']:.4g}  # B; resident in training next to nothing: measured on {host} on {date}",
-        f"slack = {full['slack']:.3g}  # of what is allocated, in holes of malloc: measured on {host} on {date}",
+        f"reserved = {full['reserved']:.4g}  # B; in training next to nothing: measured on {host} on {date}",
+        f"slack = {full['slack']:.3g}  # of what is allocated, in holes between it: measured on {host} on {date}",
         f"bandwidth = {full['elements']:.4g}  # B/s; additions of 4 MiB: {by}",
         f"operands = {operands:.4g}  # B/s; of products, by least squares, or 0 for `bandwidth`: {by}",
         f"state_bandwidth = {full['state']:.4g}  # B/s; norm, clipping and AdamW of 64 MiB: {by}",
@@ -66,7 +68,7 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         "[software]",
         "attended = 0.5  # of the scores; the causal half",
         f"bucket = {full['bucket']}  # B; at which sums and gathers over replicas close one: data_parallel/buckets.py",
-        "asynchronous = false  # an operation begins when the one before has ended",
+        f"asynchronous = {str(full['asynchronous']).lower()}  # operations are queued ahead of the device",
         "clips = true  # the trainer multiplies gradients before the optimizer reads them",
         "accumulates = true  # torch adds the gradients of microbatches by an operation of their own",
         "",
@@ -76,19 +78,21 @@ def machine_toml(found: Sequence[dict], date: str, host: str) -> str:
         "",
         *_links(found, by),
     ]
-    one_node = all(each["ranks"] == each["ranks_of_a_node"] for each in found)
+    if any(each["ranks"] > each["ranks_of_a_node"] for each in found):
+        lines += _between_nodes(found, node, by)
+        found = [full]
     for each in found:
-        if each is not full and one_node:
+        if each is not full:
             lines += _occupied(each, peak["fp32"])
     for each in found:
         for size, tables in each["collectives"]:
             for operation, rows in tables.items():
                 lines += [
                     "",
-                    f"[[measured]]  # groups of {size} of {each['ranks']} ranks",
+                    f"[[measured]]  # groups of {size} of a node's {each['ranks_of_a_node']} ranks",
                     f'operation = "{operation}"',
                     f"ranks = {size}",
-                    f"at_once = {each['ranks']}",
+                    f"at_once = {each['ranks_of_a_node']}",
                     f"bytes = {[nbytes for nbytes, _ in rows]}",
                     f"seconds = [{', '.join(f'{max(taken, 1e-9):.3g}' for _, taken in rows)}]",
                 ]
@@ -157,7 +161,7 @@ def _reading(rows: Sequence[Sequence[float]], by: str) -> list[str]:
 
 
 def _links(found: Sequence[dict], by: str) -> list[str]:
-    """One level; what is not in the tables is taken from the messages, or from a copy where there are none."""
+    """Within a node; what is not in the tables is taken from the messages, or from a copy where there are none."""
     for each in found:
         if rows := dict(each["collectives"]).get(2, {}).get("message"):
             latency, bandwidth = rows[0][1], max(nbytes / taken for nbytes, taken in rows)
@@ -171,4 +175,26 @@ def _links(found: Sequence[dict], by: str) -> list[str]:
         "unit = 1",
         f"latency = {latency:.3g}  # s; {source}",
         f"bandwidth = {bandwidth:.4g}  # B/s; {source}",
+    ]
+
+
+def _between_nodes(found: Sequence[dict], node: int, by: str) -> list[str]:
+    """The level above, by what crosses nodes of which the most ranks sent, each with a core of its own."""
+    crossing = [each for each in found if each["between"] and each["ranks_of_a_node"] <= node]
+    if not crossing:
+        raise ValueError(
+            f"nothing was measured between nodes: {found[-1]['ranks']} ranks did not fill one node after another, with "
+            "as many on each; allocate as many tasks on each node (salloc --ntasks-per-node), in blocks (export "
+            "SLURM_DISTRIBUTION=block), and use --ranks of whole nodes"
+        )
+    full = max(crossing, key=lambda each: (each["ranks_of_a_node"], each["ranks"]))
+    rows, ranks = full["between"], full["ranks_of_a_node"]
+    source = f"messages of {ranks} ranks of a node to another node at once: {by}"
+    return [
+        "",
+        "[[link]]",
+        'name = "between nodes"',
+        f"unit = {node}  # ranks of a node",
+        f"latency = {rows[0][1]:.3g}  # s; {source}",
+        f"bandwidth = {ranks * max(nbytes / taken for nbytes, taken in rows):.4g}  # B/s of a node; {source}",
     ]

@@ -19,12 +19,12 @@ from hpctrain.shard import split_sizes
 @dataclass(frozen=True)
 class Parts:
     """A block with a mixture, where there is one, and one without; the embedding and the head; seconds of the sums over
-    z of each block's weights."""
+    z of the weights of each block, and of the head's."""
 
     blocks: tuple[Part, Part]
     embedding: Part
     head: Part
-    z_sums: tuple[float, float]
+    z_sums: tuple[float, float, float]
 
 
 class Division:
@@ -51,7 +51,8 @@ class Division:
 
             mixed, mixed_sums = kind(False)
             dense, dense_sums = kind(True) if costs.dense_layers else (mixed, mixed_sums)
-            self._parts[key] = Parts((mixed, dense), box.embedding(), box.head(), (mixed_sums, dense_sums))
+            z_sums = mixed_sums, dense_sums, box.weight_sum(costs.width, costs.vocabulary)
+            self._parts[key] = Parts((mixed, dense), box.embedding(), box.head(), z_sums)
         return self._parts[key]
 
     def _figures(self, choice: Choice) -> tuple[int, ...]:
@@ -137,6 +138,14 @@ class Division:
         """Of each stage, its box and all else that decides its costs."""
         plain = choice._replace(schedule="", virtual_stages=0, partition=())
         return [plain.at(rank) for rank in self.homes(choice)]
+
+    def replica_groups(self, choice: Choice) -> tuple[tuple[Group, Group], tuple[Group, Group]]:
+        """The ranks of one replica that hold the same weights, and the same experts, which are not spread; and the
+        replicas, for both."""
+        box, shared = math.prod(choice.box), choice.ring * choice.ulysses
+        weights = Group(shared, box * (choice.pipeline if choice.ring > 1 else 1))
+        across = Group(choice.data, box * shared * choice.pipeline)
+        return (weights, Group(shared * box)), (across, across)
 
     def groups(self, choice: Choice) -> tuple[Group, Group]:
         """The ranks that hold the same weights, and the same experts, which come one after another on their axis."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpctrain.pipeline import Costs
 from hpctrain.plan import pipelines, stage_messages
@@ -21,7 +21,7 @@ PARTS = ("compute", "data", "tensor", "sequence", "expert", "bubble", "optimizer
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a step; parts are those of the busiest rank of a pipeline, in seconds."""
+    """Of a step; parts are those of one rank of a pipeline, in seconds."""
 
     seconds: float
     memory: float
@@ -38,6 +38,7 @@ class Stage:
     forward_data: float  # ZeRO-2 and -3 communicate with every microbatch
     backward_data: float
     sums: float  # the rest of the sums over the data axis that nothing hides
+    sums_sequence: float
     sums_tensor: float
     update: float
 
@@ -68,7 +69,7 @@ class Stage:
     @functools.cached_property
     def all_sums(self) -> float:
         """Of gradients, at a step's end."""
-        return self.sums + self.sums_tensor
+        return self.sums + self.sums_sequence + self.sums_tensor
 
     @functools.cached_property
     def ending(self) -> float:
@@ -107,7 +108,29 @@ class Estimator(Division):
 
     def _stages(self, choice: Choice) -> list[Stage]:
         """Every stage of a pipeline; those that are alike are computed once, whatever the schedule."""
-        return [self.stage(*each) for each in self._each_stage(choice)]
+        stages = [self.stage(*each) for each in self._each_stage(choice)]
+        for s, seconds in self._over_holders(choice).items():
+            stages[s] = replace(stages[s], sums=stages[s].sums + seconds)
+        return stages
+
+    def _over_holders(self, choice: Choice) -> dict[int, float]:
+        """{stage: seconds in which two ranks of the pipeline that hold the same weights send each other their
+        gradients}: all of a stage, where two copies of the model go both ways; else the table of tied ends."""
+        job, (local, copies), homes = self.job, self.placement(choice), self.homes(choice)
+        shared: dict[int, tuple[float, int]] = {}  # elements, and how many ranks of the pipeline they go
+        if copies > 1:
+            for s, each in enumerate(self._each_stage(choice)):
+                one, other = (rank for rank, own in enumerate(local) if s in own)
+                shared[s] = self.elements(*each) + self.expert_elements(*each[:2]), other - one
+        elif job.costs.tied and homes[0] != homes[-1]:
+            table = job.costs.vocabulary * job.costs.width / math.prod(choice.box)
+            shared = dict.fromkeys((0, len(homes) - 1), (table, homes[-1] - homes[0]))
+        spread = job.servers or (choice.replicas if choice.method.startswith("zero") else 1)
+        stride, factor = math.prod(choice.box) * choice.ulysses, self.machine.learned.data
+        return {
+            s: factor * self.network.message(job.reduce * elements / spread, stride * distance)
+            for s, (elements, distance) in shared.items()
+        }
 
     def _each_stage(self, choice: Choice) -> list[tuple[Choice, tuple[int, int], bool, bool]]:
         each = [*zip(self.alike(choice), self.kinds(choice))]
@@ -124,11 +147,11 @@ class Estimator(Division):
             for name in ("forward", "input_gradient", "weight_gradient")
         )
         if not self.sums_once(choice):
-            weights = weights._replace(tensor=weights.tensor + self._z_sums(found, layers))
+            weights = weights._replace(tensor=weights.tensor + self._z_sums(found, layers, last))
         return forward, inputs, weights
 
-    def _z_sums(self, found: Parts, layers: tuple[int, int]) -> float:
-        return sum(count * each for count, each in zip(layers, found.z_sums)) * self.machine.learned.tensor
+    def _z_sums(self, found: Parts, layers: tuple[int, int], last: bool) -> float:
+        return sum(count * each for count, each in zip((*layers, last), found.z_sums)) * self.machine.learned.tensor
 
     def _make_idle(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> Pass:
         """What a microbatch takes a rank that has none of its rows: its gradients are zeros, which are added."""
@@ -147,25 +170,37 @@ class Estimator(Division):
 
         kept = (job.itemsize + job.reduce) * (elements + experts)
 
-        def over_data(operation, size, times=1):
+        def over(operation, size, times=1, groups=(group, copies), factor=learned.data):
             """`times` that weights or gradients are read where no cache holds them."""
             seconds = 0.0
-            for nbytes, ranks in ((size * elements, group), (size * experts, copies)):
+            for nbytes, ranks in zip((size * elements, size * experts), groups):
                 count = max(pieces, math.ceil(nbytes / bucket) if bucket else 1)
                 seconds += count * operation(nbytes / count, ranks)
                 seconds += device.cold(times * nbytes, kept) if ranks.size > 1 else 0.0
-            return seconds * learned.data
+            return seconds * factor
 
-        scatter, gather = over_data(net.reduce_scatter, job.comm), over_data(net.all_gather, job.itemsize)
+        scatter, gather = over(net.reduce_scatter, job.comm), over(net.all_gather, job.itemsize)
         method, updated, forward_data, backward_data = choice.method, elements + experts, 0.0, 0.0
+        sums = sums_sequence = updating = 0.0  # nothing hides the last, which come after the update
         if method == "zero1":
             sums = scatter + gather
         elif method == "zero2":
             sums, backward_data = gather, scatter
         elif method == "zero3":
-            sums, forward_data, backward_data = 0.0, gather, gather + scatter
+            forward_data, backward_data = gather, gather + scatter
+        elif method == "local_sgd":  # gradients are summed inside of a replica, whose weights are averaged
+            inside, across = self.replica_groups(choice)
+            sums_sequence = over(net.all_reduce, job.comm, 2, inside, learned.sequence)
+            updating = over(net.all_reduce, job.itemsize, 2, across) * job.averaged
+        elif method == "parameter_server":
+            # A server receives its part of the gradients from each worker, and without staleness the other servers'
+            # zeros, and sends them its part of the weights: as in a collective of `served` times as many bytes.
+            others = group.size - (job.servers if job.staleness else 1)
+            served = others / (group.size - 1) * group.size / job.servers
+            sums, updating = over(net.reduce_scatter, served * job.comm), over(net.all_gather, served * job.itemsize)
+            updated /= job.servers
         else:
-            sums = over_data(net.all_reduce, job.comm, 2) * job.averaged
+            sums = over(net.all_reduce, job.comm, 2)
         if method.startswith("zero"):
             updated = elements / choice.replicas + experts / copies.size
         hidden = self.machine.software.hidden_data
@@ -174,13 +209,12 @@ class Estimator(Division):
         ahead = gather if method in ("zero1", "zero2") else 0.0
         sums -= min(hidden * (sums - ahead), backward) + min(hidden * ahead, forward.seconds)
         backward_data -= min(hidden * backward_data, backward)
+        sums_sequence -= min(hidden * sums_sequence, backward)
         forward_data -= min(hidden * forward_data, forward.seconds)
-        if job.costs.tied and first != last and choice.pipeline > 1:  # the table's gradient, of both ends
-            table = job.comm * job.costs.vocabulary * job.costs.width / math.prod(choice.box)
-            sums += 2 * net.message(table, math.prod(choice.box) * (choice.pipeline - 1)) * learned.data
         update = updated * update_seconds(job, self.machine)
-        z_sums = self._z_sums(found, layers) if self.sums_once(choice) else 0.0
-        return Stage(forward, inputs, weights, forward_data, backward_data, sums, z_sums, update)
+        z_sums = self._z_sums(found, layers, last) if self.sums_once(choice) else 0.0
+        sums += updating
+        return Stage(forward, inputs, weights, forward_data, backward_data, sums, sums_sequence, z_sums, update)
 
     # Pipelines
 
@@ -197,8 +231,8 @@ class Estimator(Division):
         once, after they have summed the gradient's norm."""
         return [0.0 if self.machine.share < 1 else stage.update for stage in stages]
 
-    def estimate(self, choice: Choice) -> Estimate:
-        """What a step takes with this choice."""
+    def estimate(self, choice: Choice, rank: int | None = None) -> Estimate:
+        """What a step takes with this choice, by the parts of this rank of a pipeline, by default the busiest."""
         p, m = choice.pipeline, self.full_microbatches(choice)
         stages = self.stages(choice)
         local, copies = self.placement(choice)
@@ -217,7 +251,7 @@ class Estimator(Division):
         else:
             seconds = self._pipelined(choice, stages)
         work = [sum(m / copies * stages[s].microbatch + stages[s].ending for s in own) for own in local]
-        busiest = local[max(range(p), key=work.__getitem__)]
+        own = local[max(range(p), key=work.__getitem__) if rank is None else rank]
         if self.machine.share < 1:  # ranks that wait, or have no rows, lend their core to others
             count = choice.microbatches / copies
             full = [count * stage.microbatch + stage.all_sums for stage in stages]
@@ -225,7 +259,7 @@ class Estimator(Division):
             whole = self._pipelined(choice, stages, self.machine.share) if p > 1 else sum(full)
             seconds = max(whole * (1 - sum(less) / sum(full)), self.machine.share * seconds)
             seconds += sum(stages[s].update for own in local for s in own) / p
-        return self._reported(choice, [(stages[s], idle[s]) for s in busiest], m / copies, empty, seconds)
+        return self._reported(choice, [(stages[s], idle[s]) for s in own], m / copies, empty, seconds)
 
     def _pipelined(self, choice: Choice, stages: list[Stage], share: float = 1.0) -> float:
         """Seconds of a pipeline's step, where ranks have such a share of a core."""
@@ -250,7 +284,7 @@ class Estimator(Division):
             exchanges += work.exchanges
             parts["compute"] += work.compute
             parts["tensor"] += work.tensor + stage.sums_tensor
-            parts["sequence"] += work.sequence
+            parts["sequence"] += work.sequence + stage.sums_sequence
             parts["expert"] += work.expert
             parts["data"] += (count + empty) * stage.over_data + stage.sums
             parts["optimizer"] += stage.update

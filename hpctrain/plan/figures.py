@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 LENGTHS = 256, 1024  # tokens of sequences that attention is measured with, short and long
+PEAKS = "fp64", "fp32", "tf32", "bf16", "fp16"  # types of products
+OPERATIONS = "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "message"  # that may be measured by size
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,10 @@ class Errors:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of one operation by size on this machine, to interpolate instead of the formula.
+    """Seconds of one operation of neighbours on a node by size, to interpolate instead of the formula.
 
     Attributes:
-        operation: "all_gather", "reduce_scatter", "all_reduce" or "message".
+        operation: of OPERATIONS.
         ranks: that took part.
         bytes, seconds: of the whole tensor; rising.
         at_once: ranks of the node that did so in groups of `ranks`; 0 for one group alone.

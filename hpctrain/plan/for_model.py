@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.config import load_config
 from hpctrain.plan import job as jobs
 from hpctrain.plan.machine import Machine
+from hpctrain.plan.memory import allocatable
 from hpctrain.plan.network import Network
 from hpctrain.plan.passes import Box
 
@@ -68,13 +69,14 @@ def for_model(
         replicate: as of `parallelize`; these stay whole in any case.
 
     Raises:
-        ValueError: on every rank: for an unknown machine and one without figures for the model's type; where no plan
-            fits; for pipeline, sequence and expert axes, whose cost on anybody's model is not known.
+        ValueError: on every rank: for an unknown machine, one without figures for the model's type, and several nodes
+            where its file is of one; where no plan fits; for pipeline, sequence and expert axes, whose cost on
+            anybody's model is not known.
     """
     from hpctrain import comm  # brings MPI
 
     found = None
-    with comm.together(grid.comm):
+    with comm.together(grid.world):
         _check(model, grid)
         if grid.rank == 0:
             found = _best(model, grid, example, machine, replicate)
@@ -93,8 +95,11 @@ def _check(model, grid):
 def _best(model, grid, example, machine, replicate) -> ModelPlan:
     from hpctrain.convert.units import divided_units  # brings torch
 
-    machine = (Machine.load(machine) if isinstance(machine, (str, Path)) else machine).crowded(grid.size)
-    limit = machine.device.memory * (1 - machine.device.slack) - machine.device.reserved
+    machine = Machine.load(machine) if isinstance(machine, (str, Path)) else machine
+    if not grid.world.one_node:
+        machine.check_nodes(grid.size, len({*grid.world.nodes}))
+    machine = machine.crowded(grid.size)
+    limit = allocatable(machine)
     shards = (False, True) if grid.tensor.size > 1 else (False,)
     graphs = [unit_graph(model, grid, example, machine, replicate, each) for each in shards]
     problems = [graph.problem(limit) for graph in graphs]

@@ -14,6 +14,7 @@ from hpctrain.config import Config
 from hpctrain.plan import job as jobs
 from hpctrain.plan.estimator import Estimator
 from hpctrain.plan.machine import Machine
+from hpctrain.plan.memory import allocatable
 from hpctrain.plan.stage_rules import Stage
 
 
@@ -55,10 +56,10 @@ def inside_stage(config: Config, machine: Machine | str) -> StagePlan:
     jobs.check_one_box(config, "a plan inside a stage")
     job, choice = jobs.read(config)
     stage = Stage(job, machine, choice)
-    free = machine.device.memory - Estimator(job, machine).memory.of(choice)
+    free = allocatable(machine) - Estimator(job, machine).memory.allocated(choice)
     blocks = -(-job.costs.layers // choice.pipeline) * min(choice.pipeline, choice.microbatches)
     limit = stage.box.block(choice.recompute).kept + free / blocks
-    return divided(stage, math.inf if choice.recompute == "block" else limit)
+    return divided(stage, math.inf if choice.recompute == "block" and free >= 0 else limit)
 
 
 def divided(stage: Stage, limit: float = math.inf) -> StagePlan:

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 from hpctrain import files
 from hpctrain.config import Config, load_config
+from hpctrain.plan.estimator import Estimator
+from hpctrain.plan.job import read
 from hpctrain.plan.machine import Learned, Machine
 from hpctrain.plan.prediction import predict
 
@@ -35,7 +37,8 @@ Record = TypeVar("Record")
 
 
 def compare(config: Config, machine: Machine, records: Sequence[Mapping]) -> dict[str, tuple[float, float]]:
-    """{part: (predicted, measured)} in seconds, medians over the steps of a run's metrics, and "step" for all.
+    """{part: (predicted, measured)} in seconds, medians over the steps of a run's metrics, and "step" for all. Parts
+    are those of rank 0, which writes the metrics: in a pipeline other ranks may compute for much longer.
 
     Raises:
         ValueError: where too few steps were taken, and as `predict`.
@@ -43,18 +46,19 @@ def compare(config: Config, machine: Machine, records: Sequence[Mapping]) -> dic
     judged = [record for record in records if "time" in record][WARM_UP:]
     if not judged:
         raise ValueError(f"a run teaches from its step {WARM_UP + 1} on, got {len(records)} steps; train longer")
-    prediction = predict(config, machine)
-    found = {"step": (prediction.seconds, statistics.median(record["seconds"] for record in judged))}
+    job, choice = read(config)
+    parts = Estimator(job, machine.crowded(config.ranks)).estimate(choice, rank=0).parts
+    found = {"step": (predict(config, machine).seconds, statistics.median(record["seconds"] for record in judged))}
     for part, of in MEASURED.items():
         measured = (part, *ALSO.get(part, ()))
         taken = statistics.median(sum(record["time"].get(name, 0.0) for name in measured) for record in judged)
-        found[part] = sum(prediction.parts[name] for name in of), taken
+        found[part] = sum(parts[name] for name in of), taken
     return found
 
 
 def table(found: Mapping[str, tuple[float, float]]) -> str:
     """For people."""
-    lines = ["part       predicted s  measured s"]
+    lines = ["of rank 0  predicted s  measured s"]
     for part, (predicted, measured) in found.items():
         if predicted or measured:
             ratio = f"  {measured / predicted:.2f} times" if predicted else ""
@@ -72,6 +76,17 @@ def of_last_job(records: Sequence[Record], ranks: Sequence[Mapping]) -> Sequence
     return records[max(0, len(records) - ranks[0]["steps"]) :] if ranks else records
 
 
+def read_metrics(path: Path) -> list[dict]:
+    """The records of a run's metrics, without a line that is being written or was cut."""
+    records = []
+    for line in files.read_bounded(path, LARGEST).decode().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
 def read_run(folder: str | Path) -> tuple[Config, Sequence[dict]]:
     """The configuration of a run folder, and the metrics of the last job, whose it is.
 
@@ -79,9 +94,9 @@ def read_run(folder: str | Path) -> tuple[Config, Sequence[dict]]:
         ValueError, OSError: where it is no run folder.
     """
     config, path = load_config(Path(folder) / "config.toml"), Path(folder) / "ranks.json"
-    text = files.read_bounded(Path(folder) / "metrics.jsonl", LARGEST).decode()
+    records = read_metrics(Path(folder) / "metrics.jsonl")
     ranks = json.loads(files.read_bounded(path, LARGEST))["ranks"] if files.status(path) else []
-    return config, of_last_job([json.loads(line) for line in text.splitlines()], ranks)
+    return config, of_last_job(records, ranks)
 
 
 def learn(machine: Machine, runs: Iterable[str | Path]) -> tuple[Machine, dict[str, dict]]:
@@ -116,7 +131,7 @@ def with_learned(text: str, learned: Learned) -> str:
     rest = re.sub(r"^\[learned\](?:.*\n?)(?:(?!\[).*\n?)*", "", text, flags=re.MULTILINE).rstrip("\n")
     changed = {key: value for key, value in asdict(learned).items() if value != getattr(Learned(), key)}
     lines = ["[learned]  # measured over predicted seconds, by `hpctrain plan --learn`"]
-    lines += [f"{key} = {round(value, 4)}" for key, value in changed.items()]
+    lines += [f"{key} = {value if key == 'runs' else float(f'{value:.4g}')}" for key, value in changed.items()]
     return "\n".join([rest, "", *lines])
 
 

@@ -13,7 +13,8 @@ from importlib import resources
 from pathlib import Path
 
 from hpctrain import files
-from hpctrain.plan.figures import Device, Errors, Learned, Link, Measured, Occupied, Software
+from hpctrain.choices import RECOMPUTE, check_choice
+from hpctrain.plan.figures import OPERATIONS, PEAKS, Device, Errors, Learned, Link, Measured, Occupied, Software
 
 LARGEST = 1 << 20  # bytes of a file
 
@@ -25,8 +26,8 @@ class Machine:
     Attributes:
         name, description: for messages.
         node: ranks of a node.
-        peak: flop/s of a device by type: fp64, fp32, tf32, bf16, fp16.
-        link: levels of the network, the nearest first.
+        peak: flop/s of a device by type, of figures.PEAKS.
+        link: levels of the network, the nearest first: within a node, where that is the only one, and between nodes.
         share: of a core that a rank has where all compute, of a `crowded` machine.
 
     >>> Machine.load("dgx-h100").node
@@ -95,6 +96,24 @@ class Machine:
     def on_host(self) -> bool:
         """Whether devices are processors, whose memory is the host's: they queue nothing, and have no peak of fp16."""
         return not self.software.asynchronous and "fp16" not in self.peak
+
+    def check_nodes(self, ranks: int, nodes: int = 1) -> None:
+        """
+        Raises:
+            ValueError: for ranks on more nodes than the one that the file is of, or so many that several must be meant.
+        """
+        if len(self.link) > 1:
+            return
+        about = f"machine {self.name} is one node of {self.node} ranks, and nothing is known between nodes"
+        several = "run `hpctrain machine` in an allocation of two nodes or more"
+        if nodes > 1:
+            raise ValueError(f"{about}, got {ranks} ranks on {nodes} nodes: {several}, or plan for one node")
+        most = max([self.node, *(each.ranks for each in self.occupied)])
+        if ranks > 2 * most:
+            raise ValueError(
+                f"{about}, got {ranks} ranks, more than twice the {most} that were measured at once: for several nodes "
+                f"{several}, for {ranks} ranks on the cores of one node `hpctrain machine --ranks` up to {ranks}"
+            )
 
     def crowded(self, ranks: int) -> Machine:
         """The machine where so many ranks share its only node, and its cores where they are more: as measured with as
@@ -201,8 +220,13 @@ def _value(hint, value, where):
     return float(value) if hint is float else value
 
 
+def resolved(name: str | Path) -> str:
+    """A machine's name, or the whole path of its file, for those who read it from another folder."""
+    return str(name) if str(name) in names() else str(Path(name).resolve())
+
+
 def _check(machine: Machine) -> None:
-    """Raise ValueError for figures by which nothing can be divided."""
+    """Raise ValueError for figures by which nothing can be divided, and names that nothing would read."""
     positive = {
         "node": machine.node,
         "device.memory": machine.device.memory,
@@ -210,6 +234,7 @@ def _check(machine: Machine) -> None:
         "device.product": machine.device.product,
         "device.attention": machine.device.attention,
         **{f"peak.{kind}": rate for kind, rate in machine.peak.items()},
+        **{f"learned.{part}": factor for part, factor in vars(machine.learned).items() if part != "runs"},
         **{
             f"occupied of {each.ranks} ranks: {name}": getattr(each, name)
             for each in machine.occupied
@@ -227,12 +252,26 @@ def _check(machine: Machine) -> None:
     if not machine.peak or not machine.link:
         raise ValueError(f"{'link' if machine.peak else 'peak'} is empty; see Machine")
     units = [link.unit for link in machine.link]
-    if units[0] != 1 or units != sorted(set(units)):
+    levels = units[1:] if units[:2] == [1, machine.node] else units  # nodes of one rank are a level of their own
+    if units[0] != 1 or levels != sorted(set(levels)):
         raise ValueError(f"link.unit must be 1 on the first level and rise from there, got {units}")
-    for link in machine.link:
-        if link.direct > 1:
-            raise ValueError(f"link.{link.name}.direct must be at most 1, got {link.direct}")
+    parts = {
+        **{f"link.{link.name}.direct": link.direct for link in machine.link},
+        "software.attended": machine.software.attended,
+        "software.hidden_data": machine.software.hidden_data,
+        "software.hidden_tensor": machine.software.hidden_tensor,
+        "device.slack": machine.device.slack,
+        "errors.relative": machine.errors.relative,
+    }
+    for name, value in parts.items():
+        if value > 1:
+            raise ValueError(f"{name} must be at most 1, got {value}")
+    for kind in machine.peak:
+        check_choice("a figure of [peak]", kind, PEAKS)
+    for value in machine.software.whole_norms:
+        check_choice("software.whole_norms", value, RECOMPUTE)
     for table in machine.measured:
+        check_choice("measured.operation", table.operation, OPERATIONS)
         rising = all(a < b for a, b in zip(table.bytes, table.bytes[1:]))
         even = len(table.bytes) == len(table.seconds) >= 2
         if not even or not rising or table.bytes[0] <= 0 or min(table.seconds) <= 0:

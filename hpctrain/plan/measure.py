@@ -12,11 +12,12 @@ have had several turns: a short one would have a core of its own.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ import torch
 from hpctrain import comm
 from hpctrain.data import ShardedTokens, pack
 from hpctrain.data_parallel.buckets import BUCKET_BYTES
-from hpctrain.grid import Grid
+from hpctrain.grid import Axis, Grid
 from hpctrain.launch import abort, check_launcher
 from hpctrain.plan.computing import (
     activations,
@@ -91,15 +92,26 @@ def measure(grid: Grid, folder: Path) -> dict:
         "launch": launch(grid, device),
         "attention": [[(width, attention(grid, device, length, width)) for width in WIDTHS] for length in LENGTHS],
         "reading": reading(grid, folder),
-        "collectives": [(size, collectives(grid, device, size)) for size in groups(grid.size)],
+        "collectives": [(size, collectives(grid, device, size)) for size in groups(grid.world.nodes)],
+        "between": between_nodes(grid, device),
         "bucket": BUCKET_BYTES,
+        "asynchronous": device.type == "cuda",
     }
     return grid.comm.bcast(found)
 
 
-def groups(ranks: int) -> list[int]:
-    """Numbers of ranks that groups of all of them may have."""
-    return [size for size in range(2, ranks + 1) if ranks % size == 0]
+def groups(nodes: Sequence[int]) -> list[int]:
+    """Numbers of ranks that groups of neighbours may have which all lie within a node.
+
+    Args:
+        nodes: of each rank, the first rank of its node.
+
+    >>> groups((0, 0, 0, 0)), groups((0, 0, 0, 0, 4, 4, 4, 4)), groups((0, 1, 0, 1))
+    ([2, 4], [2, 4], [])
+    """
+    ranks = len(nodes)
+    sizes = (size for size in range(2, ranks + 1) if ranks % size == 0)
+    return [size for size in sizes if all(nodes[rank] == nodes[rank - rank % size] for rank in range(ranks))]
 
 
 def collectives(grid: Grid, device: torch.device, size: int) -> dict[str, list[tuple[int, float]]]:
@@ -128,16 +140,7 @@ def collectives(grid: Grid, device: torch.device, size: int) -> dict[str, list[t
                 "own": own.sum,
             }
             if size == 2:
-                message = part.new_zeros(whole)
-
-                def there_and_back(message=message, axis=axis):
-                    for sender in (0, 1):
-                        if axis.rank == sender:
-                            comm.send(message, axis, 1 - sender)
-                        else:
-                            comm.recv(message, axis, sender)
-
-                calls["message"] = there_and_back
+                calls["message"] = functools.partial(there_and_back, part.new_zeros(whole), axis)
             taken = dict(zip(calls, in_turn(grid, list(calls.values()), device)))
             taken["all_gather"] = max(1e-9, taken["all_gather"] - taken.pop("own"))  # no figure may be 0
             for name, each in taken.items():
@@ -145,10 +148,33 @@ def collectives(grid: Grid, device: torch.device, size: int) -> dict[str, list[t
     return found
 
 
+def between_nodes(grid: Grid, device: torch.device) -> list[tuple[int, float]]:
+    """(bytes, seconds) of a message from every rank of the first node to one of the second, all at once, by size; none
+    on one node, and where the ranks do not fill one node after another with as many."""
+    nodes = grid.world.nodes
+    of_a_node = max(Counter(nodes).values())
+    filled = all(first == rank - rank % of_a_node for rank, first in enumerate(nodes))
+    if of_a_node == grid.size or grid.size % of_a_node or not filled:
+        return []
+    with Grid(data=grid.size // of_a_node, tensor=(of_a_node, 1, 1), comm=grid.comm) as cut:
+        messages = [torch.zeros(nbytes // 4, device=device) for nbytes in SIZES]
+        taken = in_turn(grid, [functools.partial(there_and_back, each, cut.data) for each in messages], device)
+    return [(nbytes, each / 2) for nbytes, each in zip(SIZES, taken)]
+
+
+def there_and_back(message: torch.Tensor, axis: Axis) -> None:
+    """From the first rank of the axis to the second, and back; others have no part in it."""
+    for sender in (0, 1):
+        if axis.rank == sender:
+            comm.send(message, axis, 1 - sender)
+        elif axis.rank == 1 - sender:
+            comm.recv(message, axis, sender)
+
+
 def reading(grid: Grid, folder: Path) -> list[tuple[int, float]]:
     """(tokens of a sample, seconds to read it): from anywhere in the corpus, as training does, its chunks checked."""
     path = folder / f"corpus-{grid.size}.h5"
-    with comm.together(grid.comm):
+    with comm.together(grid.world):
         if grid.rank == 0:
             text = folder / "corpus.txt"
             text.write_text("All ranks read from it at the same time.\n" * (CORPUS // 41))

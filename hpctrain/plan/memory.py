@@ -8,6 +8,7 @@ import math
 from hpctrain.choices import PLANE_PRODUCTS
 from hpctrain.plan.division import Division
 from hpctrain.plan.job import Choice, Job
+from hpctrain.plan.machine import Machine
 
 
 def state_bytes(job: Job, method: str, data: int) -> float:
@@ -24,6 +25,13 @@ def state_bytes(job: Job, method: str, data: int) -> float:
     return weights + gradients + masters
 
 
+def allocatable(machine: Machine) -> float:
+    """Bytes that a rank may allocate, beside what is reserved and what the allocator wastes; below 0 where already that
+    is too much. The inverse of `Memory.used`."""
+    device = machine.device
+    return (device.memory - device.reserved) / (1 + device.slack) / machine.learned.memory
+
+
 class Memory:
     """Of the choices of one job."""
 
@@ -34,21 +42,23 @@ class Memory:
 
     def of(self, choice: Choice) -> float:
         """Bytes of the rank that needs the most."""
+        return self.used(self.allocated(choice))
+
+    def allocated(self, choice: Choice) -> float:
+        """The same, of what the rank allocates."""
         in_flight, (local, _) = self.division.in_flight(choice), self.division.placement(choice)
         counts, alike = self.division.kinds(choice), self.division.alike(choice)
         last = len(counts) - 1
         each = [self.stage(alike[s], count, s == 0, s == last) for s, count in enumerate(counts)]
         working = {on: [self.working(on, ends) for ends in (False, True)] for on in {*alike}}
         tables = {on: self.division.parts(on).embedding.working for on in {*alike}}
-        return self.used(
-            max(
-                sum(each[s][0] for s in own)
-                + max(
-                    sum(active.get(s, 0) * each[s][1] for s in own) + working[alike[own[0]]][last in own],
-                    tables[alike[0]] if 0 in own else 0.0,  # when the first backward ends, blocks keep nothing
-                )
-                for own, active in zip(local, in_flight)
+        return max(
+            sum(each[s][0] for s in own)
+            + max(
+                sum(active.get(s, 0) * each[s][1] for s in own) + working[alike[own[0]]][last in own],
+                tables[alike[0]] if 0 in own else 0.0,  # when the first backward ends, blocks keep nothing
             )
+            for own, active in zip(local, in_flight)
         )
 
     def least_states(self, choice: Choice, layers: int) -> float:

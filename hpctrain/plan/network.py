@@ -35,6 +35,7 @@ class Network:
     def __init__(self, machine: Machine):
         self.machine = machine
         self._tables = {(table.operation, table.ranks): table for table in machine.measured}
+        self._node = machine.link[1].unit if len(machine.link) > 1 else math.inf
         self._path = functools.cache(self._find_path)
         self._launches = 0.0 if machine.software.asynchronous else EXCHANGE * machine.device.launch
 
@@ -50,7 +51,7 @@ class Network:
         """Of nbytes on every rank, by a ring or, where that has fewer hops, by two trees."""
         if group.size == 1 or nbytes <= 0:
             return 0.0
-        if table := self._tables.get(("all_reduce", group.size)):
+        if table := self._measured("all_reduce", group):
             return self._launches + interpolate(table, nbytes)
         _, per_byte, hop, _ = self._path(group)
         tree = 2 * math.ceil(math.log2(group.size)) * hop + 2 * nbytes * per_byte
@@ -60,7 +61,7 @@ class Network:
         """Of nbytes on every rank, each of which sends all but its own share."""
         if group.size == 1 or nbytes <= 0:
             return 0.0
-        if table := self._tables.get(("all_to_all", group.size)):
+        if table := self._measured("all_to_all", group):
             return self._launches + interpolate(table, nbytes)
         latency, _, hop, outward = self._path(group)
         # p - 1 messages, or log p rounds in which everybody sends half the bytes to one other rank
@@ -72,16 +73,17 @@ class Network:
         """Each rank's part of nbytes to all others, one after the other, as SUMMA's panels: in log p rounds each."""
         if group.size == 1 or nbytes <= 0:
             return 0.0
-        if table := self._tables.get(("all_gather", group.size)):
+        if table := self._measured("all_gather", group):
             return group.size * (self._launches + interpolate(table, nbytes / group.size))
         _, per_byte, hop, _ = self._path(group)
         return group.size * self._launches + math.ceil(math.log2(group.size)) * (group.size * hop + nbytes * per_byte)
 
     def message(self, nbytes: float, distance: int) -> float:
         """From a rank to the one `distance` further, while all others send as well."""
-        if table := self._tables.get(("message", 2)):
+        pair = Group(2, distance)
+        if table := self._measured("message", pair):
             return self._launches + interpolate(table, nbytes)
-        _, per_byte, hop, _ = self._path(Group(2, distance))
+        _, per_byte, hop, _ = self._path(pair)
         return self._launches + hop + nbytes * per_byte
 
     def seconds_per_byte(self, group: Group) -> float:
@@ -94,10 +96,15 @@ class Network:
         return self._launches + self._gathered(operation, nbytes, group)
 
     def _gathered(self, operation, nbytes, group):
-        if table := self._tables.get((operation, group.size)):
+        if table := self._measured(operation, group):
             return interpolate(table, nbytes)
         latency, per_byte, _, _ = self._path(group)
         return latency + (group.size - 1) / group.size * nbytes * per_byte
+
+    def _measured(self, operation: str, group: Group) -> Measured | None:
+        """The table of groups of so many neighbours, which says nothing of one on several nodes."""
+        table = self._tables.get((operation, group.size))
+        return table if table and group.size * group.stride <= self._node else None
 
     def _find_path(self, group: Group) -> tuple[float, float, float, float]:
         """Latency of a ring, seconds a byte of the slowest level in it, latency of its longest hop; and seconds a byte

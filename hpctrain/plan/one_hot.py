@@ -44,6 +44,8 @@ class OneHot:
         Source: Zheng et al., "Alpa: automating inter- and intra-operator parallelism for distributed deep learning"
         (OSDI 2022), §4.2, whose products of binaries are made linear so.
         """
+        if self.limit < 0:
+            return None
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
 

@@ -20,7 +20,7 @@ class Outcome:
     """
     Attributes:
         machine: name of the machine that the prediction is for.
-        seconds: by part, and "step" for all; see `learn.compare`.
+        seconds: of rank 0 by part, and "step" for all; see `learn.compare`.
         bytes: by axis, received in a step by the rank that receives the most.
         memory: bytes of the rank that needs the most, or None where ranks have not said.
     """

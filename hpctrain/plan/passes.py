@@ -120,17 +120,21 @@ class Box:
         return computes, [gather_in + whole + scatter_out, gather_out + whole + scatter_in, gather_in]
 
     def weight_sum(self, n_in: int, n_out: int) -> float:
-        """Of one gradient over z."""
+        """Of one gradient over z; on a plane a product has the sum."""
+        if self.plane:
+            return 0.0
         return self.network.reduce_scatter(self.job.itemsize * n_in * n_out / (self.x * self.y), self.groups["z"])
 
     def _plane(self, m, n_in, n_out):
-        """One of three products of the same volume: panels of input and output go round over x, of weights over y."""
+        """One of three products of the same volume: panels of input and output go round over x, of weights over y;
+        over z inputs become whole, and outputs are summed."""
         size, z = self.job.itemsize, self.z
         move = self.network.broadcasts if self.broadcasts else self.network.all_gather
         outputs = move(size * m * n_out / self.x, self.groups["y"])
         weights = move(size * n_in * n_out / (self.y * z), self.groups["x"])
         deep = self.network.all_gather(size * m * z * n_in / (self.x * self.y), self.groups["z"])
-        return outputs + weights + deep
+        summed = self.network.reduce_scatter(size * m * n_out / (self.x * self.y), self.groups["z"])
+        return outputs + weights + deep + summed
 
     # The parts of a model
 
@@ -141,12 +145,21 @@ class Box:
 
     def attended(self, scores: float) -> float:
         """The same of so many scores."""
-        costs, software = self.job.costs, self.machine.software
-        head_width = costs.attention_width / self.job.heads
-        flops = 4 * scores * head_width * software.attended
-        rate, score = self.machine.device.attention_of(costs.context)
-        seconds = flops / (self.rate * rate) + score * scores * software.attended
+        costs = self.job.costs
+        return self.scored(scores, costs.attention_width / self.job.heads, costs.context)
+
+    def scored(self, scores: float, head_width: float, length: int, causal: bool = True) -> float:
+        """The same of heads of this width, in sequences of so many tokens."""
+        software = self.machine.software
+        counted = scores * (software.attended if causal else 1.0)
+        rate, score = self.machine.device.attention_of(length)
+        seconds = 4 * counted * head_width / (self.rate * rate) + score * counted
         return seconds + self.elements(scores * software.score_bytes)
+
+    @property
+    def attention_backward(self) -> float:
+        """Of attention, in forwards: flash attention computes the scores once more."""
+        return 2.0 if self.machine.software.score_bytes else 2.5
 
     @property
     def scores(self) -> float:
@@ -188,7 +201,7 @@ class Box:
         moved = weights + size * pairs * (6 * parts * width + 5 * mixture.ffn)
         once = router + experts + self.elements(moved)
         # whole rows: in one all-to-all over y there and back; each pair to its expert and back
-        rows = 2 * net.all_to_all(size * self.rows / self.x * width, self.groups["y"])
+        rows = 2 * net.all_to_all(size * tokens * width, self.groups["y"])
         sent = 2 * net.all_to_all(size * parts * pairs * width, self.groups["expert"])
         kept = size * pairs * (parts * width + 2 * mixture.ffn)
         return Mixed(once, rows, sent, kept, size * pairs * (parts * width + 3 * mixture.ffn), 12 + 3 * local)
@@ -212,8 +225,7 @@ class Box:
         elementwise = self.machine.device.elementwise(RESIDUAL * residual * whole, INNER * inner)
         norms = costs.norms * self.norm()
         forward = computes[0] + elementwise + self.attention + mixed.seconds, tensors[0] + norms + mixed.rows
-        # flash attention computes the scores once more in backward
-        scores = self.attention * (2.0 if self.machine.software.score_bytes else 2.5)
+        scores = self.attention * self.attention_backward
         inputs = computes[1] + BACKWARD * elementwise + scores + mixed.seconds, tensors[1] + norms + mixed.rows
         operations = OPERATIONS + len(linears) + mixed.operations + costs.norms * NORM_OVER_Y * (self.y > 1)
         there, back = self.exchange

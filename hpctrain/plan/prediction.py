@@ -76,6 +76,8 @@ def predicted(estimator: Estimator, choice: Choice, estimate: Estimate | None = 
     estimate = estimate or estimator.estimate(choice)
     job, machine = estimator.job, estimator.machine
     off = machine.errors.relative
+    # by default they are as many as ranks of the pipeline, of which the plan's may have others than the configuration
+    slices = {"pipeline.slices": [*job.slices]} if job.slices else {}
     ranked = {name: part for name, part in estimate.parts.items() if name != "stragglers"}
     return Prediction(
         seconds=estimate.seconds,
@@ -86,14 +88,15 @@ def predicted(estimator: Estimator, choice: Choice, estimate: Estimate | None = 
         bytes=received(job, choice),
         parts=estimate.parts,
         bound_by=max(ranked, key=ranked.__getitem__),
-        settings=choice.settings | {"precision.compute": job.compute},
+        settings=choice.settings | {"precision.compute": job.compute} | slices,
     )
 
 
 def received(job: Job, choice: Choice) -> dict[str, float]:
     """Bytes of the rank that receives the most, {axis: bytes}."""
     last = choice.pipeline - 1
-    ranks = range(last + 1) if choice.boxes else sorted({0, min(1, last), last})  # the others are as one of these
+    alike = not (choice.boxes or choice.partition)  # all ranks but the ends
+    ranks = sorted({0, min(1, last), last}) if alike else range(last + 1)
     roles = (False, True) if job.servers else (False,)
     each = (received_by(job, choice, rank, serves) for rank in ranks for serves in roles)
     return max(each, key=lambda axes: sum(axes.values()))

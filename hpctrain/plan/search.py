@@ -157,9 +157,11 @@ class Search:
             yield self.bounds.choice(one[1]), Level.CHOICES, one[1:]
 
     def layouts(self, grid: Choice) -> list[Choice]:
-        """Of a grid."""
-        here = tuple(name for name in self.keep if name == "train.microbatches")
-        return [layout for layout in layouts(self.job, grid) if kept(layout, self.given, here)]
+        """Of a grid; the number of microbatches that is to be kept may leave some with fewer sequences than others."""
+        if "train.microbatches" not in self.keep:
+            return [*layouts(self.job, grid)]
+        layout = grid._replace(microbatches=self.given.microbatches)
+        return [layout] if layout.microbatches <= self.job.sequences(grid) else []
 
     def choices(self, way: Choice) -> Iterator[Choice]:
         """Of a layout and a way to keep replicas."""

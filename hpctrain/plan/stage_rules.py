@@ -163,9 +163,8 @@ class Stage:
             scores = sequences * heads * length * costs.keys
             kept = self.job.itemsize * sequences * length * (n_in + n_out) * heads / costs.heads
             forward = self.box.attended(scores)
-            backward = 2.0 if self.box.machine.software.score_bytes else 2.5  # as in `Box.block`
             between = self.box.machine.device.elementwise(0.0, INNER * kept)
-            return (1 + backward) * forward + (1 + BACKWARD) * between, kept
+            return (1 + self.box.attention_backward) * forward + (1 + BACKWARD) * between, kept
 
         lengths = self.sequences, self.job.groups
         return self._elementwise("attention", ("sequences", "heads"), lengths, seconds, self.rows * n_out)

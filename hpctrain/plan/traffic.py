@@ -79,9 +79,10 @@ def step_traffic(
     local_stages = sorted({stage for (_, stage), home in schedule.placement.items() if home == rank})
     first, last = 0 in local_stages, stages - 1 in local_stages
     # how often a step sums gradients over ranks, and gathers the weights
-    updates, passes = len(schedule.updates), work.count((FORWARD, local_stages[0]))
-    sums = passes if method in ("zero2", "zero3") else updates
-    gathers = 2 * passes if method == "zero3" else updates
+    updates, passes = len(schedule.updates), {stage: work.count((FORWARD, stage)) for stage in local_stages}
+    most = max(passes.values())  # where microbatches go both ways, one of the stages may have more than another
+    sums = most if method in ("zero2", "zero3") else updates
+    gathers = 2 * most if method == "zero3" else updates
 
     def part(size):
         """What an axis of this size leaves to be received."""
@@ -121,22 +122,25 @@ def step_traffic(
     ring, ulysses = model.sequence_elements(*attention)  # a ring's sums of gradients are wide, a third of what it moves
     exchanged = ring * (2 * itemsize + wide) / 3 + ulysses * itemsize
     exchanged += attention_again * itemsize * (ring / 3 + ulysses / 2)
-    sequence = passes * sum(blocks[stage] for stage in local_stages) * exchanged
+    sequence = sum(passes[stage] * blocks[stage] for stage in local_stages) * exchanged
     mixture = model.mixture
     dense = [min(count, max(0, model.dense_layers - start)) for count, start in zip(blocks, accumulate([0, *blocks]))]
     mixed = sum(blocks[stage] - dense[stage] for stage in local_stages) if mixture else 0
+    mixed_passes = sum(passes[stage] * (blocks[stage] - dense[stage]) for stage in local_stages) if mixture else 0
     tensor, statistics = 0.0, 0.0
-    for stage in local_stages:
-        once = passes if "weight_gradient" in overlap and sums == 1 and reduce == itemsize else 1
-        how = work.count((WEIGHT_GRADIENT, stage)) / passes, once
+    for stage, runs in passes.items():
+        if not runs:
+            continue
+        once = runs if "weight_gradient" in overlap and sums == 1 and reduce == itemsize else 1
+        how = work.count((WEIGHT_GRADIENT, stage)) / runs, once
         for count, kind in ((blocks[stage] - dense[stage], False), (dense[stage], True)):
             sizes = [(each.n_in, each.n_out, each.to_inner) for each in model.linears_of(kind)]
             linears = sum(linear(*each, *how) + blocks_again * sum(operands(*each)) for each in sizes)
-            tensor += passes * count * linears
-            statistics += passes * count * model.norms * ((1 + blocks_again) * norm_forward + norm_backward)
+            tensor += runs * count * linears
+            statistics += runs * count * model.norms * ((1 + blocks_again) * norm_forward + norm_backward)
         head = linear(width, vocabulary, True, *how)
-        tensor += passes * ((stage == 0) * embedding + (stage == stages - 1) * head)
-        statistics += passes * (stage == stages - 1) * (norm_forward + norm_backward + loss)
+        tensor += runs * ((stage == 0) * embedding + (stage == stages - 1) * head)
+        statistics += runs * (stage == stages - 1) * (norm_forward + norm_backward + loss)
 
     # Gradients of vectors, summed over the tensor axes along which they are repeated, then everything over data.
     layers = sum(blocks[stage] for stage in local_stages)
@@ -171,7 +175,7 @@ def step_traffic(
     between = counted = of_step = 0.0
     # The loss and the squared norm travel as float64, as does what precedes each round of sums, or none.
     scalars, own = 8, 1 / servers if serves else 0.0  # of the weights, what this rank serves
-    rounds = {"ddp": 1, "zero1": 2, "zero2": 2 + passes + 1, "zero3": 2 + passes + 1}.get(method, 0)
+    rounds = {"ddp": 1, "zero1": 2, "zero2": 2 + most + 1, "zero3": 2 + most + 1}.get(method, 0)
     if method == "local_sgd":  # gradients are summed inside of a replica alone
         sequence += 2 * part(size_of(grid, "sequence")) * (sums * comm * parameters + scalars)
         data = 2 * part(grid["replica"]) * (averaged * itemsize * parameters + 2 * scalars)
@@ -187,15 +191,14 @@ def step_traffic(
         tokens = rows / (x * y)
         # rows become whole, and are spread again, which is not repeated, as backward needs nothing of it; a pair's row
         # comes to its expert, and back
-        tensor += passes * mixed * (4 + blocks_again) * part(y) * tokens * width
+        tensor += mixed_passes * (4 + blocks_again) * part(y) * tokens * width
         pairs = expert_tensor * mixture.top_k * tokens  # of a token and a part of an expert
-        runs = 2 + blocks_again
-        numbers = pairs / expert * runs * (2 * width * itemsize + max(4, itemsize))
+        numbers = pairs / expert * (2 + blocks_again) * (2 * width * itemsize + max(4, itemsize))
         chosen = 8 + 4 * pairs  # how many tokens each rank has, and which experts
-        between = passes * mixed * (expert - 1) * (numbers + chosen)
+        between = mixed_passes * (expert - 1) * (numbers + chosen)
         if mixture.balanced:  # pairs of each sequence and expert, int64
             sequences = rows * size_of(grid, "sequence") / model.context
-            counted = passes * mixed * 2 * 8 * sequences * mixture.experts
+            counted = mixed_passes * 2 * 8 * sequences * mixture.experts
         elif mixture.step_balanced:
             of_step = mixed * 2 * 8 * mixture.experts
 

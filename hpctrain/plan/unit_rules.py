@@ -26,7 +26,6 @@ from hpctrain.plan.one_hot import OneHot
 from hpctrain.plan.passes import BACKWARD, INNER, RESIDUAL, Box, update_seconds
 
 WHOLE, ENTER, BOX, PART, ROWS = "whole", "enter", "box", "part", "rows"
-_ATTENTION_BACKWARD = 2.5  # of flash attention, in forwards; as in `Box.block`
 
 
 class UnitChoice(NamedTuple):
@@ -91,7 +90,7 @@ class UnitGraph:
             rows = ROWS in takes
             share = 1 / self.ranks if rows else 1.0
             elements = work.elements * share
-            seconds = sum(map(self._product, work.products)) + self._mixing(work.mixing)
+            seconds = sum(map(self._product, work.products)) + self._mixing(work)
             seconds = self._launched(seconds + self._elementwise(RESIDUAL, elements), work)
             memory = self.size * elements
             if norm is not None:
@@ -109,7 +108,7 @@ class UnitGraph:
     def _compute(self, work: Work, unit: DividedUnit, share: float) -> float:
         """Of a rank with this share of the features."""
         times = RESIDUAL if unit.moves == "weights" else INNER
-        seconds = self._mixing(work.mixing * share) + self._elementwise(times, work.elements * share)
+        seconds = share * self._mixing(work) + self._elementwise(times, work.elements * share)
         for product in work.products:
             out = unit.by_output.get(product.path)
             if out is None:
@@ -132,10 +131,12 @@ class UnitGraph:
         each = self.box.product(m, k, n), self.box.product(m, n, k), self.box.product(k, m, n)
         return self.box.machine.learned.compute * sum(each)
 
-    def _mixing(self, flop: float) -> float:
-        machine = self.box.machine
-        rate = self.box.rate * machine.device.attention
-        return machine.learned.compute * (1 + _ATTENTION_BACKWARD) * flop / rate
+    def _mixing(self, work: Work) -> float:
+        """Forward and backward of attention, and of products of activations that are written out."""
+        box, machine = self.box, self.box.machine
+        forward = work.mixing / (box.rate * machine.device.attention)
+        forward += sum(box.scored(*each) for each in work.attention)
+        return machine.learned.compute * (1 + box.attention_backward) * forward
 
     def _elementwise(self, times: float, elements: float) -> float:
         nbytes, device = times * self.size * elements, self.box.machine.device
@@ -182,7 +183,7 @@ class UnitGraph:
             total += 2 * net.all_gather(weight, z) + net.reduce_scatter(weight, z)
             hidden = size * m * (n if up else k) / (box.x * box.z)
             total += net.reduce_scatter(hidden, y) + (1 if up else 2) * net.all_gather(hidden, y)
-            if work.mixing:
+            if work.mixing or work.attention:
                 total += (2 if up else 3) * net.all_to_all(size * m * (n if up else k) / self.ranks, z)
         return total
 

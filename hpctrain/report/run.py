@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.plan.learn import of_last_job
+from hpctrain.plan.learn import of_last_job, read_metrics
 
 MIB = 2**20
 AXES = ("data", "sequence", "expert", "pipeline", "tensor")
@@ -46,13 +46,7 @@ def read(folder: Path) -> Run:
         ValueError: for a folder without metrics of a step.
     """
     path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    records = []
-    for line in lines:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # being written
+    records = read_metrics(path) if path.is_file() else []
     if not records:
         raise ValueError(f"{path} has no step yet; `hpctrain report` takes a run folder, such as runs/gpt2")
     about = json.loads((folder / "ranks.json").read_text(encoding="utf-8")) if (folder / "ranks.json").exists() else {}

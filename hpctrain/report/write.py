@@ -57,7 +57,7 @@ def _parts(run: Run) -> list[str]:
         parts.append(page.paragraph(lines, "facts"))
     machine, rows, wrong = plan_rows(run.folder)
     if rows:
-        parts += [page.heading(f"Plan for {machine}"), page.table(PLAN_HEADER, rows)]
+        parts += [page.heading(f"Plan for {machine}, parts of rank 0"), page.table(PLAN_HEADER, rows)]
         parts += [page.paragraph(each, "warning") for each in wrong]
     known = ("metrics.jsonl", "metrics.csv", "ranks.json", "plan.json", "loss.png")
     names = [name for name in known if (run.folder / name).exists()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 from hpctrain.scale.summary import Study
 
@@ -29,7 +30,7 @@ def throughput(studies: list[Study]) -> bytes:
     from matplotlib.ticker import LogLocator
 
     figure, axes = _new("model GFLOP/s", studies)
-    for study, colour in zip(studies, COLOURS):
+    for study, colour in zip(studies, itertools.cycle(COLOURS)):
         _spread(axes, study, colour, [[speed / 1e9 for speed in row.flops_per_second] for row in study.rows])
         first = study.rows[0]
         ideal = [first.median_flops_per_second / first.ranks * row.ranks / 1e9 for row in study.rows]
@@ -46,7 +47,7 @@ def throughput(studies: list[Study]) -> bytes:
 def efficiency(studies: list[Study]) -> bytes:
     """Efficiency over ranks; points with more ranks than cores have none."""
     figure, axes = _new("efficiency", studies)
-    for study, colour in zip(studies, COLOURS):
+    for study, colour in zip(studies, itertools.cycle(COLOURS)):
         fair = [row for row in study.rows if not row.oversubscribed]
         _spread(axes, study, colour, [row.efficiency for row in fair], fair)
     axes.axhline(1, linestyle=":", color="grey")

@@ -81,7 +81,7 @@ def measure(session: Session, world: MPI.Intracomm, steps: int) -> dict:
         "received": taken[-1]["bytes_received"],
         "formula": work.received(session.config, rank) if known else None,
         "bound": work.bound(session.config, rank) if known else None,
-        "memory": most_resident(),
+        "memory": most_memory(session.device),
         "place": (socket.gethostname(), cores.identities(os.sched_getaffinity(0)), cores.find().quota),
         "used": used,
     }
@@ -109,6 +109,11 @@ def measure(session: Session, world: MPI.Intracomm, steps: int) -> dict:
         "mpi": MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 "),
         "threads": torch.get_num_threads(),
     }
+
+
+def most_memory(device: torch.device) -> int:
+    """Bytes that this rank has had at most: of the device's memory, with what the allocator keeps, or the host's."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else most_resident()
 
 
 def gemm_rate(world: MPI.Intracomm, session: Session, size: int = 1024, seconds: float = 0.3) -> float:

@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 
 from hpctrain.home import home
+from hpctrain.plan.machine import resolved
 from hpctrain.scale.points import Point
 from hpctrain.slurm import client, site, submitted
 
@@ -34,15 +35,14 @@ def submit(options: argparse.Namespace, points: list[Point], folder: Path) -> No
     chosen = {"ranks": options.ranks, "vary": options.vary, "repeat": options.repeat, "steps": options.steps}
     chosen |= {"threads": options.threads, "output": folder}
     if options.machine:
-        machine = Path(options.machine)
-        chosen["machine"] = machine.resolve() if machine.is_file() else machine
+        chosen["machine"] = resolved(options.machine)
     arguments = [str(Path(options.config).resolve()), *options.overrides, *(f"--{k}={v}" for k, v in chosen.items())]
     for point in points:
-        sbatch = [f"--ntasks={point.ranks}", f"--output={folder}/%x-%j.out"]
+        sbatch = [f"--ntasks={point.ranks}", f"--cpus-per-task={options.threads}", f"--output={folder}/%x-%j.out"]
         if before:
             sbatch.append(f"--dependency=afterany:{before}")
         job = client.submit([*sbatch, str(script), *arguments, f"--only={point.ranks}"], environment)
         print(f"job {job}: {point.ranks} ranks ({point.describe()})", flush=True)
-        submitted.add([submitted.Submitted(job, str(script), None)])
+        submitted.note(job, [submitted.Submitted(job, str(script), None)])
         before = job
     print(f"report, written anew after each: {folder}/report.html")

@@ -46,11 +46,12 @@ def points(
     The configuration is the job of the first, smallest point, and its grid has that many ranks (where that is one, any
     grid of the file is set aside). From there the axis `vary` grows. In a weak study the work of a rank stays what it
     was: the batch grows with data, the layers with pipeline, the width with the root of tensor, to the next multiple of
-    four times the heads. In a strong one the job stays the same.
+    four times the heads, and with it the widths of MLPs, experts and heads that the configuration gives. In a strong
+    one the job stays the same.
 
     Args:
         vary: "data", "pipeline", "tensor" (the box that moves the fewest bytes), or "auto": the grid that should be the
-            fastest, by the figures of `machine`.
+            fastest of those that fit, by the figures of `machine`.
         machine: for its figures; see `hpctrain.plan`.
 
     Raises:
@@ -79,11 +80,13 @@ def points(
     return fastest
 
 
-def _cost(config: Config, machine: Machine | None) -> float:
-    """Seconds of a step on the machine; without one, the bytes that the busiest rank receives."""
+def _cost(config: Config, machine: Machine | None) -> tuple[bool, float]:
+    """Whether the machine's memory is too small, and seconds of a step on it; without one, the bytes that the busiest
+    rank receives."""
     if machine is not None:
-        return predict(config, machine).seconds
-    return max(sum(received(config, rank).values()) for rank in range(config.grid_shape["pipeline"]))
+        prediction = predict(config, machine)
+        return not prediction.fits, prediction.seconds
+    return False, max(sum(received(config, rank).values()) for rank in range(config.grid_shape["pipeline"]))
 
 
 def _check(ranks, mode, vary, machine):
@@ -139,4 +142,7 @@ def _overrides(base, data, pipeline, box, weak):
             f"model.layers={model.layers * pipeline}",
             f"model.width={width}",
         ]
+        for name in ("ffn", "head_width", "expert_ffn"):  # 0 follows the width by itself
+            if given := getattr(model, name):
+                overrides.append(f"model.{name}={max(1, round(given * width / model.width / 4)) * 4}")
     return overrides

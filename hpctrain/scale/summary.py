@@ -99,7 +99,7 @@ def summarise(folder: Path, description: dict | None = None) -> Study:
     about["processor"] = latest.get("processor", "processor not noted")
     each = [r for repeats in measured.values() for r in repeats]
     about["several"] = [name for name in SURROUNDINGS if len({str(r.get(name)) for r in each}) > 1]
-    return Study(folder.name, description["mode"], description["vary"], rows, min(keys), about)
+    return Study(folder.resolve().name, description["mode"], description["vary"], rows, min(keys), about)
 
 
 def _median(values) -> float:

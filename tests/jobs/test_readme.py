@@ -73,7 +73,7 @@ if "hpctrain.plan.measure" in sys.orig_argv:
 elif "machine" in sys.orig_argv:
     from hpctrain.cli import machine
     from hpctrain.plan import in_training
-    assert machine.ROUNDS == 3
+    assert machine.ROUNDS == 5
     machine.ROUNDS = 2
     shrink = lambda setting: setting.replace("=256", "=64").replace("=640", "=160")
     in_training.JOBS = [(batch, count, *map(shrink, model)) for batch, count, *model in in_training.JOBS]
