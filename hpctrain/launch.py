@@ -17,12 +17,15 @@ USAGE_ERROR = 2
 
 def check_launcher(size: int) -> None:
     """Raise where the launcher of one MPI started the library of another, which gives worlds of one rank each."""
-    started = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or os.environ.get("MPI_LOCALNRANKS")
+    names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"]
+    if os.environ.get("SLURM_TASK_PID") == str(os.getpid()):  # else started by a shell in a step, where it may be alone
+        names.append("SLURM_STEP_NUM_TASKS")
+    started = next(filter(None, map(os.environ.get, names)), None)
     if started and int(started) > 1 and size == 1:
         raise RuntimeError(
             f"the launcher started {started} ranks, but MPI sees one: mpirun and the MPI library that mpi4py loaded "
             "are of different makes; use the launcher that belongs to the library (`python -m mpi4py "
-            "--mpi-lib-version`)"
+            "--mpi-lib-version`), or the --mpi of srun that it knows (`srun --mpi=list`)"
         )
 
 

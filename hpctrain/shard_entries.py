@@ -52,7 +52,8 @@ def replicas_part(entries: list[Entry], parts: int, index: int) -> list[Entry]:
     """What replica `index` of `parts` saves of entries that all of them have: about as many bytes as the others.
 
     The entries' rows are cut one after another into as many ranges as there are writers, so that most tensors are in
-    one piece, whatever the number of replicas. Writers lie as far apart as they can. The first has the numbers.
+    one piece, whatever the number of replicas. Writers lie as far apart as they can. The first has the numbers, and the
+    tensors without elements, which no range of rows meets.
     """
     tensors = [entry for entry in entries if entry.shard.global_shape]
     total = sum(entry.tensor.nbytes for entry in tensors)
@@ -61,7 +62,8 @@ def replicas_part(entries: list[Entry], parts: int, index: int) -> list[Entry]:
     if -(-writer * parts // writers) != index:
         return []
     first, last, end = total * writer // writers, total * (writer + 1) // writers, 0
-    chosen = [entry for entry in entries if not entry.shard.global_shape] if writer == 0 else []
+    first_has = [entry for entry in entries if not entry.shard.global_shape or 0 in entry.shard.global_shape]
+    chosen = first_has if writer == 0 else []
     for entry in tensors:
         begin, end = end, end + entry.tensor.nbytes
         if max(first, begin) >= min(last, end):

@@ -241,11 +241,11 @@ hpctrain_packages() {
 
 # Debian calls MPICH's library libmpich.so.12; mpi4py looks for its usual name, libmpi.so.12, which it gets here.
 hpctrain_debian_mpich() {
-    local venv=$1 folder library='' known
+    local venv=$1 folder library='' known paths=${LD_LIBRARY_PATH:-} # job scripts run under set -u
     rm -rf "$venv/lib/mpich"
     # not piped: under pipefail, one that closes early fails the command before it
     if [[ $(mpirun --version 2>/dev/null) != *HYDRA* ]]; then return; fi
-    for folder in ${LD_LIBRARY_PATH//:/ }; do
+    for folder in ${paths//:/ }; do
         if [ -e "$folder/libmpi.so.12" ]; then return; fi
         if [ -z "$library" ] && [ -e "$folder/libmpich.so.12" ]; then library=$folder/libmpich.so.12; fi
     done

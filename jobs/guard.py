@@ -28,6 +28,9 @@ ENDED_AT_ONCE = 130
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AGAIN = 5.0  # seconds after which the ranks are told once more: mpirun passes on nothing until it has started them
 TOO_LONG = 10.0  # seconds that they may take to end at once
+TRIES, PAUSE = 6, 5.0  # of a question to Slurm, seconds between them: its controller may be busy, or away for a while
+# words of answers that would be the same the next time
+REFUSALS = ("Invalid job id", "disabled", "denied", "already", "pending", "Only batch")
 
 
 def main(command: list[str], block: bool = False) -> int:
@@ -157,6 +160,8 @@ def conclude(status: int, stop: Stop, requeues: bool) -> int:
         say(f"{done}; requeueing job {job}", file=1)
         if scontrol("requeue", job).returncode == 0:
             time.sleep(60)  # Slurm ends this job
+        else:
+            say(f"job {job} is not in the queue; the same command with --resume goes on from there")
     else:  # a cancelled job is not to come back
         say(f"{done}; the same command with --resume goes on from there", file=1)
     return status
@@ -164,18 +169,25 @@ def conclude(status: int, stop: Stop, requeues: bool) -> int:
 
 def cancelled(job: str) -> bool:
     """Whether Slurm is ending the job: it signals process by process, and the ranks may have heard and ended first. Or
-    there is no Slurm here that could put it back, as in a container."""
+    there is no Slurm here that could put it back, as in a container, or none that answers."""
     try:
-        facts = scontrol("show", "job", job, capture_output=True, text=True)
+        return "JobState=RUNNING" not in scontrol("show", "job", job).stdout
     except FileNotFoundError:
         return True
-    return facts.returncode == 0 and "JobState=RUNNING" not in facts.stdout
 
 
-def scontrol(*arguments: str, **settings):
+def scontrol(*arguments: str):
+    """What came of the command; where the controller does not answer, it is tried again."""
     import subprocess  # slow, and seldom wanted
 
-    return subprocess.run(["scontrol", *arguments], check=False, **settings)
+    for left in reversed(range(TRIES)):
+        done = subprocess.run(["scontrol", *arguments], check=False, capture_output=True, text=True)
+        if done.returncode == 0 or not left or any(refusal in done.stderr for refusal in REFUSALS):
+            break
+        time.sleep(PAUSE)
+    if done.returncode:
+        say(f"scontrol {' '.join(arguments)}: {done.stderr.strip() or f'status {done.returncode}'}")
+    return done
 
 
 def pending(process: int) -> set:

@@ -1,5 +1,6 @@
 """ht.checkpoint.save, load and verify, of a model of one's own."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -68,7 +69,51 @@ def test_saved_and_loaded_on_another_grid(world, tmp_path):
         ht.checkpoint.save(root, 0, one.model, one.strategy, keep=1)
     with pytest.raises(ValueError, match="about must be what JSON holds: .*Tensor"):
         ht.checkpoint.save(root, 2, one.model, one.strategy, {"best": torch.tensor(1.0)})
+    for step, keep, message in [
+        (2, 0, "keep must be an integer of at least 1, got 0"),
+        (2, 1.5, "keep must be an integer of at least 1, got 1.5"),
+        (-1, 1, "step must be an integer of at least 0, got -1"),
+        (2.0, 1, "step must be an integer of at least 0, got 2.0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ht.checkpoint.save(root, step, one.model, one.strategy, keep=keep)
     assert [path.name for path in root.glob("step-*")] == ["step-1"]
+    assert ht.checkpoint.save(root, np.int64(2), one.model, one.strategy, keep=1) == root / "step-2"
+    if world.rank == 0:
+        assert ht.checkpoint.verify(root / "latest").manifest.step == 2
+        assert [path.name for path in root.glob("step-*")] == ["step-2"]
+
+
+class WithNothing(nn.Linear):
+    """As an embedding of no rows, or a buffer that is yet to be filled."""
+
+    def __init__(self):
+        super().__init__(3, 8)
+        self.weightless = nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("seen", torch.empty(2, 0))
+
+    def forward(self, x):
+        return super().forward(x) + self.weightless.sum() + self.seen.sum()
+
+
+STRATEGIES = [ht.data_parallel.DataParallel, ht.data_parallel.Zero1]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("saved_by", STRATEGIES)
+@pytest.mark.parametrize("loaded_by", STRATEGIES)
+def test_what_has_no_elements(world, tmp_path, saved_by, loaded_by):
+    root, grid = world.bcast(tmp_path) / "checkpoints", ht.Grid(data=world.size)
+    one, other = (
+        training(grid, seed, lambda: [WithNothing()], strategy=strategy)
+        for seed, strategy in ((1, saved_by), (2, loaded_by))
+    )
+    one.step([torch.ones(4, 3, dtype=torch.float64)])
+    ht.checkpoint.save(root, 1, one.model, one.strategy)
+    assert ht.checkpoint.load(root, other.model, other.strategy).tensors["model/0.weightless"] == ("float64", (0, 4))
+    same_weights(one, other, grid)
+    if world.rank == 0:
+        ht.checkpoint.verify(root / "step-1")
 
 
 def test_running_statistics(world, tmp_path):

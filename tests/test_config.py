@@ -119,6 +119,7 @@ def test_values(override, attribute, value):
         ),
         ('data.mixture=[["a.h5", 1], ["a.h5", 2]]', "data.mixture names a path twice; add the weights up"),
         ("train.min_lr=1", "train.min_lr must be at most train.lr = 0.001, got 1.0"),
+        ("train.min_lr=-1", 'train.min_lr must be "auto" or at least 0 and finite, got -1.0'),
         ("train.min_lr=low", "train.min_lr must be \"auto\", got 'low'"),
         ("train.ema_use=export", "train.ema_use = ['export'] needs a train.ema_decay above 0, such as 0.999"),
         ("train.momentum=1.0", "train.momentum must be at least 0 and below 1, got 1.0"),

@@ -161,6 +161,18 @@ def test_shards_may_be_many(texts, tmp_path, monkeypatch, driver):
         data.close()
 
 
+@pytest.mark.parametrize("driver", ["chunks", "sec2"])
+def test_a_shard_that_is_taken_away(texts, tmp_path, monkeypatch, driver):
+    """It is not called corrupt."""
+    monkeypatch.setattr(shards, "CHUNKS_AVAILABLE", driver == "chunks")
+    pack([str(texts)], tmp_path / "data.h5")
+    data = ShardedTokens(tmp_path / "data.h5")
+    (shard,) = tmp_path.glob("data-*.h5")
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"^shard {shard} of {tmp_path}/data.h5 is missing; restore it"):
+        data.read(0, 1)
+
+
 def test_the_shards_used_last_stay_open(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "OPEN", 2)
     pack([str(texts)], tmp_path / "data.h5", shard_tokens=1)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def parquet(path):
 
 WRITERS = {
     "a.jsonl": lambda path: path.write_bytes(lines()),
+    "a.json": lambda path: path.write_bytes(lines()),
     "a.ndjson": lambda path: path.write_bytes(lines().rstrip(b"\n")),
     "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines(TEXTS[:2])) + gzip.compress(lines(TEXTS[2:]))),
     "a.jsonl.zst": lambda path: path.write_bytes(
@@ -185,12 +187,22 @@ def test_frames_of_zstandard(tmp_path, count):
         ("a.txt.zst", damaged(zstandard.compress(NUMBERS)), "a.txt.zst is not whole Zstandard"),
         ("a.parquet", b"no table", "a.parquet"),
         ("a.jsonl", b'{"text": 1}\n{"te', "line 2 of .*a.jsonl is not JSON"),
+        ("a.json", b'{\n "text": "one"\n}', "line 1 of .*a.json is not JSON, as each line of it must be"),
     ],
 )
 def test_what_is_damaged_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        pack([str(tmp_path / name)], tmp_path / "data.h5", fields=FIELDS)
+        pack([str(tmp_path / name)], tmp_path / "data.h5", fields=None if name.startswith("a.txt") else FIELDS)
+    assert list(tmp_path.glob("data*")) == []
+
+
+def test_a_field_of_text_is_refused(tmp_path):
+    """Nothing would be read of it, and of prompts nothing masked."""
+    (tmp_path / "a.txt").write_bytes(lines())
+    message = "--field text is of JSON Lines and Parquet, but no file of .*a.txt is called .json, .jsonl"
+    with pytest.raises(ValueError, match=message):
+        pack([str(tmp_path / "a.txt")], tmp_path / "data.h5", fields=Fields("text", "id"))
     assert list(tmp_path.glob("data*")) == []
 
 
@@ -281,6 +293,22 @@ def _runs(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_packing_that_is_told_to_end_leaves_nothing(tmp_path, monkeypatch):
+    """At a signal while HDF5 writes, which crashes when that raises."""
+    (tmp_path / "a.txt").write_text("0123456789abcde\n" * 600_000)  # more than its cache of chunks holds
+    write, usual = os.pwrite, signal.getsignal(signal.SIGTERM)
+
+    def told(file, content, place):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return write(file, content, place)
+
+    monkeypatch.setattr(os, "pwrite", told)
+    with pytest.raises(SystemExit, match="143"):
+        main(["pack", str(tmp_path / "a.txt"), "-o", str(tmp_path / "d.h5")])
+    assert list(tmp_path.glob("d*")) == []
+    assert signal.getsignal(signal.SIGTERM) == usual
 
 
 def test_processes_end_with_a_killed_parent(tmp_path):

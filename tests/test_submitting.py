@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from test_plan_learn import figures, written
 
 from hpctrain import plan
 from hpctrain.cli import jobs, main
@@ -84,6 +85,9 @@ def test_jobs_are_watched_until_all_have_ended(tmp_path, scontrol, monkeypatch, 
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[:2] for line in lines] == [["job", "state"], ["7", "RUNNING"], ["job", "state"], ["7", "COMPLETED"]]
     assert [path.name for path in tmp_path.glob("answer-*")] == ["answer-3"]
+    for last in ("0", "-1"):
+        assert main(["jobs", "--last", last]) == 2
+        assert f"--last must be at least 1, got {last}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["jobs", "--watch", "0"])
     assert "must be above 0, got 0" in capsys.readouterr().err
@@ -151,6 +155,43 @@ def test_a_full_home_folder(queue, capsys):
     with submitted.path().open("a") as file:
         file.write('[]\n{"job": "8"}\n')
     assert submitted.read() == noted * 2
+
+
+def test_a_study_with_a_full_home_folder(tmp_path, queue, monkeypatch, capsys):
+    """All its points are submitted, as Slurm has the first by then."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "a.txt"))
+    study = ["scale", str(tmp_path / "run.toml"), f"data.text={tmp_path}/a.txt", "--ranks=1,2", "--weak", "--submit"]
+    assert main([*study, "-o", str(tmp_path / "study")]) == 0
+    said = capsys.readouterr()
+    assert re.findall(r"job 7: \d ranks", said.out) == ["job 7: 1 ranks", "job 7: 2 ranks"]
+    assert said.err.count("WARNING: `hpctrain jobs` will not show job 7: ") == 2
+
+
+@pytest.mark.parametrize("chosen", ["", "moon"])
+def test_a_script_of_one_s_own(tmp_path, queue, monkeypatch, capsys, chosen):
+    """Beside which there are no sites: they are those of the command."""
+    monkeypatch.setenv("HPCTRAIN_SITE", chosen)
+    script = tmp_path / "own.sbatch"
+    script.write_text("#!/bin/bash\n")
+    status, said = main(["submit", str(script), "--dry-run"]), capsys.readouterr()
+    if chosen:
+        assert status == 2
+        assert f"HPCTRAIN_SITE=moon, but there is no {ROOT}/jobs/sites/moon.env; known are frontier, gen" in said.err
+    else:
+        assert (status, said.out.split()[-1]) == (0, str(script))
+
+
+def test_a_job_that_is_warned_at_its_start(tmp_path, queue, capsys):
+    """It would be requeued for ever; what sbatch does not read it refuses itself."""
+    with (tmp_path / "jobs/train.sbatch").open("a") as script:
+        script.write("#SBATCH --signal=B:USR1@120\n")
+    for limit in ("3", "2:01"):
+        assert queue("--time", limit) == 2
+        said = capsys.readouterr().err
+        assert f"--time must be above 3:00, got {limit}: train.sbatch asks to be warned 120 s before its end" in said
+    assert submitted.read() == []
+    for limit in ("3:01", "0", "soon"):
+        assert queue("--time", limit) == 0
 
 
 @pytest.fixture
@@ -256,10 +297,13 @@ def test_what_no_plan_can_do(tmp_path, queue, capsys):
         (Path(plan.__file__).parent / "machines/cpu-cluster.toml").read_text().replace("memory = 4e9", "memory = 4e8")
     )
     auto = ["--plan", "auto", "--machine", "cpu-cluster"]
+    one_node = ["--plan", "auto", "--machine", str(written(tmp_path, figures(1), figures(2)))]
     cases = [
         (["--plan", "auto", "--machine", "summit"], "there is no machine 'summit'"),
         (["--plan", "auto"], "there is no machine file here.toml: `hpctrain machine -o here.toml` measures"),
         (["--plan", "auto", "--machine", str(tmp_path / "small.toml"), "model.width=2048"], "GiB more, with grid.data"),
+        ([*one_node, "--nodes", "4"], "machine here is one node of 2 ranks, and nothing is known between"),
+        ([*one_node, "--ranks", "4"], "got 4 ranks on 2 nodes: run `hpctrain machine` in an allocation of two"),
         ([*auto, "--ranks", "0"], "--ranks and --top must be at least 1"),
         ([*auto, "--array", "2-3", "model.layers=%a"], "one plan for all tasks of --array"),
         (["--machine", "cpu-cluster"], "--machine and --ranks are for --plan auto"),

@@ -7,7 +7,7 @@ import pytest
 from word_tokens import END, by_words
 
 from hpctrain.data import ShardedTokens, pack
-from hpctrain.data.tokenizers import ByteTokenizer
+from hpctrain.data.tokenizers import ByteTokenizer, tokenizer_from_option
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,13 @@ def test_a_word_that_is_not_known(tmp_path):
     (tmp_path / "text.txt").write_text("one three")
     with pytest.raises(ValueError, match="cannot encode a text that starts with 'one three': .*Missing"):
         pack([str(tmp_path / "text.txt")], tmp_path / "data.h5", by_words({"one": 1, END: 2}))
+
+
+def test_a_sentencepiece_model(tmp_path):
+    """It is no text at all."""
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02\n\x0b\n\x04\xff\xfe")
+    with pytest.raises(ValueError, match=r"which .*tokenizer.model is not; transformers writes the tokenizer.json"):
+        tokenizer_from_option(tmp_path / "tokenizer.model")
 
 
 def test_an_added_token_that_the_model_numbers_otherwise():

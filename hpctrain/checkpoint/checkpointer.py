@@ -35,7 +35,7 @@ class Checkpointer:
     Args:
         root: the folder of checkpoints.
         world: communicator (mpi4py) of all ranks.
-        keep: how many checkpoints stay.
+        keep: how many checkpoints stay, at least 1.
         background: write while training goes on; `save` then takes as long as a copy in memory.
 
     Attributes: `saved`, step of the newest checkpoint, or None.
@@ -44,6 +44,8 @@ class Checkpointer:
     def __init__(self, root: Path, world: MPI.Intracomm | comm.WatchedComm, keep: int = 2, background: bool = True):
         if sys.byteorder != "little":
             raise ValueError("checkpoints hold little-endian numbers, this machine's are big-endian")
+        if not isinstance(keep, int) or keep < 1:  # 0 would delete the checkpoint that was just saved
+            raise ValueError(f"keep must be an integer of at least 1, got {keep!r}")
         self.root, self.world, self.keep, self.background = root, world, keep, background
         self._stalled = 0.0
         self.saved: int | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import operator
 import os
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,20 @@ def save(
 
     Args:
         about: whatever JSON holds; `load` gives it back, in the manifest.
-        keep: older checkpoints in `root` are deleted but for so many newest, once this one has been read back.
+        keep: older checkpoints in `root` are deleted but for so many newest, this one among them, once it has been
+            read back.
 
     Raises:
         ValueError: on every rank, where it could not be written, as on a full disk, of which nothing is left then;
-            where `root` has a checkpoint of this step or a later one; for an `about` that JSON does not hold; for an
-            optimizer that counts in its `param_groups`.
+            where `root` has a checkpoint of this step or a later one; for a `step` that is no integer of at least 0,
+            and a `keep` of at least 1; for an `about` that JSON does not hold; for an optimizer that counts in its
+            `param_groups`.
     """
     root = Path(root)
     about = {"grid": strategy.grid.shape, **(about or {})}
     with comm.together(strategy.grid.comm):
+        step = _checked(step)
+        checkpointer = Checkpointer(root, strategy.grid.comm, keep, background=False)
         try:
             json.dumps(about)
         except TypeError as wrong:
@@ -47,10 +53,17 @@ def save(
                 f"{type(strategy.optimizer).__name__} changes {', '.join(sorted(counted))} of its param_groups in a "
                 "step; checkpoints hold its state of parameters alone: let it keep torch.tensor(...) of them there"
             )
-    checkpointer = Checkpointer(root, strategy.grid.comm, keep, background=False)
     if error := checkpointer.save(step, TrainingState(model, strategy), about):
         raise ValueError(f"no checkpoint of {error}")
     return root / f"step-{step}"
+
+
+def _checked(step: Any) -> int:
+    """As an int, which names the folder and goes into JSON; one of NumPy is none."""
+    with contextlib.suppress(TypeError):
+        if (number := operator.index(step)) >= 0:
+            return number
+    raise ValueError(f"step must be an integer of at least 0, got {step!r}")
 
 
 def load(root: str | os.PathLike, model: torch.nn.Module, strategy: DataParallelStrategy) -> Manifest | None:

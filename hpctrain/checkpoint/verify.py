@@ -23,7 +23,7 @@ def verify(path: str | os.PathLike) -> Node:
     Raises:
         Corrupt: naming the file that is wrong.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # `latest` is a link
     node = index.read(path)
     known = {NAME, SUM, HOLDERS}
     bounds: dict[str, list[np.ndarray]] = {name: [] for name in node.manifest.tensors}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
 
 SUMMARY = "pack text into checksummed HDF5 token shards"
 EPILOG = (
-    "Files may be text in UTF-8, JSON Lines (.jsonl) and Parquet, plain or compressed (.gz, .zst). Each file, line or "
-    "row is a document, which the tokenizer's end-of-document token ends."
+    "Files may be text in UTF-8, JSON Lines (.jsonl, .ndjson, .json) and Parquet, plain or compressed (.gz, .zst). "
+    "Each file, line or row is a document, which the tokenizer's end-of-document token ends."
 )
 
 SHOWN = 5  # places that were skipped for the same reason
@@ -55,14 +58,23 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"{path} exists; --force takes its place, or choose another output")
     skipped: dict[str, list[str]] = {}
     tokenizer = tokenizer_from_option(options.tokenizer)
-    with Progress(disable=not sys.stdout.isatty()) as bar:
-        task = bar.add_task("packing")
+    with noted_endings() as heard, Progress(disable=not sys.stdout.isatty()) as bar:
+        task, shown = bar.add_task("packing"), -1
+
+        def advance(done: int, total: int) -> None:
+            nonlocal shown
+            if heard:
+                sys.exit(128 + heard[0])
+            if done > shown:
+                bar.update(task, completed=done, total=total)
+                shown = done
+
         counts = pack(
             options.text,
             output,
             tokenizer,
             options.shard_tokens,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=advance,
             replace=options.force,
             fields=fields,
             processes=options.processes,
@@ -74,3 +86,19 @@ def run(options: argparse.Namespace) -> None:
         more = f", and {len(places) - SHOWN:,} more" if len(places) > SHOWN else ""
         print(f"skipped, {why}: {', '.join(places[:SHOWN])}{more}", file=sys.stderr)
     print(", ".join(f"{count:,} {what}" for what, count in counts.items()) + f" in {output}")
+
+
+@contextlib.contextmanager
+def noted_endings() -> Iterator[list[int]]:
+    """The signals heard that ask for an end. Handlers that raised would crash HDF5, which calls Python to write."""
+    heard: list[int] = []
+    endings = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    usual = {number: signal.getsignal(number) for number in endings}
+    for number in endings:
+        if usual[number] != signal.SIG_IGN:  # as by nohup
+            signal.signal(number, lambda number, _: heard.append(number))
+    try:
+        yield heard
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)

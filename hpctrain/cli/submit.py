@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.cli.arguments import add_resume, add_search
+from hpctrain.home import home
 from hpctrain.slurm import client, site, submitted
 from hpctrain.slurm.follow import follow
 
@@ -53,8 +54,10 @@ def run(options: argparse.Namespace) -> int:
     if options.array and options.follow:
         raise ValueError("--follow shows one log, but --array has one a task; see `hpctrain jobs`")
     given = options.arguments + {"": [], "must": ["--resume"], "auto": ["--resume=auto"]}[options.resume]
-    from hpctrain.slurm.script import checkout, configurations
+    from hpctrain.slurm.script import check_time, checkout, configurations
 
+    if options.time:
+        check_time(script, options.time)
     configs, root = configurations(script, given, options.array), checkout(script)
     if options.plan:
         given += plan(configs, options)
@@ -70,7 +73,8 @@ def run(options: argparse.Namespace) -> int:
         refuse_one_folder(configs, options.array)
     with contextlib.chdir(root):
         check(configs, options.resume)
-    environment = site.settings(script.parent)
+    # a script of one's own, which lies elsewhere, has the sites that belong to this command
+    environment = site.settings(script.parent if (script.parent / "sites").is_dir() else home() / "jobs")
     arguments = [*sbatch_options(options, next(iter(ranks), None)), str(script), *given]
     if options.dry_run:
         sbatch = {key: value for key, value in environment.items() if key.startswith("SBATCH_")}
@@ -81,10 +85,7 @@ def run(options: argparse.Namespace) -> int:
     numbers = [f"{job}_{task}" for task in submitted.tasks(options.array)] if options.array else [job]
     print(f"job {job}" + f", {len(numbers)} tasks" * bool(options.array), flush=True)
     folders = [str(root / config.folder) if config else None for config in configs]
-    try:
-        submitted.add([submitted.Submitted(n, str(script), folder) for n, folder in zip(numbers, folders)])
-    except OSError as error:  # Slurm has the job
-        print(f"WARNING: `hpctrain jobs` will not show job {job}: {error}", file=sys.stderr, flush=True)
+    submitted.note(job, [submitted.Submitted(n, str(script), folder) for n, folder in zip(numbers, folders)])
     if not options.array and (log := (client.show(job) or {}).get("StdOut")):
         print(f"log {log}", flush=True)
     return follow(job) if options.follow else 0
@@ -95,10 +96,12 @@ def plan(configs: list[Config | None], options: argparse.Namespace) -> list[str]
     --nodes the job has as many of the machine's as the ranks need.
 
     Raises:
-        ValueError: for an unknown machine, no plan that fits, tasks of an array that differ in what is planned.
+        ValueError: for an unknown machine, several nodes of one whose file is of one node, no plan that fits, tasks of
+            an array that differ in what is planned.
     """
     from hpctrain.plan import Machine, search
     from hpctrain.plan.job import read
+    from hpctrain.plan.machine import resolved
 
     training = [config for config in configs if config]
     if not training:
@@ -116,11 +119,11 @@ def plan(configs: list[Config | None], options: argparse.Namespace) -> list[str]
         ranks = options.nodes * machine.node if options.nodes else config.ranks
     if options.nodes is None:
         options.nodes = -(-ranks // machine.node)
+    machine.check_nodes(ranks, options.nodes)
     best, *_ = search(config, ranks, machine, 1, options.precision, options.keep)
     told = f"plan for {ranks} ranks of {machine.name}: {best.describe()}\n  {' '.join(best.overrides)}"
     print(told, file=sys.stderr, flush=True)
-    path = Path(name)
-    return [*best.overrides, f"run.machine={path.resolve() if path.is_file() else name}"]
+    return [*best.overrides, f"run.machine={resolved(name)}"]
 
 
 def refuse_one_folder(configs: list[Config | None], array: str) -> None:

@@ -72,16 +72,15 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """The choices or bounds in words; "" where there are none.
+        """The choices and bounds in words; "" where there are none.
 
-        >>> from hpctrain.config.sections import RunConfig, PrecisionConfig
-        >>> options(RunConfig, "run")["steps"].allowed, options(PrecisionConfig, "precision")["master"].allowed
-        ('at least 1', '"fp32" or "compute"')
+        >>> from hpctrain.config.sections import RunConfig, TrainConfig
+        >>> options(RunConfig, "run")["steps"].allowed, options(TrainConfig, "train")["min_lr"].allowed
+        ('at least 1', '"auto" or at least 0')
         """
-        if self.choices:
-            return " or ".join(json.dumps(choice) for choice in self.choices)
-        bounds = {"at least": self.low, "above": self.above, "below": self.below}
-        return " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+        limits = {"at least": self.low, "above": self.above, "below": self.below}
+        bounds = " and ".join(f"{word} {bound}" for word, bound in limits.items() if bound is not None)
+        return " or ".join([*map(json.dumps, self.choices), *filter(None, [bounds])])
 
     def convert(self, value: typing.Any, text: str | None = None) -> typing.Any:
         """The value as one of the option's types; whole numbers will do for reals, and one string for a list of them.

@@ -14,6 +14,8 @@ from typing import IO, Any, cast
 
 from hpctrain.data.corpus import read_text, suffix
 
+RECORDS = frozenset({".jsonl", ".ndjson", ".json", ".parquet"})  # suffixes of files that may hold records of fields
+
 Skip = Callable[[str, str], None]  # called for what is not packed: where it is, and why
 
 
@@ -45,7 +47,7 @@ class Piece:
 
 
 def documents(path: Path, fields: Fields, skip: Skip) -> Iterator[Piece]:
-    """The documents of one file: one, or where `fields` are given those of JSON Lines and Parquet.
+    """The documents of one file: one, or where `fields` are given and it is of RECORDS, one a record.
 
     Raises:
         ValueError: for a file that is not what its name says, or that nothing here can read, naming it.
@@ -56,7 +58,7 @@ def documents(path: Path, fields: Fields, skip: Skip) -> Iterator[Piece]:
         if not fields.text:
             raise ValueError(f"{path} is a table; say by --field which column has the text")
         yield from _records(_parquet(path, fields), fields, f"of {path}", skip)
-    elif kind in (".jsonl", ".ndjson") and fields.text:
+    elif kind in RECORDS and fields.text:
         with opened(path) as file:
             yield from _records(_json_lines(file, path), fields, f"of {path}", skip)
     else:
@@ -160,7 +162,7 @@ def _json_lines(file: IO[bytes], path: Path) -> Iterator[tuple[str, dict]]:
         try:
             yield f"line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"line {number} of {path} is not JSON: {error}") from error
+            raise ValueError(f"line {number} of {path} is not JSON, as each line of it must be: {error}") from error
 
 
 def _lines(file: IO[bytes], block: int = 1 << 20) -> Iterator[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -70,6 +71,8 @@ def _begin(description: str) -> None:
     """In a process of its own, of which there is one a core."""
     global _tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for number in (signal.SIGINT, signal.SIGHUP):  # which a terminal sends to all: the parent decides
+        signal.signal(number, signal.SIG_IGN)
     _tokenizer = tokenizer_from_description(description)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

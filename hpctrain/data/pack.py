@@ -15,8 +15,8 @@ import numpy as np
 
 from hpctrain import files
 from hpctrain.data import format
-from hpctrain.data.corpus import fingerprint, text_files
-from hpctrain.data.documents import Fields, Piece, Skip, documents
+from hpctrain.data.corpus import fingerprint, suffix, text_files
+from hpctrain.data.documents import RECORDS, Fields, Piece, Skip, documents
 from hpctrain.data.encoding import encoded
 from hpctrain.data.index import Index, read_index, shard_name, token_dtype, write_index
 from hpctrain.data.tokenizers import ByteTokenizer, Tokenizer
@@ -48,9 +48,10 @@ def pack(
             is complete, and is then removed.
         tokenizer: of `data.tokenizers`; bytes by default.
         shard_tokens: tokens of a shard at most.
-        progress: called with the bytes read so far and in all.
+        progress: called before each piece of text with the bytes of the files that are read, and of all; what it raises
+            ends the packing.
         replace: whether to take the place of a packing that is there when this one is complete.
-        fields: of JSON Lines and Parquet. Without them a JSON Lines file is one text.
+        fields: of JSON Lines (.jsonl, .ndjson, .json) and Parquet. Without them a JSON Lines file is one text.
         processes: that encode; 0: one a core for more than LARGE bytes. What is written does not depend on it.
         validation: part of the documents, evenly spread, that is packed apart, as `validation_output(output)`.
         validation_sources: files and directories that are packed there instead.
@@ -61,7 +62,8 @@ def pack(
         "validation tokens".
 
     Raises:
-        ValueError: for a missing source, one without text, or one that cannot be read as its name says.
+        ValueError: for a missing source, one without text, or one that cannot be read as its name says; for `fields`
+            where no source is of JSON Lines or Parquet.
         FileExistsError: where another packing was complete first and is not to be replaced. This one is removed.
     """
     tokenizer, fields = tokenizer or ByteTokenizer(), fields or Fields()
@@ -73,6 +75,11 @@ def pack(
     if not 0 <= validation < 1 or validation and validation_sources:
         raise ValueError(f"a part of the documents for validation must be below 1, without others, got {validation}")
     texts, apart = text_files(sources, skip), text_files(validation_sources, skip) if validation_sources else []
+    if fields.text and not any(suffix(path) in RECORDS for path in texts + apart):
+        raise ValueError(
+            f"--field {fields.text} is of JSON Lines and Parquet, but no file of {', '.join(sources)} is called "
+            f"{', '.join(sorted(RECORDS))}; rename the file after what it holds, or leave --field out"
+        )
     _make_folder(output.parent)
     outputs = [output, validation_output(output)] if validation or apart else [output]
     older = [shard for each in outputs for shard in _shards_of(each)]
@@ -114,9 +121,11 @@ def _size(paths: list[Path]) -> int:
 
 def _pieces(paths, fields, skip, progress, done, total) -> Iterator[Piece]:
     for path in paths:
-        yield from documents(path, fields, skip)
+        for piece in documents(path, fields, skip):
+            progress(done, total)
+            yield piece
         done += _size([path])
-        progress(done, total)
+    progress(done, total)
 
 
 def _spread(writers: list[_Writer], part: float) -> Iterator[_Writer]:

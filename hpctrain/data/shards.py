@@ -95,11 +95,13 @@ class ShardedTokens:
         filled = 0
         for number, at, part in self._parts(start, count):
             into = out[filled : filled + part]
+            # errors of opening a shard name it already
+            chunks, file = self._chunked(number) if self.driver == "chunks" else None, self._files[number]
             with reading(self._path(number)):
-                if self.driver == "chunks":
-                    self._chunked(number).read(self._files[number], at, into)
+                if chunks:
+                    chunks.read(file, at, into)
                 else:
-                    into[:] = self._files[number]["tokens"][at : at + part]
+                    into[:] = file["tokens"][at : at + part]
                     if (largest := int(into.max())) >= self._index.stored:
                         raise OSError(f"it holds {largest}, and all must be below {self._index.stored}")
             filled += part
@@ -109,8 +111,9 @@ class ShardedTokens:
         """Have the system read tokens in the background, which are to be read soon."""
         if self.driver == "chunks":
             for number, at, part in self._parts(start, count):
+                chunks, file = self._chunked(number), self._files[number]
                 with reading(self._path(number)):
-                    self._chunked(number).will_need(self._files[number], at, part)
+                    chunks.will_need(file, at, part)
 
     def digest(self, comm: MPI.Intracomm | None = None, places: int = 16, count: int = 256) -> str:
         """SHA-256 of a few tokens from all over the corpus: tells whether it is the same. Collective over `comm`, whose
@@ -156,7 +159,7 @@ class ShardedTokens:
     def _chunked(self, number: int) -> Chunks:
         chunks = self._chunks.get(number)
         if chunks is None:
-            with self._shard(number) as file:
+            with self._shard(number) as file, reading(self._path(number)):
                 chunks = self._chunks[number] = Chunks(file["tokens"], self._scratch, self._index.stored)
         return chunks
 
@@ -190,7 +193,8 @@ class ShardedTokens:
         return file
 
     def _descriptor(self, number: int) -> int:
-        return os.open(self._path(number), os.O_RDONLY)
+        with reading(self._path(number)):
+            return os.open(self._path(number), os.O_RDONLY)
 
     def _check_size(self, index: Index, number: int) -> None:
         path, expected = self._path(number), int(index.bytes[number])

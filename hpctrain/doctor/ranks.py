@@ -29,7 +29,6 @@ def main() -> None:
         "devices": torch.cuda.device_count(),
         "transport": transport,
         "cupy": None,
-        "nccl": None,
         "cores": [len(set(named)) for named in world.allgather(cores.identities(os.sched_getaffinity(0)))],
         "threads": os.environ.get("OMP_NUM_THREADS"),
     }
@@ -37,10 +36,7 @@ def main() -> None:
         import cupy
 
         facts["cupy"] = cupy.__version__
-        from cupy.cuda import nccl
-
-        facts["nccl"] = str(nccl.get_version())
-    except (ImportError, AttributeError):
+    except ImportError:
         pass  # reported as None
     if world.rank == 0:
         print("hpctrain" + json.dumps(facts), flush=True)

@@ -7,6 +7,11 @@ import re
 from pathlib import Path
 
 
+def name() -> str:
+    """The site's, "generic" where HPCTRAIN_SITE is not set or empty."""
+    return os.environ.get("HPCTRAIN_SITE") or "generic"
+
+
 def settings(jobs: Path) -> dict[str, str]:
     """The variables that the site sets and this process does not have yet.
 
@@ -16,11 +21,10 @@ def settings(jobs: Path) -> dict[str, str]:
     Raises:
         ValueError: naming the sites that there are, when HPCTRAIN_SITE is none of them.
     """
-    name = os.environ.get("HPCTRAIN_SITE", "generic")
-    file = jobs / "sites" / f"{name}.env"
+    file = jobs / "sites" / f"{name()}.env"
     if not file.is_file():
         known = ", ".join(sorted(path.stem for path in file.parent.glob("*.env")))
-        raise ValueError(f"HPCTRAIN_SITE={name}, but there is no {file}; known are {known or 'none'}")
+        raise ValueError(f"HPCTRAIN_SITE={name()}, but there is no {file}; known are {known or 'none'}")
     return {key: value for key, value in parse(file.read_text(encoding="utf-8")) if key not in os.environ}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +34,15 @@ def add(jobs: list[Submitted]) -> None:
     torn = file.exists() and not file.read_bytes().endswith(b"\n")
     with file.open("a", encoding="utf-8") as lines:
         lines.write("\n" * torn + "".join(json.dumps(asdict(job)) + "\n" for job in jobs))
+
+
+def note(job: str, jobs: list[Submitted]) -> None:
+    """As `add`, of a job that Slurm has by now: where they cannot be written, as in a full home folder, it is warned
+    of."""
+    try:
+        add(jobs)
+    except OSError as error:
+        print(f"WARNING: `hpctrain jobs` will not show job {job}: {error}", file=sys.stderr, flush=True)
 
 
 def read() -> list[Submitted]:

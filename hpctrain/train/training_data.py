@@ -109,18 +109,26 @@ def packed(config: Config) -> str:
     path, tokenizer = find_packed(config)
     if tokenizer:
         print(f"packing {', '.join(config.data.text)} into {path}", flush=True)
-        with contextlib.suppress(FileExistsError):  # jobs that start together all pack: the first to end counts
-            pack(config.data.text, path, tokenizer, replace=False)
+        _pack(config.data.text, path, tokenizer)
     return path
 
 
 def packed_text(text: list[str], tokenizer: Any, out: str) -> str:
     """The path of text that is packed in the folder `out` unless it is there."""
-    path = str(Path(out) / "data" / f"{fingerprint(text_files(text), tokenizer)}-{VERSION}.h5")
+    path = _packed_path(out, fingerprint(text_files(text), tokenizer))
     if not files.status(path):
-        with contextlib.suppress(FileExistsError):
-            pack(text, path, tokenizer, replace=False)
+        _pack(text, path, tokenizer)
     return path
+
+
+def _packed_path(out: str, sources: str) -> str:
+    """Named by what it holds, so that a changed text, tokenizer or format is packed anew."""
+    return str(Path(out) / "data" / f"{sources}-{VERSION}.h5")
+
+
+def _pack(text: list[str], path: str, tokenizer: Any) -> None:
+    with contextlib.suppress(FileExistsError):  # jobs that start together all pack: the first to end counts
+        pack(text, path, tokenizer, replace=False)
 
 
 def find_packed(config: Config) -> tuple[str, Any]:
@@ -134,8 +142,7 @@ def find_packed(config: Config) -> tuple[str, Any]:
         return path, None
     tokenizer = tokenizer_from_option(config.data.tokenizer)
     sources = fingerprint(text_files(text), tokenizer)
-    if not path:  # named by what it holds, so that a changed text, tokenizer or format is packed anew
-        path = str(Path(config.run.out) / "data" / f"{sources}-{VERSION}.h5")
+    path = path or _packed_path(config.run.out, sources)
     if not files.status(path):
         return path, tokenizer
     if config.data.path and read_index(Path(path)).sources != sources:

@@ -25,7 +25,8 @@ local function exists(path)
 end
 
 local version = content(root .. "/hpctrain/__init__.py"):match('__version__ = "([^"]+)"')
-local site = os.getenv("HPCTRAIN_SITE") or "generic"
+local site = os.getenv("HPCTRAIN_SITE") or ""
+if site == "" then site = "generic" end
 -- what was loaded is unloaded, whatever the site is called by then
 if mode() == "unload" then site = os.getenv("HPCTRAIN_SITE_LOADED") or site end
 local settings = content(root .. "/jobs/sites/" .. site .. ".env")

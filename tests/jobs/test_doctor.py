@@ -50,18 +50,24 @@ STAGED = "staged through pinned host memory (no sign of CUDA support in this MPI
     [
         ({"devices": 0}, {"GPU": "ok"}),
         (
-            {"devices": 4, "transport": DIRECT, "cupy": "14", "nccl": "2"},
-            {"GPU": "ok", "CUDA awareness": "ok", "CuPy": "ok", "NCCL": "ok"},
+            {"devices": 4, "transport": DIRECT, "cupy": "14"},
+            {"GPU": "ok", "CUDA awareness": "ok", "CuPy": "ok"},
         ),
         (
-            {"devices": 4, "transport": STAGED, "cupy": "14", "nccl": None},
-            {"GPU": "ok", "CUDA awareness": "note", "CuPy": "ok", "NCCL": "note"},
+            {"devices": 4, "transport": STAGED, "cupy": "14"},
+            {"GPU": "ok", "CUDA awareness": "note", "CuPy": "ok"},
         ),
         (
-            {"devices": 1, "transport": STAGED, "cupy": None, "nccl": None},
-            {"GPU": "ok", "CUDA awareness": "note", "CuPy": "error"},
+            {"devices": 1, "transport": STAGED, "cupy": None},
+            {"GPU": "ok", "CUDA awareness": "note", "CuPy": "note"},
         ),
     ],
 )
 def test_devices(facts, levels):
     assert {finding.name: finding.level for finding in findings.gpu(facts)} == levels
+
+
+def test_a_site_that_is_empty(monkeypatch):
+    """As in jobs/env.sh."""
+    monkeypatch.setenv("HPCTRAIN_SITE", "")
+    assert findings.site() == findings.Finding("site", "ok", "generic")

@@ -204,6 +204,29 @@ def test_uv_asks_where_pip_would(tmp_path, settings, flags):
     assert done.stderr.split() == f"pip install --python python {options} {flags} -e .".split()
 
 
+def library_path(folder, before):
+    """What env.sh makes of LD_LIBRARY_PATH, with the mpirun in the folder."""
+    script = """
+        set -euo pipefail
+        source <(sed -n '/^hpctrain_debian_mpich()/,/^}/p; /^hpctrain_use_mpich()/,/^}/p' jobs/env.sh)
+        hpctrain_debian_mpich "$1/venv"
+        hpctrain_use_mpich "$1/venv" site
+        echo "${LD_LIBRARY_PATH:-}"
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}"} | ({"LD_LIBRARY_PATH": before} if before else {})
+    command = ["bash", "-c", script, "bash", folder]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_debians_mpich_without_a_library_path(tmp_path):
+    """As in most shells: ldconfig is asked for the library."""
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'HYDRA build details:'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    assert library_path(tmp_path, None) in ("", f"{tmp_path}/venv/lib/mpich")
+
+
 @pytest.mark.parametrize(
     ("make", "libraries", "linked"),
     [
@@ -218,18 +241,7 @@ def test_the_library_of_debians_mpich_gets_its_usual_name(tmp_path, make, librar
     (tmp_path / "mpirun").chmod(0o755)
     for name in libraries:
         (tmp_path / name).touch()
-    script = """
-        set -euo pipefail
-        source <(sed -n '/^hpctrain_debian_mpich()/,/^}/p; /^hpctrain_use_mpich()/,/^}/p' jobs/env.sh)
-        hpctrain_debian_mpich "$1/venv"
-        hpctrain_use_mpich "$1/venv" site
-        echo "$LD_LIBRARY_PATH"
-    """
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LD_LIBRARY_PATH": str(tmp_path)}
-    done = subprocess.run(
-        ["bash", "-c", script, "bash", tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
     folder = tmp_path / "venv/lib/mpich"
-    assert done.stdout.strip() == (f"{folder}:{tmp_path}" if linked else str(tmp_path))
+    assert library_path(tmp_path, str(tmp_path)) == (f"{folder}:{tmp_path}" if linked else str(tmp_path))
     if linked:
         assert (folder / "libmpi.so.12").readlink() == tmp_path / "libmpich.so.12"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.launch import check_launcher
+
 pytestmark = pytest.mark.job
 
 SECONDS = 30  # start-up of a few ranks on two cores included
@@ -157,3 +159,16 @@ def test_launcher_and_library_of_different_makes(python, tmp_path):
     )
     assert ended.returncode != 0
     assert "the launcher started 4 ranks, but MPI sees one" in ended.stderr
+
+
+def test_srun_without_the_pmi_of_the_library(monkeypatch):
+    """Likewise; but what a shell of the step has started may be alone, or a rank of an mpirun's."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    monkeypatch.setenv("SLURM_TASK_PID", str(os.getpid()))
+    with pytest.raises(RuntimeError, match="the launcher started 8 ranks, but MPI sees one: .*srun --mpi=list"):
+        check_launcher(1)
+    check_launcher(8)
+    monkeypatch.setenv("SLURM_TASK_PID", str(os.getppid()))
+    check_launcher(1)

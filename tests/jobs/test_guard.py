@@ -14,6 +14,7 @@ from running import ROOT, children
 pytestmark = pytest.mark.job
 
 TASK = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+BUSY = "slurm_load_jobs error: Socket timed out on send/recv operation"
 RESUME = "saved; the same command with --resume goes on from there"
 WARNED = """
 trap 'echo warned; ((++times))' USR1
@@ -28,14 +29,21 @@ def guarded(tmp_path):
     """guarded(script, ...) starts a script in the place of the ranks, by supervise.sh; it has said "up"."""
     jobs = []
 
-    def begin(script, program="jobs/supervise.sh", up=True, state="RUNNING", **environment):
+    def begin(script, program="jobs/supervise.sh", up=True, state="RUNNING", busy=0, **environment):
         path = tmp_path / "ranks.sh"
         path.write_text(script)
         scontrol = tmp_path / "scontrol"
-        scontrol.write_text(
-            f'#!/bin/sh\n[ "$1 $2" = "show job" ] && exec echo "JobId=$3 JobState={state} Reason=None"\n'
-            'echo "asked to $*"\nexit 1\n'  # the real one ends the job
-        )
+        scontrol.write_text(f"""#!/bin/sh
+echo >>{tmp_path}/$1
+if [ $(wc -l <{tmp_path}/$1) -le {busy} ]; then
+    echo "{BUSY}" >&2
+    exit 1
+fi
+[ "$1 $2" = "show job" ] && exec echo "JobId=$3 JobState={state} Reason=None"
+echo "asked to $*" >/proc/$PPID/fd/1
+echo "Requested operation is presently disabled for job $2" >&2
+exit 1
+""")  # the real one ends the job
         scontrol.chmod(0o755)
         environment = {
             **os.environ, "HPCTRAIN_LAUNCHER": "env", "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "",
@@ -61,13 +69,15 @@ def guarded(tmp_path):
 
 @pytest.fixture
 def impatient(tmp_path):
-    """supervise.sh with a guard that tells the ranks again, and ends them, after a second."""
+    """supervise.sh with a guard that tells the ranks again, and ends them, after a second, and asks Slurm at once."""
     shutil.copytree(ROOT / "jobs", tmp_path / "checkout/jobs")
     (tmp_path / "checkout/hpctrain").symlink_to(ROOT / "hpctrain")
     guard = tmp_path / "checkout/jobs/guard.py"
     text = guard.read_text()
     assert "AGAIN = 5.0" in text
     assert "TOO_LONG = 10.0" in text
+    assert "TRIES, PAUSE = 6, 5.0" in text
+    text = text.replace("TRIES, PAUSE = 6, 5.0", "TRIES, PAUSE = 6, 0.0")
     guard.write_text(text.replace("AGAIN = 5.0", "AGAIN = 1.0").replace("TOO_LONG = 10.0", "TOO_LONG = 1.0"))
     return str(tmp_path / "checkout/jobs/supervise.sh")
 
@@ -103,6 +113,21 @@ def test_ranks_that_end_before_the_guard_hears_why(guarded, state, back):
     output = job.stdout.read()
     assert ("requeueing job 7_3\nasked to requeue 7_3\n" in output, RESUME in output) == (back, not back)
     assert job.wait(10) == 85
+
+
+@pytest.mark.parametrize("busy", [5, 6])
+def test_a_controller_that_is_busy(guarded, impatient, busy, tmp_path):
+    """Is asked six times, of either thing; then it is said."""
+    job = guarded("echo up\nexit 85\n", impatient, busy=busy, **TASK)
+    output = job.stdout.read()
+    assert job.wait(10) == 85
+    told = (tmp_path / "stderr").read_text()
+    if busy == 6:
+        assert RESUME in output
+        assert f"guard.py: scontrol show job 7_3: {BUSY}\n" in told
+    else:
+        assert "saved; requeueing job 7_3\nasked to requeue 7_3\n" in output
+        assert "job 7_3 is not in the queue; the same command with --resume goes on from there\n" in told
 
 
 def test_without_slurm_s_commands(guarded, tmp_path):

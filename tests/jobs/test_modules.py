@@ -108,6 +108,11 @@ def test_a_site_brings_its_modules_and_settings(shell, installed):
         assert "fastmpi" in alone.stdout + alone.stderr
 
 
+def test_a_site_that_is_empty_is_none(shell, installed):
+    script = 'module load hpctrain; echo "[$HPCTRAIN_SITE_LOADED]"'
+    assert "[generic]" in shell(script, installed / "modules", HPCTRAIN_SITE="").stdout
+
+
 def test_libraries_as_env_sh_gives_them(shell, installed):
     """MPICH's under the name of mpi4py's, and those that Cray's modules name to link."""
     (installed / ".venv/lib/mpich").mkdir(parents=True)
