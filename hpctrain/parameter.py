@@ -35,8 +35,8 @@ class Annotations(TypedDict, total=False):
         arrival: what is called when a gradient has been added to the parameter's; see `on_arrival`.
         hand_over: what the next strategy calls before it takes the parameter; see `DataParallelStrategy.hand_over`.
         gathered: of ZeRO-3, `with parameter.gathered:` the parameter has memory to be read; collective over data.
-        grad_dtype: torch's own attribute: the dtype of gradients, where it is not that of the parameter; None, which is
-            any, once the strategy that set it has handed the parameter over, as torch cannot take back what was set.
+        grad_dtype: torch's own attribute: the dtype of gradients, where it is not that of the parameter; None (torch
+            then takes any dtype) after hand over.
     """
 
     shard: Shard

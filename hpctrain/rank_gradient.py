@@ -6,6 +6,7 @@ as torch.nn.utils.clip_grad_norm_ and LBFGS do, would take the part for it, and 
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import torch
@@ -18,7 +19,9 @@ _OF_ALL = {
     "norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm", "sum", "nansum", "mean",
     "nanmean", "var", "std", "var_mean", "std_mean", "prod", "amax", "amin", "aminmax", "cat", "dot", "vdot", "inner",
     "linalg_vecdot", "dist", "cosine_similarity", "normalize", "mv", "mm", "bmm", "addmm", "matmul", "__matmul__",
-    "__rmatmul__", "tensordot", "einsum", "_amp_foreach_non_finite_check_and_unscale_",
+    "__rmatmul__", "tensordot", "einsum", "_amp_foreach_non_finite_check_and_unscale_", "median", "nanmedian", "mode",
+    "quantile", "nanquantile", "kthvalue", "topk", "sort", "argsort", "msort", "argmax", "argmin", "count_nonzero",
+    "logsumexp", "trace", "histc", "stack", "svd", "linalg_svd", "linalg_svdvals", "linalg_qr",
 }  # fmt: skip
 _WITHOUT_NUMBERS = {  # of the gradient
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_tensor",
@@ -26,15 +29,17 @@ _WITHOUT_NUMBERS = {  # of the gradient
 }  # fmt: skip
 _TIMES = {"fill_", "mul_", "__imul__", "_foreach_mul_"}
 _DATA = vars(torch._C.TensorBase)["data"].__get__
+_VIEWS = {"__getitem__", "chunk", "split", "tensor_split", "unbind", "narrow", "select"}
 _SAME = {"view", "reshape", "flatten", "ravel", "detach", "contiguous", "to", "float", "double"}
 # What a loop that sums by its own means does, by MPI say: whether the sum is right is its own affair.
-_HANDED_OUT = {"data_ptr", "numpy", "__array__", "__dlpack__", "copy_", "untyped_storage"}
+_HANDED_OUT = {"data_ptr", "numpy", "__array__", "__dlpack__", "untyped_storage"}
 
 
 class RankGradient(torch.Tensor):
     """What backward leaves on a weight, where other ranks have other parts of it, or the same part from other tokens.
 
-    What is computed from one is such a tensor too, where it is as little summed or has as many elements as the part.
+    What is computed from one is a `RankGradient` too, where it is not summed, has as many elements as the part, or is a
+    view of it.
 
     Attributes:
         summed: over the ranks that hold the same part.
@@ -55,16 +60,16 @@ class RankGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
         name, options = function.__name__, options or {}
-        mark_zeroed(name, arguments)
+        zeroed = mark_zeroed(name, arguments)
         in_place = name[-1] == "_" and name[-2:] != "__"
         if name in _HANDED_OUT:
             for gradient in _gradients(arguments[:1], {}):
                 gradient.summed = True
-        elif name in _OF_ALL or (name in ("max", "min") and len(arguments) == 1):
+        elif name in _OF_ALL or (name in ("max", "min") and not _are_two(arguments, options)):
             _check_whole(name, arguments, options)
         elif in_place and _is_own(arguments):
-            _mark_changed(arguments, options)
-        elif in_place:
+            _mark_changed(arguments, options, zeroed or name in ("copy_", "_foreach_copy_"))
+        elif in_place and name != "copy_":  # which a loop that sums by its own means fills its buffers by
             _check_summed(name, arguments, options)
         with as_tensors():
             result = function(*arguments, **options)
@@ -75,7 +80,14 @@ class RankGradient(torch.Tensor):
         gradients = _gradients(arguments, options)
         if name in _WITHOUT_NUMBERS or (name == "clone" and gradients[0].summed and _by_optimizer(sys._getframe(1))):
             return result
-        return _computed(result, gradients)
+        return _computed(name, result, gradients)
+
+    def __deepcopy__(self, memo):
+        with as_tensors():
+            copied = copy.deepcopy(self.as_subclass(torch.Tensor), memo).as_subclass(RankGradient)
+        copied.summed, copied.of_sum, copied.of_shape = self.summed, self.of_sum, self.of_shape
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol):
         with as_tensors():
@@ -96,45 +108,56 @@ def mark_gradient(parameter: torch.nn.Parameter, summed: bool) -> None:
     gradient.summed = summed
 
 
-def mark_zeroed(name: str, arguments: tuple) -> None:
-    """Where a function makes gradients zeros, of which any number add up to zeros: they are no sum any more."""
+def mark_zeroed(name: str, arguments: tuple) -> bool:
+    """Where a function makes gradients zeros, of which any number add up to zeros: they are no sum any more. Returns
+    whether it does."""
     if name in _TIMES:
         if len(arguments) < 2 or isinstance(arguments[1], (torch.Tensor, list, tuple)) or arguments[1] != 0:
-            return
+            return False
     elif name not in ("zero_", "_foreach_zero_"):
-        return
+        return False
     for gradient in _gradients(arguments, {}):
         seen: RankGradient | None = gradient
         while seen is not None:
             seen.of_sum, seen = False, seen.seen_by
+    return True
 
 
-def _mark_changed(arguments, options) -> None:
-    """A gradient that one which is not summed is added to, say, is not summed any more."""
-    if not all(gradient.summed for gradient in _gradients(arguments[1:], options)):
-        for gradient in _gradients(arguments[:1], {}):
-            gradient.summed = False
+def _mark_changed(arguments, options, overwritten) -> None:
+    """A gradient that one which is not summed is added to, say, is not summed any more; what is overwritten is as its
+    source, and other tensors and zeros are taken for sums."""
+    summed = all(gradient.summed for gradient in _gradients(arguments[1:], options))
+    for gradient in _gradients(arguments[:1], {}):
+        gradient.summed = summed and (overwritten or gradient.summed)
+
+
+def _are_two(arguments, options) -> bool:
+    """Whether the larger elements of two tensors are asked for, and not the largest of one."""
+    return any(isinstance(value, torch.Tensor) for value in (*arguments[1:], *options.values()))
 
 
 def _by_optimizer(frame) -> bool:
-    """Whether one of torch's calls: what it clones is a state, SGD's momentum, and an ordinary tensor as others are."""
+    """Whether the caller is torch.optim: what it clones is kept as its state (SGD's momentum), which stays an ordinary
+    tensor."""
     return frame.f_globals.get("__name__", "").startswith("torch.optim.")
 
 
-def _computed(result, gradients):
-    """What is computed from gradients is as little summed and, of as many elements as a part of one, such a part."""
+def _computed(name, result, gradients):
+    """What is computed from gradients is as little summed and, a view or of as many elements as a part of one, such a
+    part."""
     summed = all(gradient.summed for gradient in gradients)
     with as_tensors():
         shapes = {each.numel(): each.of_shape for each in gradients if each.of_shape is not None}
-    return _marked(result, summed, shapes) if shapes or not summed else result
+    of_view = gradients[0].of_shape if name in _VIEWS else None
+    return _marked(result, summed, shapes, of_view) if shapes or not summed else result
 
 
-def _marked(result, summed, shapes):
+def _marked(result, summed, shapes, of_view):
     if type(result) in (list, tuple):
-        return type(result)(_marked(each, summed, shapes) for each in result)
+        return type(result)(_marked(each, summed, shapes, of_view) for each in result)
     if not isinstance(result, torch.Tensor) or isinstance(result, (RankGradient, torch.nn.Parameter)):
         return result
-    shape = shapes.get(result.numel())
+    shape = shapes.get(result.numel(), of_view)
     if summed and shape is None:
         return result
     result = result.as_subclass(RankGradient)

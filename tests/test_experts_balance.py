@@ -234,6 +234,8 @@ def test_parts_of_sequences_are_refused(world):
         with pytest.raises(ValueError, match=f"{option} is for whole sequences of 4 tokens"):
             mixture(one_rank(), **{option: 1.0})(x, tokens)
     mixture(one_rank(), z_loss=1.0)(x, tokens).sum().backward()
+    alone = Tokens.of(one_rank(), 2, 4, part=slice(0, 2), kv_cache=KVCache())
+    mixture(one_rank(), aux_loss=1.0)(x, alone).sum().backward()  # which count in no loss unless they say so
 
 
 @pytest.mark.ranks(1, 2)
@@ -265,5 +267,6 @@ def test_auxiliary_losses_of_a_whole_model_in_float16(world):
         trainer = Trainer(layer, grid, optimizer, strategy=strategy, loss=lambda model, x: 0 * model(x, tokens).sum())
         _, norm = trainer.step([whole((SEQUENCES * LENGTH, 7), "x", False).to(dtype)])
         norms += [norm, trainer.report()["aux_loss"]]
+        assert layer.router.loss_scale == 1, "in a loop of one's own later"
     assert norms[0] > 0
     assert norms[2:] == pytest.approx(norms[:2], rel=1e-2)

@@ -140,10 +140,11 @@ def test_hooks_streams_and_two_models_of_accelerate(world, folder):
         first, second, optimizer, loader = accelerator.prepare(first, second, optimizer, loader)
 
         def save(models, weights, to):
-            models[0].save_pretrained(to / "first", is_main_process=accelerator.is_main_process)
+            models[0].save_pretrained(Path(to) / "first", is_main_process=accelerator.is_main_process)
             weights.pop(0)
 
         def load(models, source):
+            assert accelerator.is_main_process == (grid.rank == 0)
             models.pop(0).load_state_dict(load_file(Path(source) / "first/model.safetensors"), strict=False)  # tied
 
         accelerator.register_save_state_pre_hook(save)
@@ -157,7 +158,7 @@ def test_hooks_streams_and_two_models_of_accelerate(world, folder):
         optimizer.step()
         optimizer.zero_grad()
         if not resume:
-            assert accelerator.save_state(folder / "saved") == folder / "saved"
+            assert accelerator.save_state(str(folder / "saved")) == folder / "saved"
             world.Barrier()
         return [ht.gather_state_dict(model) for model in (first, second)]
 
@@ -293,7 +294,8 @@ def test_what_a_trainer_refuses(world, folder):
     make = lambda **options: TrainingArguments(folder, report_to=[], **options)  # noqa: E731
     with pytest.raises(ValueError, match="the weight 'transformer.wte.weight' is of a layer that was added after"):
         GridTrainer(gpt2(), make(), train_dataset=DATA, grid=grid)
-    for option in ("save_on_each_node", "enable_jit_checkpoint"):
+    GridTrainer(gpt2(), make(save_strategy="no"), train_dataset=DATA, grid=grid)
+    for option in {"save_on_each_node", "enable_jit_checkpoint"} & vars(make()).keys():
         with pytest.raises(ValueError, match=f"{option}=True: "):
             GridTrainer(ht.parallelize(gpt2(), grid), make(**{option: True}), train_dataset=DATA, grid=grid)
     trainer = GridTrainer(ht.parallelize(gpt2(), grid), make(max_steps=1), train_dataset=Stream(), grid=grid)

@@ -60,3 +60,11 @@ def test_a_deep_copy_of_weights_that_are_spread_over_the_replicas(world):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         assert ours.shard == original.shard
         assert not original.untyped_storage().nbytes()
+
+
+@pytest.mark.ranks(1)
+def test_a_deep_copy_of_a_weight_that_others_freed(world):
+    layer = Linear(Grid(), 8, 6, to="inner", key=KEY)
+    layer.weight.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="weight of Linear was freed, and not by ZeRO-3"):
+        copy.deepcopy(layer)

@@ -17,12 +17,13 @@ from hpctrain.data import ShardedTokens
 from hpctrain.grid_shape import grid_shape
 from hpctrain.models.plain.model import PlainModel, seeded
 from hpctrain.models.plain.shape import PlainShape
-from hpctrain.pipeline import one_f_one_b
+from hpctrain.pipeline import one_f_one_b, schedule
 from hpctrain.plan import step_traffic
 from hpctrain.train.batches import Samples
 from hpctrain.train.learning_rate import learning_rate
 from hpctrain.train.loop import train as train_session
 from hpctrain.train.session import build
+from hpctrain.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
 
@@ -230,6 +231,16 @@ def test_a_module_as_the_loss(world):
     for grid in (Grid(tensor=2), Grid(pipeline=2)):
         with pytest.raises(ValueError, match=r"the loss of model.kind = a loss, Linear.*, has parameters"):
             made(grid, torch.nn.Linear(1, 1))
+    assert made(Grid(tensor=2), torch.nn.Linear(1, 1).requires_grad_(False)).mean_loss.weight.shard
+
+
+@pytest.mark.ranks(2)
+def test_sequences_of_plain_modules_come_whole(world):
+    grid, shape = Grid(pipeline=2), PlainShape(layers=4, width=12, context=8, vocabulary=258, options={})
+    model = PlainModel(grid, shape, lambda: tiny_models.parts(shape), kind="parts", key=RngKey(0))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=r"slices=\[4, 4\]: only a .* and none of plain torch modules"):
+        Trainer(model, grid, optimizer, schedule("terapipe", 2, 2), slices=[4, 4])
 
 
 ITSELF = ["grid.pipeline=2", "train.clip=0", "model.tied=false"]  # for stages that update by themselves

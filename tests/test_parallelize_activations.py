@@ -1,6 +1,7 @@
 """ht.parallelize(shard_activations=True): a residual stream of which every rank has some rows."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -269,6 +270,22 @@ def test_refused(world):
             given.retain_grad()
     with pytest.raises(ValueError, match="shard_activations must be True or False, got 1"):
         ht.parallelize(MLP(), grid, shard_activations=1)
+
+
+@pytest.mark.ranks(2)
+def test_what_a_model_returns(world):
+    """A tensor like any other: alone it keeps its gradient, and without one it is saved."""
+    grid = ht.Grid(tensor=2)
+    alone = ht.parallelize(MLP().double(), grid, **SHARDED)(numbers(2, 5, 8))
+    alone.retain_grad()
+    alone.square().sum().backward()
+    torch.testing.assert_close(alone.grad, 2 * alone.detach(), **CLOSE)
+    model = ht.parallelize(Curious(lambda self, h: (h, self.second(h))).double(), grid, **SHARDED)
+    with torch.no_grad():
+        made, saved = model(numbers(2, 5, 8)), io.BytesIO()
+    torch.save(made, saved)
+    saved.seek(0)
+    torch.testing.assert_close(torch.load(saved, weights_only=True), made)
 
 
 @pytest.mark.ranks(2, 4)

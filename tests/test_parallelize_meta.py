@@ -101,6 +101,24 @@ def test_hugging_face_within(world):
     check_distributions(gathered_on_all(build(grid, make), grid), reference.state_dict())
 
 
+class Drawing(nn.Module):
+    """Of one's own, whose method is nobody's to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def _init_weights(self, module):
+        pass
+
+
+@pytest.mark.ranks(1)
+def test_methods_of_the_name_of_hugging_faces(world):
+    build(ht.Grid(tensor=world.size), lambda: nn.Sequential(Drawing()))
+    with pytest.raises(ValueError, match="how a Drawing is initialised is not known"):
+        build(ht.Grid(tensor=world.size), Drawing)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_hugging_face(world, name):
     transformers = pytest.importorskip("transformers")

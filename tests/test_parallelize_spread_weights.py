@@ -39,6 +39,9 @@ def test_the_data_of_a_divided_weight(world):
         assert data.shape == (8, 6)
         torch.testing.assert_close(data.norm(), q.detach().norm(), **CLOSE)
         torch.testing.assert_close((2 * data).mul_(0.5).sum(), q.detach().sum(), **CLOSE)
+    mask = torch.arange(48).view(8, 6) % 3 > 0
+    chosen = [torch.where(mask, data, torch.zeros_like(w)).norm() for w, data in ((p, p.data), (q, q.detach()))]
+    torch.testing.assert_close(*chosen, **CLOSE)
     average = p.data.clone()
     average.mul_(0.5).add_(p.data, alpha=0.5)
     torch.testing.assert_close(average.norm(), q.detach().norm(), **CLOSE)
@@ -49,6 +52,20 @@ def test_the_data_of_a_divided_weight(world):
     for write in writes:
         with pytest.raises(ValueError, match="writes to a view of a weight that zero=3 of ht.parallelize spreads"):
             write()
+
+
+def test_norms_of_ranges(world):
+    """Of a vector it is right, of which others are those of matrices."""
+    grid, serial = ht.Grid(data=2), network()
+    model, norms = ht.parallelize(copy.deepcopy(serial), grid, zero=1), []
+    for m in (serial, model):
+        m.gate.bias.square().sum().backward()
+        norms.append(torch.linalg.norm(m.gate.bias.grad, 3))
+    torch.testing.assert_close(*norms, **CLOSE)
+    p = next(p for p in model.parameters() if p.dim() == 2)
+    p.square().sum().backward()
+    with pytest.raises(ValueError, match="linalg_norm of the gradient of .* would be that of the part"):
+        torch.linalg.norm(p.grad, 2)
 
 
 class Decayed(nn.Module):

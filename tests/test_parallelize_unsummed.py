@@ -107,6 +107,9 @@ NOT_LINEAR = {
     "where": lambda p: p.grad.masked_fill_(p.grad > 1, 1.0),
     "absolute": lambda p: p.grad.abs_(),
     "power": lambda p: p.grad**2,
+    "remainder": lambda p: p.grad % 0.1,
+    "logarithm": lambda p: p.grad.log1p(),
+    "by keyword": lambda p: torch.mul(p.grad, other=p.grad),
 }
 
 
@@ -121,6 +124,35 @@ def test_what_is_not_linear(world, case):
     model.first.weight.grad.mul_(0.5).masked_fill_(torch.eye(6, 4) > 0, 0.0).add_(model.first.weight.grad)
     ht.sync_gradients(model)
     NOT_LINEAR[case](model.first.weight)
+
+
+@pytest.mark.ranks(4)
+def test_what_is_added_to_zeros(world):
+    """Of a divided weight these are a part, and of no replica."""
+    grid, _, model = both({"data": 2, "tensor": 2}, None)
+    backward(model, grid)
+    p = model.first.weight
+    zeros, gradient = torch.zeros_like(p), p.grad
+    updates = (
+        lambda: torch.addcmul(zeros, gradient, gradient), lambda: p.data.sub_(0.9 * zeros + gradient),
+        lambda: p.data.sub_(torch._foreach_add([zeros], [gradient])[0]),
+    )  # fmt: skip
+    for update in updates:
+        with pytest.raises(ValueError, match=r"not summed yet; call ht.sync_gradients\(model\) after"):
+            update()
+
+
+@pytest.mark.ranks(4)
+def test_gradients_of_divided_and_whole_weights(world):
+    torch.manual_seed(1)
+    serial = nn.ModuleList(nn.Linear(4, 6) for _ in range(2)).double()
+    model = ht.parallelize(copy.deepcopy(serial), ht.Grid(data=2, tensor=2), replicate=["0"], zero=0)
+    for m in (serial, model):
+        sum(layer(numbers(3, 4)).square().sum() for layer in m).backward()
+        whole, divided = (layer.weight.grad for layer in m)
+        whole.add_(divided)
+        torch.add(whole, divided, out=whole)
+    torch.testing.assert_close(model[0].weight.grad.as_subclass(torch.Tensor), serial[0].weight.grad, **CLOSE)
 
 
 def test_norms_of_gradients_that_one_replica_has(world):

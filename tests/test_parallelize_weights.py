@@ -65,7 +65,7 @@ class Detached(Body):
     def forward(self, ids):
         self.second.bias.data.mul_(0.5).add_(self.norm.bias.data, alpha=0.5)
         self.second.bias.data = 0.5 * self.second.bias.data + self.norm.bias.data
-        self.filter.bias.data[1] = self.first.bias.detach().std()
+        self.filter.bias.data[1] = self.first.bias.detach().max() + self.first.bias.detach().std()
         h = F.linear(self.table(ids), self.first.weight.detach())
         return self.body(ids) + h.sum() * self.table.weight.data.norm() / len(self.first.weight.data)
 

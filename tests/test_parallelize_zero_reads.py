@@ -34,13 +34,54 @@ class Readers(nn.Module):
         return h * scale
 
 
-def both(world):
+class Detached(Readers):
+    """Keeps what it detached until its layer has computed."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            kept = [p.detach() for p in block.parameters()]
+            x = F.layer_norm(F.linear(block(x), *kept[:2]), (6,), *kept[2:])
+        return x * self.gain
+
+
+class Compared(Readers):
+    """Weights of other layers beside rows of an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ModuleList(Scale() for _ in range(2))
+
+    def forward(self, x):
+        for block, scale, other in zip(self.blocks, self.scales, reversed(self.scales)):
+            x = block(x) + scale(x) * other.weight
+        return x
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.weight = MLP(), nn.Parameter(torch.linspace(1, 2, 6))
+
+    def forward(self, x):
+        return self.inner(x) * self.weight
+
+
+def both(world, kind=Readers, **options):
     """One rank, and replicas that take no memory of each other's."""
     grid = ht.Grid(data=2, tensor=world.size // 2)
     grid.data.one_node = False
     torch.manual_seed(0)
-    serial = Readers().double()
-    return grid, serial, ht.parallelize(copy.deepcopy(serial), grid, zero=3)
+    serial = kind().double()
+    return grid, serial, ht.parallelize(copy.deepcopy(serial), grid, zero=3, **options)
 
 
 def loss_of(model, x):
@@ -74,6 +115,46 @@ def test_reads_and_averages(world):
     for theirs, mine in zip(*copies):
         same(ht.gather_state_dict(mine, grid), theirs, grid)
         torch.testing.assert_close(mine(x), theirs(x), **CLOSE)
+
+
+@pytest.mark.parametrize(("kind", "shards"), [(Detached, False), (Compared, False), (Compared, True)])
+def test_forwards(world, kind, shards):
+    grid, serial, model = both(world, kind, shard_activations=shards)
+    x = numbers(4, 6)
+    for m, rows in ((serial, x), (model, x.chunk(2)[grid.data.rank])):
+        optimizer = torch.optim.SGD(m.parameters(), 0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            m(rows).square().sum(1).mean().backward()
+            optimizer.step()
+    same(ht.gather_state_dict(model), serial, grid)
+
+
+def test_weights_of_several_layers(world):
+    """Beside copies and parts of others, whose layers compute before backward reads them."""
+    grid, serial, model = both(world)
+    differences, penalties = [], []
+    for m in (serial, model):
+        linear, norm = m.blocks[0]
+        taken = [linear.bias.data * m.gain, m.gain.data - linear.weight, m.gain.data - m.blocks[1][1].weight]
+        differences.append([x.detach().sum().item() for x in taken])
+        penalties.append((linear.weight * m.gain).square().sum() + (m.gain * norm.weight).sum())
+        with torch.no_grad():
+            m(numbers(4, 6))
+        penalties[-1].backward()
+        torch.optim.SGD(m.parameters(), 0.01).step()
+    torch.testing.assert_close(penalties[1], penalties[0], **CLOSE)
+    assert differences[1] == pytest.approx(differences[0], rel=1e-11)
+    same(ht.gather_state_dict(model), serial, grid)
+
+
+def test_parameters_that_are_made_of_a_weight(world):
+    """Of their own memory."""
+    _, serial, model = both(world)
+    made = nn.Parameter(model.gain)
+    model(numbers(4, 6))
+    assert isinstance(made, nn.Parameter)
+    torch.testing.assert_close(made.detach(), serial.gain.detach(), rtol=0, atol=0)
 
 
 def test_what_is_taken_of_a_weight_is_a_copy(world):

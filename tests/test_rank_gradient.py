@@ -1,6 +1,7 @@
 """Layers in a loop of one's own: what others' code makes of their gradients is right, or refused."""
 
 import contextlib
+import copy
 import functools
 import math
 
@@ -110,6 +111,12 @@ USES_ALL = {
     "norm": lambda model: math.hypot(*(p.grad.norm() for p in model.parameters())),
     "norm by hand": lambda model: sum(p.grad.pow(2).sum() for p in model.parameters()).sqrt(),
     "largest": lambda model: max(p.grad.abs().max() for p in model.parameters()),
+    "largest of each column": lambda model: [p.grad.max(0) for p in model.parameters()],
+    "in the middle": lambda model: [p.grad.median() for p in model.parameters()],
+    "in order": lambda model: [p.grad.sort() for p in model.parameters()],
+    "singular values": lambda model: [torch.linalg.svdvals(p.grad) for p in model.parameters() if p.dim() == 2],
+    "rows": lambda model: [row.norm() for p in model.parameters() for row in p.grad],
+    "half of the rows": lambda model: [2 * p.grad.chunk(2)[0].norm() for p in model.parameters()],
     "spread of copies": lambda model: [
         (2 * x).std() for x in torch._foreach_mul([p.grad.detach().clone() for p in model.parameters()], 2.0)
     ],
@@ -170,6 +177,28 @@ def test_a_copy_that_a_gradient_is_added_to(world):
             with torch.no_grad(), contextlib.nullcontext() if p.grad.summed else refused:
                 copied.mul_(0.9).add_(p.grad)
                 p.add_(copied, alpha=-0.1)
+
+
+def test_copies_are_as_their_sources(world):
+    """Deep ones too; what is copied to one of a sum, and zeros, of which any number add up to zeros."""
+    for grid in grids(world.size):
+        if not needs_sum(grid):
+            continue
+        model = model_of(grid)
+        backward(model, grid)
+        ht.sync_gradients(model, grid)
+        kept = {p: p.grad.clone() for p in model.parameters() if p.shard.divided}  # other sums are ordinary tensors
+        model.zero_grad()
+        backward(model, grid)
+        for p, mine in kept.items():
+            mine.copy_(p.grad)
+            copied = copy.deepcopy({"m": mine})["m"]
+            torch.testing.assert_close(copied, mine, rtol=0, atol=0)
+            shape = p.shard.global_shape
+            assert [(x.summed, x.of_shape) for x in (mine, copied)] == [(p.grad.summed, shape)] * 2
+            for change in (lambda x: x.zero_(), lambda x: x.fill_(0), lambda x: x.copy_(torch.ones(()))):
+                changed = change(copy.deepcopy(mine))
+                assert (changed.summed, changed.of_shape) == (True, shape)
 
 
 def test_sums_of_ones_own_are_taken_for_what_they_are(world):

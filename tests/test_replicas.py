@@ -10,6 +10,7 @@ from torch import nn
 
 import hpctrain as ht
 from hpctrain.checkpoint import Checkpointer, TrainingState
+from hpctrain.comm import Work
 from hpctrain.data_parallel import DataParallel, LocalSGD, MixedDataParallel, Precision, Zero1, Zero2, Zero3
 from hpctrain.shard import Shard, split
 from hpctrain.train.optimizer import make_optimizer
@@ -252,6 +253,28 @@ def test_a_step_after_a_backward_that_failed(world, kind, shared):
     norms = [step(trainer, model, grid)[1] for _ in range(2)]
     assert norms == pytest.approx(serially(expected, steps=2), rel=1e-12)
     check_weights(model, expected)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
+def test_another_method_after_a_backward_that_failed(world, monkeypatch, kind):
+    """It waits for the sums that were begun."""
+    grid, waited, wait = ht.Grid(data=world.size), [], Work.wait
+    grid.data.one_node = False
+    model = ht.parallelize(network(), grid)
+    trainer = trainer_of(model, grid, kind, bucket_bytes=1)
+
+    def fail(_):
+        raise RuntimeError("on its way")
+
+    torch.Tensor.register_hook(model[0].bias, fail)
+    with pytest.raises(RuntimeError, match="on its way"):
+        step(trainer, model, grid)
+    buckets = trainer.strategy.buckets
+    under_way = [bucket.work for bucket in buckets if kind != "zero2" or bucket is trainer.strategy._summing]
+    monkeypatch.setattr(Work, "wait", lambda self: waited.append(self) or wait(self))
+    trainer_of(model, grid, "ddp")
+    assert under_way
+    assert all(any(work is each for each in waited) for work in under_way)
 
 
 @pytest.mark.parametrize("second", ["ddp", "zero2", "zero3"])

@@ -1,16 +1,20 @@
 """ht.Trainer's two kinds of models: whole ones with a loss, and those that are cut into stages."""
 
+import dataclasses
 import math
 
+import ampnet_checks
 import pytest
 import torch
 from torch import nn
-from training_checks import UNEVEN, fitting, train_on
+from training_checks import UNEVEN, batches, fitting, microbatches, train_on
 
 import hpctrain as ht
 from hpctrain.data_parallel import DataParallel
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
-from hpctrain.pipeline import AMPNet, forward_only, schedule
+from hpctrain.pipeline import AMPNet, forward_only, one_f_one_b, schedule
+from hpctrain.pipeline.ampnet import MessageNetwork
+from hpctrain.pipeline.network import Network
 
 pytestmark = pytest.mark.mpi
 
@@ -62,6 +66,25 @@ def test_the_grid_of_a_trainer_is_watched(world):
         found.append(grid.transport.watchdog)
     assert (found[0] is not None) == (world.size > 1)
     assert found[1] is found[0]
+
+
+def test_the_grid_of_a_network_is_watched(world):
+    """Before the functions that make its modules, one of which may fail where others communicate."""
+    found = []
+
+    def made(grid, make):
+        def module():
+            found.append(grid.transport.watchdog)
+            return make()
+
+        return module
+
+    grid, size = ht.Grid(pipeline=world.size), world.size
+    Network(grid, one_f_one_b(size, 1), [made(grid, nn.Tanh)] * size, shape=lambda edge, batch: (1, 2))
+    grid, graph = ht.Grid(pipeline=size), ampnet_checks.chain()
+    graph.nodes["tanh"].make = made(grid, nn.Tanh)
+    MessageNetwork(grid, graph, dict.fromkeys(graph.nodes, grid.pipeline.rank))
+    assert [each is not None for each in found] == [size > 1] * 2
 
 
 def test_what_is_missing_is_said(world):
@@ -158,13 +181,37 @@ def test_a_strategy_is_of_the_same_optimizer_and_grid(world):
     grid, other = ht.Grid(data=world.size), ht.Grid(data=world.size)
     model = line(grid)
     optimizer, another = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
-    for strategy, message in (
+    cases = [
         (DataParallel(model.parameters(), grid, another), "the optimizer of the Trainer, got a DataParallel of"),
-        (DataParallel(model.parameters(), other, optimizer), "the grid of the Trainer, got a DataParallel of"),
         (DataParallel(model.parameters(), grid), "DataParallel was made without the optimizer that is to update"),
-    ):
+    ]
+    if world.size > 1:
+        of_another = DataParallel(model.parameters(), ht.Grid(tensor=world.size), optimizer)
+        cases.append((of_another, "the grid of the Trainer, got a DataParallel of"))
+    for strategy, message in cases:
         with pytest.raises(ValueError, match=message):
             ht.Trainer(model, grid, optimizer, loss=square, strategy=strategy)
+    of_same_shape = DataParallel(model.parameters(), other, optimizer)
+    loss, _ = ht.Trainer(model, grid, optimizer, loss=square, strategy=of_same_shape).step([X])
+    assert loss == 1796.0 * world.size
+
+
+@pytest.mark.ranks(2)
+def test_what_is_refused_leaves_an_earlier_trainer_alone(world):
+    grid, shape = ht.Grid(pipeline=2), dataclasses.replace(fitting(UNEVEN, 2), tied=False)
+    model = GPT2(grid, shape, key=ht.RngKey(0))
+    given = model, grid, torch.optim.SGD(model.parameters(), 0.1)
+    trainer = ht.Trainer(*given, 2)
+    for message, order, options in (
+        (r"pipedream .*train\.clip=0", schedule("pipedream", 2, 2), {"max_norm": 1.0}),
+        (r"AMPNet .*train\.clip=0", AMPNet(), {"max_norm": 1.0}),
+        ("places the stages as", schedule("ampnet", 4, 8), {}),
+        ("places the stages as", schedule("zb-v", 2, 2), {}),
+        ("terapipe is made for 2 slices", schedule("terapipe", 2, 2), {}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ht.Trainer(*given, order, **options)
+    assert math.isfinite(trainer.step(microbatches(grid, batches(shape, 1)[0], 0, 2))[0])
 
 
 @pytest.mark.ranks(2)

@@ -23,7 +23,7 @@ def agree(comm: MPI.Intracomm | WatchedComm | Axis, error: BaseException | None)
 
     That rank raises its own error. The others raise a ValueError of its text where it is a ValueError or an OSError, as
     a user's mistake gives, and a RemoteError otherwise. What is waited for here is the others' own work, such as
-    writing a file, and the watchdog knows that; of a communicator of mpi4py there is none.
+    writing a file, and the watchdog knows that; a plain mpi4py communicator is not watched.
     """
     failure = None if error is None else (type(error).__name__, str(error), isinstance(error, (ValueError, OSError)))
     if isinstance(comm, Axis):

@@ -97,8 +97,7 @@ def decide_cuda_aware(grid: Grid, device: torch.device) -> str:
 
 def claim(environment: Mapping[str, str]) -> tuple[bool, str]:
     """What this process can tell without trying: (is MPI said to be CUDA-aware, by whom)."""
-    if "HPCTRAIN_CUDA_AWARE" in environment:
-        value = environment["HPCTRAIN_CUDA_AWARE"]
+    if value := environment.get("HPCTRAIN_CUDA_AWARE"):
         if value not in ("0", "1"):
             raise ValueError(f"HPCTRAIN_CUDA_AWARE must be 1, for an MPI that takes CUDA tensors, or 0, got {value!r}")
         return value == "1", f"HPCTRAIN_CUDA_AWARE={value}"

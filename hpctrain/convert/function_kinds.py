@@ -31,10 +31,11 @@ MIXING = {
 COMPARED = {"equal", "allclose"}
 # Of the sum of the replicas' gradients they give something else than the sum of what they give of each.
 NOT_LINEAR = _forms(
-    "abs", "absolute", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "eq", "exp", "fix", "float_power", "floor",
-    "fmax", "fmin", "ge", "gt", "le", "log", "lt", "maximum", "minimum", "nan_to_num", "ne", "pow", "rdiv",
-    "reciprocal", "relu", "round", "rpow", "rsqrt", "rtruediv", "sgn", "sigmoid", "sign", "sqrt", "square", "tanh",
-    "trunc",
+    "abs", "absolute", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "cos", "eq", "erf", "erfinv",
+    "exp", "exp2", "expm1", "fix", "float_power", "floor", "floor_divide", "floordiv", "fmax", "fmin", "fmod", "frac",
+    "ge", "gt", "hypot", "le", "log", "log10", "log1p", "log2", "lt", "maximum", "minimum", "mod", "nan_to_num", "ne",
+    "pow", "rdiv", "reciprocal", "relu", "remainder", "round", "rpow", "rsqrt", "rtruediv", "sgn", "sigmoid", "sign",
+    "sin", "sqrt", "square", "tanh", "trunc",
 )  # fmt: skip
 # So do these, where several operands are gradients.
 PRODUCTS = _forms(
@@ -55,7 +56,7 @@ UNMOVED = {
     "logical_or", "relu", "erf", "log1p", "expm1", "exp2", "log2", "log10", "sin", "cos", "trunc", "frac", "remainder",
     "fmod", "float_power", "copysign", "hypot", "rsub", *PLAIN,
 }  # fmt: skip
-# They give the same elements in the same order, or in another, in another shape.
+# The elements of the argument in its order, in another shape.
 RESHAPED = {"view", "reshape", "flatten", "ravel", "squeeze", "unsqueeze"}
 # What makes something of each element by itself, or moves none of them to another rank.
 BY_ELEMENTS = {

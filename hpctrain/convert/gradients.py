@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpctrain import comm
 from hpctrain.convert import function_kinds as kinds
-from hpctrain.convert.gathered_copy import writes
+from hpctrain.convert.gathered_copy import all_present, writes
 from hpctrain.convert.over_parts import agree_on_overflow, all_agree, norms_of_all
 from hpctrain.convert.part import Part, name_of
 from hpctrain.convert.refusals import caller, unpicklable
@@ -29,7 +29,6 @@ from hpctrain.convert.whole_operands import (
     apply_to_whole,
     asks_shape,
     foreign,
-    has_tensors,
     lies_as_weight,
     own_part,
     refuse_initial,
@@ -75,6 +74,8 @@ class PartialGradient(RankGradient):
                 return function(*arguments, **options)
         by_others = library != "torch"
         if by_others:
+            if not all(issubclass(kind, PartialGradient) for kind in types):
+                arguments, options = all_present(function, arguments, options)
             if asks_shape(function, _first(arguments, options).part):
                 return whole_shape(function, arguments, options)
             late = unsummed((*arguments[1:], *options.values()))
@@ -85,11 +86,11 @@ class PartialGradient(RankGradient):
                 _complete_replicas(each)
             if function == _SET_DATA:
                 arguments = arguments[0], own_part(*arguments)
-        if name in kinds.NOT_LINEAR or (name in kinds.PRODUCTS and _are_several(arguments, options)):
-            complete(name, unsummed(arguments))
-        if (by_others or name in RANDOM) and foreign(function, arguments, options, cls):
+        if name in kinds.NOT_LINEAR or name in kinds.PRODUCTS:
+            _complete_operands(name, arguments, options)
+        if (by_others or name in RANDOM) and foreign(function, arguments, options, PartialGradient):
             refuse_initial(sys._getframe(1))
-            return apply_to_whole(function, arguments, options, cls, gathered)
+            return apply_to_whole(function, arguments, options, PartialGradient, gathered)
         if name in kinds.NORMS:
             return _norm(function, arguments, options)
         of_two = name in ("max", "min") and len(arguments) == 2 and isinstance(arguments[1], torch.Tensor)
@@ -106,10 +107,9 @@ class PartialGradient(RankGradient):
                 return all_agree(result, _first(arguments, options).part)
             if by_others and name.startswith("_foreach_") and isinstance(result, tuple):
                 rows = zip(*(given for given in arguments if isinstance(given, (list, tuple))))
-                sources = [next((x for x in row if isinstance(x, PartialGradient)), None) for row in rows]
-                return [x if source is None else _inherit(function, x, source) for x, source in zip(result, sources)]
+                return [_of_row(function, x, row, options) for x, row in zip(result, rows)]
             several = type(result) is not torch.Tensor
-            if several and not (by_others and has_tensors(result)):
+            if several and not (by_others and any(isinstance(x, torch.Tensor) for x in tree_leaves(result))):
                 return result
             if name in kinds.UNTYPED or (name in kinds.PLAIN and not by_others):
                 return result
@@ -131,7 +131,7 @@ class PartialGradient(RankGradient):
                     result = source.like(result)
                     result.part = None
                     return result
-        return apply_to_whole(function, arguments, options, cls, gathered)
+        return apply_to_whole(function, arguments, options, PartialGradient, gathered)
 
     def like(self, tensor: torch.Tensor) -> PartialGradient:
         """Another part, of the same."""
@@ -183,12 +183,14 @@ def _is_gatherable(x) -> bool:
     return not isinstance(x, PartialGradient) or x.part is None or not x.part.divided or lies_as_weight(x)
 
 
-def _inherit(function, result, source, arguments=(), options=None):
+def _inherit(function, result, source, arguments, options):
     """The result is such a part too, of the same gradient where every element was treated by itself."""
     name, same, stays = function.__name__, result.numel() == source.numel(), result.shape == source.shape
     if result.numel() < source.numel():
         _check_whole(name, source)
     result = source.like(result)
+    if unsummed((*arguments, *options.values())):
+        result.summed = False
     if source.part and source.part.divided and not same:
         result.part = None
     by_itself = name.removeprefix("_foreach_").strip("_") in POINTWISE or name in kinds.UNMOVED or name == "__get__"
@@ -197,6 +199,12 @@ def _inherit(function, result, source, arguments=(), options=None):
         how = object() if by_tensors else (function, arguments[1:], options)  # the former is like no other
         result.moved = (*source.moved, how)
     return result
+
+
+def _of_row(function, result, row, options):
+    """Of a function of lists, what it made of the tensors at one place of each."""
+    source = next((x for x in row if isinstance(x, PartialGradient)), None)
+    return result if source is None else _inherit(function, result, source, row, options)
 
 
 def part_of_weight(
@@ -254,9 +262,12 @@ def unsummed(arguments: Iterable) -> list[PartialGradient]:
     return [each for each in several if isinstance(each, PartialGradient) and not each.summed]
 
 
-def _are_several(arguments, options) -> bool:
-    """Whether more than one argument of an operation is a gradient of one replica, or a list of such."""
-    return not _first(arguments, options).summed and sum(bool(unsummed([x])) for x in arguments) > 1
+def _complete_operands(name, arguments, options) -> None:
+    """Of what is not linear, or of a product where more than one operand is a gradient, or a list of such."""
+    found = [unsummed([x]) for x in (*arguments, *(x for key, x in options.items() if key != "out"))]
+    if name in kinds.NOT_LINEAR or sum(map(bool, found)) > 1:
+        for gradients in found:
+            complete(name, gradients)
 
 
 def complete(name: str, gradients: Sequence[PartialGradient]) -> None:
@@ -281,7 +292,7 @@ def _norm(function, arguments, options):
     wanted = others[0] if others else options.get("p", options.get("ord"))
     order = 2.0 if wanted in (None, "fro") else wanted
     gradients = values if isinstance(values, (list, tuple)) else [values]
-    of_matrix = name == "linalg_norm" and wanted not in (None, "fro") and (values.dim() == 2 or _is_flat(values))
+    of_matrix = name == "linalg_norm" and wanted not in (None, "fro") and _dims(values) != 1
     along = len(others) > 1 + (name == "_foreach_norm") or options.get("dim") is not None
     if of_matrix or along or isinstance(order, str):
         _check_whole(name, _first(arguments, options))
@@ -301,9 +312,9 @@ def _norm(function, arguments, options):
     return norms if gradients is values else norms[0]
 
 
-def _is_flat(gradient) -> bool:
-    """Whether it is a replica's range of a gradient of any shape."""
-    return gradient.part is not None and gradient.part.divided and gradient.part.sharding is None
+def _dims(gradient) -> int:
+    """Of which a replica's range has one alone."""
+    return gradient.part.dims if gradient.part and gradient.part.dims else gradient.dim()
 
 
 def _complete(name, function, arguments, options):

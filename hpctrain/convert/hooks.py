@@ -19,6 +19,8 @@ def check_hooks(module: torch.nn.Module, path: str = "") -> None:
 
 def check_global_hooks() -> None:
     """Raise ValueError where all modules have one, unless it is torch's, which looks at no activations."""
+    if not torch.nn.modules.module._has_any_global_hook():
+        return
     for name in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
         for hook in getattr(torch.nn.modules.module, f"_global_{name}").values():
             if not getattr(hook, "__module__", "").startswith(("torch.", "hpctrain.")):

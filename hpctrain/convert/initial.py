@@ -72,7 +72,7 @@ def _deviation(config) -> float:
 def check_model(model: torch.nn.Module) -> None:
     """Raise ValueError for a model of Hugging Face's that draws other weights than most, and is on the meta device, be
     it in another."""
-    for module in model.modules():
+    for module in (model, *filter(is_pretrained, model.modules())):
         draws = getattr(type(module), "_init_weights", None)
         known = draws is None or draws.__qualname__.partition(".")[0] in ("PreTrainedModel", "GPT2PreTrainedModel")
         if not known and any(parameter.is_meta for parameter in module.parameters()):

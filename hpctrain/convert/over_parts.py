@@ -30,7 +30,7 @@ def agree_on_overflow(found: torch.Tensor, grid: Grid) -> None:
 
 
 def all_agree(same: bool, part: Part | None) -> bool:
-    """Whether parts are the same on all ranks that have one."""
+    """Whether `same` is true on every rank that has a part."""
     flag = torch.tensor([float(same)])
     for axis in part.axes if part else ():
         flag = comm.all_reduce(flag, axis, "min")

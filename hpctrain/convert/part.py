@@ -16,7 +16,8 @@ class Part:
     Attributes: `name` of the parameter; `grid`, of a gradient that backward left; `axes`, over whose ranks different
     parts lie; `complete`, which averages the gradients of the replicas, where that is done when they are needed, and
     which a gradient does not keep: torch keeps the gradient of a weight, where Python's collector sees no circle;
-    `sharding`, by which the whole is gathered, where a rank has the part that it says.
+    `sharding`, by which the whole is gathered, where a rank has the part that it says; `dims` of a gradient of which
+    replicas have flat ranges.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Part:
     axes: tuple[Axis, ...] = ()
     complete: weakref.WeakMethod | None = None
     sharding: Sharding | None = None
+    dims: int = 0
 
     @property
     def divided(self) -> bool:

@@ -39,7 +39,7 @@ class DividedPretrained(PreTrainedModel):
             super().save_pretrained(save_directory, is_main_process, state_dict, **options)
             return
         state_dict = gather_state_dict(self)
-        with comm.together(self.hpctrain_grid.comm):
+        with comm.together(self.hpctrain_grid.world):
             if self.hpctrain_grid.rank == 0:
                 super().save_pretrained(save_directory, is_main_process, state_dict, **options)
 

@@ -111,5 +111,5 @@ def _calling(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 def _library(frame) -> str:
     name = frame.f_globals.get("__name__", "") if frame is not None else ""
-    # which writes the numbers of what it is given, and does not go on with parts
+    # TensorBoard writes numbers to a file, so that it counts as user code.
     return "tensorboard" if name.startswith("torch.utils.tensorboard") else name.partition(".")[0]

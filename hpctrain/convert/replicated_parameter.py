@@ -6,23 +6,14 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.convert.arriving_gradients import Marker, mark_copy
-from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
+from hpctrain.convert.gathered_copy import NO_ELEMENTS, GatheredCopy, all_present, gather_part, read
 from hpctrain.convert.refusals import by_package, hook_refused
-from hpctrain.convert.sharding import ATTRIBUTES, METADATA, VIEWS, local
+from hpctrain.convert.sharding import ATTRIBUTES, VIEWS, local
 from hpctrain.shard import Shard
-
-
-def gather_part(parameter: torch.Tensor) -> bool:
-    """Bring here what zero=3 spreads over the replicas; whether it may be freed before its reader is done with it."""
-    zero3 = vars(parameter).get("gathered")
-    if zero3 is None:
-        return False
-    zero3.gather()  # until the layer's next backward, or the end of the step
-    return zero3.may_be_freed
 
 
 class ReplicatedParameter(torch.nn.Parameter):
@@ -47,12 +38,12 @@ class ReplicatedParameter(torch.nn.Parameter):
         return super().register_hook(hook)
 
     def detach(self):
-        is_new = sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__  # which wants the same type
-        return super().detach().as_subclass(ReplicatedParameter if is_new else torch.Tensor)
+        is_new = sys._getframe(1).f_code is _NEW_PARAMETER
+        return super().detach().as_subclass(type(self) if is_new else torch.Tensor)
 
 
 class ReleasedParameter(ReplicatedParameter):
-    """One that zero=3 spreads over replicas by messages, so that it has memory while its layer computes alone.
+    """One that zero=3 spreads over replicas by messages, so that it has memory only while its layer computes.
 
     Code outside of the layer's forward is given a copy, gathered then and there and differentiable; so all ranks must
     read it, or none. What is written to the weight itself is refused at the next step.
@@ -62,35 +53,25 @@ class ReleasedParameter(ReplicatedParameter):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.__name__
         with local():
-            reads = func.__self__ in _ELEMENTS if name == "__get__" else name not in _NO_ELEMENTS
+            reads = func.__self__ in _ELEMENTS if name == "__get__" else name not in NO_ELEMENTS
             reads = reads and not by_package(sys._getframe(1))
             leaves = tree_leaves((args, kwargs)) if reads else []
-            for x in leaves:
-                if isinstance(x, ReleasedParameter):
-                    gather_part(x)
-            if not all(kind is torch.Tensor or issubclass(kind, ReleasedParameter) for kind in types):
+            freed = [gather_part(x) for x in leaves if isinstance(x, ReleasedParameter)]
+            if not all(issubclass(kind, (ReleasedParameter, GatheredCopy)) or kind is torch.Tensor for kind in types):
                 return NotImplemented  # parts of others, whose types know what to do with a whole weight
-            if not reads or name in _CONVERSIONS:
-                return func(*args, **kwargs)
-            if func == _DATA:
+            if reads and func == _DATA:
                 return _lent(args[0], args[0].detach())
-            if isinstance(leaves[0] if writes(name) else kwargs.get("out"), ReleasedParameter):
+            if not reads or name in _CONVERSIONS or not (any(freed) or GatheredCopy in types):
                 return func(*args, **kwargs)
-            return read(func, *tree_map(_copied, (args, kwargs)))
+            return read(func, *all_present(func, args, kwargs))
 
     def detach(self):
-        if not torch._C._is_torch_function_enabled() or by_package(sys._getframe(1)):
+        caller = sys._getframe(1)
+        if not torch._C._is_torch_function_enabled() or by_package(caller):
             return super().detach()
         with local():
-            return _lent(self, super().detach())
-
-
-def _copied(x):
-    """What autograd may keep of an operand."""
-    if not isinstance(x, ReleasedParameter) or not gather_part(x):
-        return x
-    copied = x.clone()
-    return copied if copied.requires_grad else copied.as_subclass(GatheredCopy)
+            lent = _lent(self, super().detach())
+            return lent.as_subclass(type(self)) if caller.f_code is _NEW_PARAMETER else lent
 
 
 def _lent(parameter, data):
@@ -98,8 +79,8 @@ def _lent(parameter, data):
     return data.clone().as_subclass(GatheredCopy) if gather_part(parameter) else data
 
 
+_NEW_PARAMETER = torch.nn.Parameter.__new__.__code__  # which wants `detach` to keep the type
 _DATA = ATTRIBUTES["data"].__get__
 _ELEMENTS = {ATTRIBUTES["data"], *VIEWS}  # of the attributes
-_NO_ELEMENTS = METADATA | {"size", "numel", "nelement", "__len__", "__set__", "register_hook"}
 # New memory, of which backward needs nothing, or the weight itself.
 _CONVERSIONS = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous", "clone"}

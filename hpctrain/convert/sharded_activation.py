@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from hpctrain.convert import boundary
 from hpctrain.convert.dropout import kept, scaled
+from hpctrain.convert.gathered_copy import all_present
 from hpctrain.convert.gathering_again import once_more
 from hpctrain.convert.refusals import check_recomputed, place
 from hpctrain.convert.sharding import ATTRIBUTES, local
@@ -55,6 +56,8 @@ class ShardedActivation(torch.Tensor):
                 return func(*args, **kwargs)
         if func in _SIZES:
             return func(torch.empty(first.whole_shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
+        if any(kind is not cls for kind in types):
+            args, kwargs = all_present(func, args, kwargs)
         result = _by_rows(func, name, args, kwargs)
         return _by_whole(func, args, kwargs) if result is None else result
 
@@ -168,9 +171,11 @@ def whole(x: Any) -> Any:
 
 def handed_out(output: Any) -> Any:
     """As `whole`, of what a model returns. What it computes from goes on by rows, so that gradients that are kept of
-    these would be none, or parts: `retain_grad` is refused."""
+    these would be none, or parts: `retain_grad` is refused, unless nothing else is returned."""
+    several = len([*_activations(output, torch.Tensor)]) > 1
     for x in _activations(output):
-        vars(x.whole())["retain_grad"] = _refuse_to_retain
+        if several and x.requires_grad:
+            vars(x.whole())["retain_grad"] = _refuse_to_retain
     return whole(output)
 
 
@@ -185,12 +190,12 @@ def _refused(name) -> ValueError:
     )
 
 
-def _activations(x: Any) -> Iterator[ShardedActivation]:
-    if isinstance(x, ShardedActivation):
+def _activations(x: Any, kind: type = ShardedActivation) -> Iterator[Any]:
+    if isinstance(x, kind):
         yield x
     elif isinstance(x, (tuple, list, dict)):
         for each in x.values() if isinstance(x, dict) else x:
-            yield from _activations(each)
+            yield from _activations(each, kind)
 
 
 def _has_activations(x):

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from hpctrain.convert.gathered_copy import gather_part
 from hpctrain.convert.gradients import part_of_weight
 from hpctrain.convert.refusals import refused, unpicklable
-from hpctrain.convert.replicated_parameter import ReplicatedParameter, gather_part
+from hpctrain.convert.replicated_parameter import ReplicatedParameter
 from hpctrain.convert.sharded_parameter import ShardedParameter, StateShard, attach, whole
 from hpctrain.convert.sharding import local
 

@@ -18,7 +18,7 @@ from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpctrain.convert.arriving_gradients import mark_copy
-from hpctrain.convert.gathered_copy import GatheredCopy, read, writes
+from hpctrain.convert.gathered_copy import GatheredCopy, gather_part, present, read, writes
 from hpctrain.convert.gradients import (
     PartialGradient,
     complete,
@@ -28,7 +28,7 @@ from hpctrain.convert.gradients import (
     unsummed,
 )
 from hpctrain.convert.refusals import by_package, by_user, check_function, place, refused, unpicklable, wants_whole
-from hpctrain.convert.replicated_parameter import ReplicatedParameter, gather_part
+from hpctrain.convert.replicated_parameter import ReplicatedParameter
 from hpctrain.convert.sharded_activation import whole as whole_activation
 from hpctrain.convert.sharding import ATTRIBUTES, METADATA, POINTWISE, VIEWS, Sharding, hooked, local
 from hpctrain.convert.spread_part import SpreadPart
@@ -149,9 +149,12 @@ def _detached(tensor, detach, caller):
         return detach(tensor).as_subclass(torch.Tensor)
     is_freed = gather_part(tensor)
     if wants_whole(caller):
-        if "gathered" in vars(tensor):
-            detach = torch.Tensor.detach  # whose changes zero=3 sees, where `.data` hides them
-        return _tagged(detach(tensor), tensor.sharding)
+        if "gathered" not in vars(tensor):
+            return _tagged(detach(tensor), tensor.sharding)
+        detach = torch.Tensor.detach  # whose changes zero=3 sees, where `.data` hides them
+        tagged = _tagged(detach(tensor), tensor.sharding)
+        tagged.gathered = tensor.gathered  # it may be read after its layer
+        return tagged
     part = detach(tensor).as_subclass(torch.Tensor)
     if by_user(caller):
         kind = SpreadPart if "gathered" in vars(tensor) else PartialGradient
@@ -173,10 +176,14 @@ _SIZES |= {ATTRIBUTES["shape"].__get__, ATTRIBUTES["nbytes"].__get__}
 _DATA, _GRAD = ATTRIBUTES["data"].__get__, ATTRIBUTES["grad"].__set__
 _OF_THE_WHOLE = {ATTRIBUTES["shape"], ATTRIBUTES["nbytes"], *VIEWS}  # of the attributes
 _MADE_LIKE = {"zeros_like", "ones_like", "empty_like", "full_like"}
+# They read the part's elements; all else that is of the part is `METADATA`.
 _OF_THE_PART = {"detach", "__repr__", "__format__"}
 
 
 def _as_whole(func, name, args, kwargs):
+    in_lists = name.startswith(("_foreach_", "_fused_")) and name.endswith("_")  # of optimizers, of parts and parts
+    if in_lists and not by_user(sys._getframe(2)):
+        return func(*args, **kwargs)
     args, kwargs = whole_activation((args, kwargs))
     leaves = tree_leaves((args, kwargs))
     first = leaves[0]
@@ -190,7 +197,7 @@ def _as_whole(func, name, args, kwargs):
             gather_part(x)
     if name.startswith("_foreach_") and by_user(sys._getframe(2)):
         _check_rows(name, args)
-    if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):  # of optimizers, of parts and parts
+    if in_lists:
         return func(*args, **kwargs)
     written = kwargs.get("out", first if writes(name) else None)
     if isinstance(written, Sharded):
@@ -204,11 +211,11 @@ def _as_whole(func, name, args, kwargs):
             if mine and name.startswith("_foreach_") and isinstance(result, tuple) and by_user(sys._getframe(2)):
                 return [part_of_weight(x, p.sharding) if isinstance(p, Sharded) else x for x, p in zip(result, args[0])]
             return part_of_weight(result, first.sharding) if mine and type(result) is torch.Tensor else result
-    return read(func, *tree_map(_whole_of, (args, kwargs)))
+    return read(func, *tree_map(lambda x: x if x is written else _whole_of(x), (args, kwargs)))
 
 
 def _whole_of(x):
-    return whole(x) if isinstance(x, Sharded) else gathered(x) if isinstance(x, PartialGradient) else x
+    return whole(x) if isinstance(x, Sharded) else gathered(x) if isinstance(x, PartialGradient) else present(x)
 
 
 def _set(func, parameter, value):

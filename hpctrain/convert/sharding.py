@@ -104,7 +104,8 @@ class Sharding:
         """Whether a part, be it of another weight, has the elements that it would have by this sharding, `moved` as a
         `PartialGradient` says."""
         other = part.sharding if hasattr(part, "sharding") else part.part and part.part.sharding
-        return other is not None and other._layout == self._layout and getattr(part, "moved", ()) == moved
+        alike = other is self or (other is not None and other._layout == self._layout)
+        return alike and getattr(part, "moved", ()) == moved
 
     @property
     def _layout(self):

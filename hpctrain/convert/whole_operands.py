@@ -91,11 +91,6 @@ def own_part(part: Any, value: torch.Tensor) -> torch.Tensor:
         return value
 
 
-def has_tensors(result: Any) -> bool:
-    """Whether a function gave several tensors."""
-    return isinstance(result, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in result)
-
-
 def apply_to_whole(function: Callable, arguments: Any, options: Any, kind: Any, gathered: Callable):
     """What the function makes of whole tensors; where it writes to a part, this rank keeps its own of that.
 
@@ -115,7 +110,7 @@ def apply_to_whole(function: Callable, arguments: Any, options: Any, kind: Any, 
         written = {next(iter(tree_leaves((whole_arguments, whole_options)))): first}
     with local(), torch.no_grad():
         for whole, part in written.items():
-            if isinstance(part, kind):
+            if isinstance(part, kind) and part.part.divided:
                 part.as_subclass(torch.Tensor).copy_(part.part.sharding.take(whole))
     return tree_map(lambda x: written.get(x, x) if isinstance(x, torch.Tensor) else x, result)
 

@@ -106,7 +106,7 @@ class ZeroGradients:
                 whole = _Released if level == 3 and by_messages else _Replicated
                 p.__class__ = _Sharded if isinstance(p, ShardedParameter) else whole
                 divided = (p.sharding.axis,) if isinstance(p, ShardedParameter) else ()
-                self._parts[p] = Part(name, grid, (*divided, grid.alike(shard_of(p))))
+                self._parts[p] = Part(name, grid, (*divided, grid.alike(shard_of(p))), dims=len(vars(p)["whole_shape"]))
                 of_copies = Marker(Part(name, grid, divided, sharding=vars(p).get("sharding")), summed=False)
                 if p not in self._pieces:
                     self._views[p] = p.detach().new_empty(0)

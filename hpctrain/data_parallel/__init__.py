@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpctrain import comm
 from hpctrain.data_parallel.asynchronous import AsyncParameterServer
 from hpctrain.data_parallel.data_parallel import DataParallel
 from hpctrain.data_parallel.local_sgd import LocalSGD
@@ -46,7 +47,7 @@ def make(
         ValueError: on every rank, when it does not work on this grid, or in this precision.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    found = grid.comm.allgather(parameters[0].dtype if parameters else None)  # a rank may have no weights
+    found = comm.all_gather_object(parameters[0].dtype if parameters else None, grid.world)  # some have no weights
     dtype = next(filter(None, found), None)
     mixed = is_mixed(options.method, dtype, precision)
     if options.method == "zero3":

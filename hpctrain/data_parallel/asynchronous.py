@@ -36,8 +36,8 @@ class AsyncParameterServer(ParameterServer):
         staleness: steps that a worker may be ahead of the slowest, at least 0.
 
     Raises:
-        ValueError: on every rank, for a grid with other axes than data, or without a worker or a server, and for a
-            staleness that is no such number.
+        ValueError: on every rank, for a grid with other axes than data, or without a worker or a server, and for
+            `staleness` below 0 or not whole.
     """
 
     alike = False

@@ -53,7 +53,7 @@ def clip(parameters: Iterable[torch.nn.Parameter], norm: float, limit: float) ->
 
 
 def clipping_factor(norm: float, limit: float) -> float:
-    """What a gradient of this norm is multiplied by; no number where the norm is none.
+    """What a gradient of this norm is multiplied by; NaN where the norm is NaN.
 
     >>> clipping_factor(3.0, 6.0), round(clipping_factor(3.0, 1.5), 6), clipping_factor(float("nan"), 1.0)
     (1.0, 0.5, nan)

@@ -63,6 +63,10 @@ class DataParallel(DataParallelStrategy):
     def _bucket(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None) -> GradBucket:
         return AllReducedGradBucket(parameters, plane, self.grid.alike(shard_of(parameters[0])))
 
+    def hand_over(self) -> None:
+        self._begin()  # where the last backward failed on its way
+        super().hand_over()
+
     def zero_grad(self) -> None:
         super().zero_grad()
         self._unused.clear()

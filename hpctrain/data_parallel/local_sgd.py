@@ -39,7 +39,7 @@ class LocalSGD(DataParallel):
         state: average the optimizer's state too (momentum and second moments); otherwise each replica keeps its own.
 
     Raises:
-        ValueError: on every rank, where experts are spread over ranks, and for an `every` that is no such number.
+        ValueError: on every rank, where experts are spread over ranks, and for `every` below 0 or not whole.
     """
 
     alike = False
@@ -88,9 +88,9 @@ class LocalSGD(DataParallel):
             self._average([*self.parameters, *(self._states() if self.average_state else ())])
 
     def hand_over(self) -> None:
+        super().hand_over()
         if self._steps > 0:
             self._average([*self.parameters])
-        super().hand_over()
 
     @contextlib.contextmanager
     def full_weights(self) -> Iterator[None]:

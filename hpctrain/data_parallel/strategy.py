@@ -127,7 +127,8 @@ class DataParallelStrategy:
     def unused(self) -> list[torch.nn.Parameter]:
         """The parameters from which no replica's loss of this step was computed; after `finish_grad_sync()`. Their
         gradient is taken as zero, where torch's optimizers would pass over them. Collective over the data axis."""
-        everyone = self.grid.data.comm.allgather({i for i, p in enumerate(self.parameters) if self._is_unused(p)})
+        mine = {i for i, p in enumerate(self.parameters) if self._is_unused(p)}
+        everyone = comm.all_gather_object(mine, self.grid.data)
         return [self.parameters[i] for i in sorted(set.intersection(*everyone))]
 
     def _is_unused(self, parameter) -> bool:

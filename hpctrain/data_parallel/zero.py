@@ -82,9 +82,9 @@ class ZeroStrategy(DataParallelStrategy):
             work.wait()
 
     def hand_over(self) -> None:
+        super().hand_over()
         for bucket in self.buckets:
             bucket.masters.hand_over(bucket.alike if self.shards_state else None)
-        super().hand_over()
 
     def to_save(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
         pieces = [p for p in self._pieces() if self.shards_state or self.grid.alike(shard_of(p.parameter)).rank == 0]

@@ -77,6 +77,11 @@ class Zero2(ZeroStrategy):
     ) -> ShardedGradBucket:
         return ShardedGradBucket(parameters, plane, self.grid.alike(shard_of(parameters[0])), precision)
 
+    def hand_over(self) -> None:
+        self._settle()  # where the last backward failed on its way
+        self._round.wait()
+        super().hand_over()
+
     def zero_grad(self) -> None:
         super().zero_grad()
         self._turn = 0  # anew, where the last backward failed on its way

@@ -14,7 +14,7 @@ from torch.utils.module_tracker import ModuleTracker
 from hpctrain import comm
 from hpctrain.data_parallel.buckets import BUCKET_BYTES, grouped
 from hpctrain.data_parallel.master_weights import MasterWeights
-from hpctrain.data_parallel.model_layers import is_called, layers, outside
+from hpctrain.data_parallel.model_layers import is_called, layers_of, outside
 from hpctrain.data_parallel.precision import AS_GIVEN, Precision
 from hpctrain.data_parallel.zero2 import ShardedGradBucket, Zero2
 from hpctrain.grid import Axis, Grid
@@ -63,7 +63,7 @@ class Zero3(Zero2):
         bucket_bytes: int = BUCKET_BYTES,
         precision: Precision = AS_GIVEN,
     ):
-        modules = layers(model)
+        modules = layers_of(model)
         uses = Counter(p for module in modules for p in set(module.parameters()))
         uses.update({*outside(model, {*modules})})
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -73,7 +73,8 @@ class Zero3(Zero2):
         with comm.together(grid.world):
             self._check_parallelized(trained)
         by_messages = any(comm.path_of(grid.alike(shard_of(p)), p) is comm.Path.MESSAGES for p in trained)
-        self._by_messages = any(grid.comm.allgather(by_messages))  # copies may be on one node where data is not
+        # Of all, as copies may be on one node where data is not.
+        self._by_messages = any(comm.all_gather_object(by_messages, grid.world))
         if self._by_messages and self._parameters_of[model] and not is_called(model):
             raise ValueError(
                 f"zero3 between nodes gathers weights before a module's forward; {type(model).__name__} has no "
@@ -231,9 +232,9 @@ class _Layer:
         self._gathers: list[comm.Work] = []  # none where the weights are not there
 
     @property
-    def may_be_freed(self) -> bool:
-        """Whether a reader needs a copy of the weights: they are freed at any time, and gathered again in backward for
-        what the layer's own forward read alone."""
+    def readers_need_copy(self) -> bool:
+        """Whether what is read outside of the layer's own forward must be copied: by messages the weights are freed
+        after use."""
         return self.owner._by_messages and not self._computing
 
     def gather_start(self) -> None:

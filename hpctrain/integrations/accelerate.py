@@ -50,9 +50,9 @@ class GridAccelerator(accelerate.Accelerator):
 
     `backward`, `clip_grad_norm_`, accumulation and mixed precision are its own. `save_state` and `save_model` write
     whole weights and optimizer states, on the first rank, `get_state_dict` returns whole weights there, and
-    `load_state` takes them on any grid. All of these are collective: every rank calls them. So are hooks of saving and
-    loading, which run on every rank, and `check_trigger`. Every rank reads all batches, those of iterable datasets too;
-    trackers are the first rank's.
+    `load_state` takes them on any grid. All of these, and `check_trigger`, are collective: every rank calls them. Hooks
+    of saving and loading run on every rank; `weights`, which the former are given, are empty but on the first. Every
+    rank reads all batches, those of iterable datasets too; trackers are the first rank's.
 
     Args:
         grid: of tensor axes.
@@ -127,7 +127,7 @@ class GridAccelerator(accelerate.Accelerator):
             return super().get_state_dict(model, unwrap)
         return OrderedDict(gather_state_dict(self.unwrap_model(model) if unwrap else model, self.grid))
 
-    def save_state(self, *arguments: Any, **options: Any) -> str:
+    def save_state(self, *arguments: Any, **options: Any) -> Path:
         weights = {id(model): self.get_state_dict(model, unwrap=False) for model in self._models}
         hooks, came = self._save_model_state_pre_hook, []
 
@@ -137,7 +137,8 @@ class GridAccelerator(accelerate.Accelerator):
             saved, self._saved = self._saved, None
             try:
                 for hook in hooks.values() if folder else ():
-                    hook(models, states, folder)
+                    with comm.together(self.grid.world):
+                        hook(models, states, folder)
             finally:
                 self._saved = saved
 
@@ -154,12 +155,17 @@ class GridAccelerator(accelerate.Accelerator):
                         run_hooks([], [], None)
         if self.grid.rank:
             self.project_configuration.iteration += 1
-        return came[0]
+        return Path(came[0])
 
     def load_state(self, *arguments: Any, **options: Any) -> None:
-        own, self.state.process_index = self.state.process_index, 0  # whose generators all ranks go on with
-        # after the script's own hooks, which may have loaded some models and left others
-        last = self.register_load_state_pre_hook(functools.partial(_load_models, strict=options.get("strict", True)))
+        own = self.state.process_index
+
+        def load(models, folder):
+            """After the script's own hooks, which may have loaded some models and left others."""
+            _load_models(models, folder, options.get("strict", True))
+            self.state.process_index = 0  # whose generators all ranks go on with
+
+        last = self.register_load_state_pre_hook(load)
         try:
             with self._each_optimizer(loads_whole):
                 super().load_state(*arguments, **options)

@@ -40,8 +40,8 @@ class GridStrategy(SingleDeviceStrategy):
         options: of lightning.pytorch.strategies.Strategy.
 
     Raises:
-        ValueError: on every rank, for a grid with replicas or stages; by `trainer.fit` for a module with weights that
-            parallelize has not seen, and for Lightning's own requeueing of Slurm's jobs.
+        ValueError: on every rank, for a grid with replicas or stages; by `trainer.fit` for a module to save with
+            weights that parallelize has not seen, and for Lightning's own requeueing of Slurm's jobs.
     """
 
     strategy_name = "grid"
@@ -61,7 +61,7 @@ class GridStrategy(SingleDeviceStrategy):
                     "Lightning requeues jobs of Slurm by saving in a signal's handler, at another step on each rank; "
                     "turn that off by plugins=[SLURMEnvironment(auto_requeue=False)] of the Trainer"
                 )
-            if trainer.state.fn == TrainerFn.FITTING:
+            if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
                 check_shards(self.lightning_module)  # what could not be saved
         super().setup(trainer)
 

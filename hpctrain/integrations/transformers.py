@@ -31,15 +31,16 @@ class GridTrainer(transformers.Trainer):
         arguments, options: of transformers.Trainer.
 
     Raises:
-        ValueError: on every rank, for a grid with replicas or stages, a model with weights that parallelize has not
-            seen, where the arguments start torch.distributed (`use_cpu=True` under mpirun) or use several GPUs, and for
-            `save_on_each_node` and `enable_jit_checkpoint`.
+        ValueError: on every rank, for a grid with replicas or stages, a model to save with weights that parallelize has
+            not seen, where the arguments start torch.distributed (`use_cpu=True` under mpirun) or use several GPUs, and
+            for `save_on_each_node` and `enable_jit_checkpoint`.
     """
 
     def __init__(self, *arguments: Any, grid: Grid, **options: Any):
         self.grid = grid
         super().__init__(*arguments, **options)
-        check_shards(self.model)  # which could not be saved
+        if self.args.save_strategy != "no":
+            check_shards(self.model)  # which could not be saved
 
     def create_accelerator_and_postprocess(self) -> None:
         join_grid(self.grid)
@@ -47,7 +48,7 @@ class GridTrainer(transformers.Trainer):
             if self.args.n_gpu > 1:
                 raise ValueError(f"a rank works on one GPU, but sees {self.args.n_gpu}; set CUDA_VISIBLE_DEVICES")
             check_one_writer(self.args.save_on_each_node)
-            if self.args.enable_jit_checkpoint:
+            if getattr(self.args, "enable_jit_checkpoint", False):  # older releases have none
                 raise ValueError(
                     "enable_jit_checkpoint=True: ranks hear of a signal at different steps, and would wait for each "
                     "other; leave it out, and save by save_steps"

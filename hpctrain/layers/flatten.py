@@ -20,7 +20,8 @@ class Flatten(torch.nn.Module):
     y - 1 heights.
 
     Raises:
-        ValueError: from forward, for blocks of other images than of `channels` channels.
+        ValueError: from forward, for blocks of other images than of `channels` channels; on these ranks of x alone, for
+            which the others wait.
     """
 
     def __init__(self, grid: Grid, channels: int):

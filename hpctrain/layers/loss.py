@@ -82,9 +82,11 @@ class _CrossEntropy(torch.autograd.Function):
             torch.sub(highest, softmax.amax(1).log_(), out=partial[0])
             # These have no weight here. torch's softmax of -inf is NaN, and what is ignored may hold anything.
             masked = (highest == -math.inf) | ignored
-            if masked.is_cuda or masked.any():  # a GPU would be waited for
-                partial[0].masked_fill_(masked, -math.inf)
+            partial[0].masked_fill_(masked, -math.inf)
+            if masked.is_cuda:  # which would be waited for
                 softmax.masked_fill_(masked[:, None], 0.0)
+            elif masked.any():
+                softmax.index_fill_(0, masked.nonzero()[:, 0], 0.0)
             torch.mul(logits.gather(1, place[:, None])[:, 0], sharp, out=partial[1]).masked_fill_(elsewhere, 0.0)
         else:
             partial[0] = -math.inf

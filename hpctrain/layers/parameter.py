@@ -59,15 +59,24 @@ def _mark(parameter, marks):
 
 
 class Layer(torch.nn.Module):
-    """Of such parameters. In a deep copy, such as an average of weights, they are slices as well, of no strategy. It
-    gathers weights that ZeRO-3 spreads over the replicas, so that all ranks make it together."""
+    """A layer of such parameters. In a deep copy, such as an average of weights, they are slices as well, of no
+    strategy. A deep copy gathers weights that ZeRO-3 has spread, so it is collective.
+
+    Raises:
+        ValueError: from a deep copy, for a weight that somebody else than ZeRO-3 has freed.
+    """
 
     def __deepcopy__(self, memo):
         copied = memo[id(self)] = type(self).__new__(type(self))
+        released = {name: p for name, p in self._parameters.items() if p is not None and _has_no_memory(p)}
+        if foreign := [name for name, p in released.items() if "gathered" not in vars(p)]:
+            raise ValueError(
+                f"{foreign[0]} of {type(self).__name__} was freed, and not by ZeRO-3, which would gather it: make the "
+                "deep copy before that"
+            )
         with contextlib.ExitStack() as readable:
-            for parameter in self._parameters.values():
-                if parameter is not None and parameter.numel() and not parameter.untyped_storage().nbytes():
-                    readable.enter_context(vars(parameter)["gathered"])
+            for gathered in dict.fromkeys(vars(p)["gathered"] for p in released.values()):
+                readable.enter_context(gathered)
             copied.__setstate__(copy.deepcopy(self.__dict__, memo))
         for name, parameter in self._parameters.items():
             own = copied._parameters[name]
@@ -78,6 +87,10 @@ class Layer(torch.nn.Module):
             if "unmanaged" in known:
                 _mark(own, known["unmanaged"])
         return copied
+
+
+def _has_no_memory(parameter: torch.nn.Parameter) -> bool:
+    return bool(parameter.numel()) and not parameter.untyped_storage().nbytes()
 
 
 def refuse_autocast(x: torch.Tensor) -> None:

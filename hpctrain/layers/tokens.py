@@ -39,7 +39,7 @@ class Tokens:
         over_sequence: positions, within each sequence, of the tokens that the ranks of the sequence axis have.
         kv_cache: what attention keeps of the tokens before these; None where there are none.
         share: what a sequence counts in the mean of an auxiliary loss: one over the sequences of the step, on all
-            replicas, times the scale of the loss; 0 for no such loss.
+            replicas, which a Trainer multiplies by the scale of the loss; 0 for no such loss.
         decisions: what layers that are computed once more decided the first time; None where they are not.
     """
 
@@ -73,7 +73,8 @@ class Tokens:
         and each has all of the later ones, which a `ShardedKVCache` asks for. `balance` is how the ring cuts sequences;
         see `context.spans.sequence_spans`; "work" goes by the `documents` of the microbatch's sequences and by the
         `window` of the layers, alike on all ranks. `share` is by default that of a step of this microbatch alone, of as
-        many sequences on every replica; of several microbatches, say one over the sequences of all.
+        many sequences on every replica, and 0 with `part` or `kv_cache`; of several microbatches, say one over the
+        sequences of all.
 
         Raises:
             ValueError: for `part` beside documents, or on a grid with sequence axes without a `ShardedKVCache`, and for
@@ -104,13 +105,14 @@ class Tokens:
         blocks = [split(sequences, z.size, rank) for rank in range(z.size)]
         over = [algorithm.rows_over_x(block.stop - block.start, length) for block in blocks]
         block = blocks[z.rank]
+        if share is None:
+            share = 0.0 if part is not None or kv_cache is not None else 1 / max(1, sequences * grid.replica.size)
         mine, start = block.stop - block.start, first + block.start
         inner = algorithm.inner_sequences(mine)
         return cls(
             mine, length, start, step, Rows(x, over[z.rank]), range(start + inner.start, start + inner.stop),
             tuple(counts[x.rank] for counts in over), whole, packed[block], over_sequence, kv_cache,
-            (grid, sequences, first, algorithm),
-            1 / max(1, sequences * grid.replica.size) if share is None else share,
+            (grid, sequences, first, algorithm), share,
         )  # fmt: skip
 
     def part(self, part: slice, kv_cache: KVCache | InferenceCache | ShardedKVCache) -> Tokens:

@@ -90,6 +90,7 @@ class Network(torch.nn.Module):
             ranks.setdefault(stage, set()).add(rank)
         self.stages = [stage for stage in self.graph.sorted if grid.pipeline.rank in ranks[stage]]
         self.stage = torch.nn.ModuleDict()
+        comm.start_watchdog(grid)  # layers without a `key` communicate, for which others wait where one fails before
         with comm.together(grid.world):
             for stage in self.stages:
                 with torch.random.fork_rng(devices=[]):

@@ -12,7 +12,8 @@ from hpctrain.data_parallel import DataParallel, DataParallelStrategy
 from hpctrain.grid import Grid
 from hpctrain.layers import Router, SplitBackward
 from hpctrain.models.staged_model import StagedModel
-from hpctrain.pipeline import Schedule, forward_only, one_f_one_b
+from hpctrain.parameter import shard_of
+from hpctrain.pipeline import Schedule, forward_only
 from hpctrain.pipeline.actions import Action
 from hpctrain.pipeline.executor import Executor, StageWork
 from hpctrain.train.stages import Stages
@@ -43,17 +44,21 @@ class WholeModel:
         losses = []
         for router in self._routers:
             router.loss_scale = self.strategy.loss_scale
-        for number, batch in enumerate(batches):
-            value = self.loss(self.model, batch)
-            if not isinstance(value, torch.Tensor) or value.dim() or not value.requires_grad:
-                got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) and value.dim() else value
-                raise ValueError(f"loss must give a scalar tensor that depends on the weights, got {got}")
-            if self.strategy.loss_scale != 1:  # which float16 could not hold
-                value = value.float() * self.strategy.loss_scale
-            if number == len(batches) - 1:
-                self.strategy.enable_grad_sync()
-            value.backward()
-            losses.append(value.detach())
+        try:
+            for number, batch in enumerate(batches):
+                value = self.loss(self.model, batch)
+                if not isinstance(value, torch.Tensor) or value.dim() or not value.requires_grad:
+                    got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) and value.dim() else value
+                    raise ValueError(f"loss must give a scalar tensor that depends on the weights, got {got}")
+                if self.strategy.loss_scale != 1:  # which float16 could not hold
+                    value = value.float() * self.strategy.loss_scale
+                if number == len(batches) - 1:
+                    self.strategy.enable_grad_sync()
+                value.backward()
+                losses.append(value.detach())
+        finally:
+            for router in self._routers:
+                router.loss_scale = 1.0
         return losses
 
     def evaluate(self, batches: list) -> list[torch.Tensor]:
@@ -66,30 +71,15 @@ class WholeModel:
 class PipelinedModel:
     """Microbatches through this rank's stages, by the program that the schedule gives the rank.
 
-    Args: as of `train.trainer.Trainer`.
+    Args: as of `train.trainer.Trainer`, and such as `check_pipelined` takes.
 
     Attributes: `updates`, whether the schedule updates each stage by itself, on the way.
     """
 
     def __init__(
-        self, model: StagedModel | Network | PipelineStages, grid: Grid, schedule: Schedule | int,
-        strategy: DataParallelStrategy, max_norm: float = 0.0, slices: Sequence[int] = (),
+        self, model: StagedModel | Network | PipelineStages, grid: Grid, schedule: Schedule,
+        strategy: DataParallelStrategy, slices: Sequence[int] = (),
     ):  # fmt: skip
-        if isinstance(schedule, int):
-            schedule = one_f_one_b(grid.pipeline.size, schedule)
-        check_placement(schedule, model)
-        if schedule.delayed:
-            with comm.together(grid.world):  # not every rank holds weights that are shared
-                _check_delayed(schedule, model, strategy, max_norm)
-        if max(1, len(slices)) != schedule.slices or min(slices, default=1) < 1:
-            raise ValueError(
-                f"slices={list(slices)}: {schedule.name} is made for {schedule.slices} slices, each of at least a token"
-            )
-        if slices and isinstance(model, StagedModel) and model.recompute == "block":
-            raise ValueError(
-                f"{schedule.name} keeps the keys and values of every slice, which recompute='block' would add once "
-                "more in backward; use recompute='none' or 'attention'"
-            )
         self.model, self.schedule, self.strategy, self.slices = model, schedule, strategy, tuple(slices)
         self.updates = schedule.delayed
         split_backward = SplitBackward(model, grid.pipeline) if schedule.splits else None
@@ -152,6 +142,26 @@ class PipelinedModel:
         self.strategy.enable_grad_sync(self._completed[action.replica, action.stage])
 
 
+def check_pipelined(
+    model: StagedModel | Network | PipelineStages, grid: Grid, schedule: Schedule,
+    strategy: type[DataParallelStrategy], max_norm: float, slices: Sequence[int],
+) -> None:  # fmt: skip
+    """Raise ValueError, on every rank, for what a `PipelinedModel` with this kind of strategy does not do."""
+    check_placement(schedule, model)
+    if schedule.delayed:
+        with comm.together(grid.world):  # not every rank holds weights that are shared
+            check_own_updates(schedule.name, model, strategy, max_norm)
+    if max(1, len(slices)) != schedule.slices or min(slices, default=1) < 1:
+        raise ValueError(
+            f"slices={list(slices)}: {schedule.name} is made for {schedule.slices} slices, each of at least a token"
+        )
+    if slices and isinstance(model, StagedModel) and model.recompute == "block":
+        raise ValueError(
+            f"{schedule.name} keeps the keys and values of every slice, which recompute='block' would add once "
+            "more in backward; use recompute='none' or 'attention'"
+        )
+
+
 def check_placement(schedule: Schedule, model: StagedModel | Network | PipelineStages) -> None:
     """Raise ValueError unless the model has its stages on the schedule's ranks."""
     if schedule.placement != model.placement:
@@ -161,22 +171,28 @@ def check_placement(schedule: Schedule, model: StagedModel | Network | PipelineS
         )
 
 
-def _check_delayed(schedule, model, strategy, max_norm) -> None:
-    """Raise ValueError for what does not go with updates of each stage by itself."""
+def check_own_updates(name: str, model: object, strategy: type[DataParallelStrategy], max_norm: float) -> None:
+    """Raise ValueError for what does not go with stages, or nodes, that update by themselves."""
     if max_norm:
         raise ValueError(
-            f"{schedule.name} updates each stage by itself and cannot clip the gradient of all to "
-            f"max_norm={max_norm}; use no clipping (train.clip=0)"
+            f"{name} updates each stage by itself and cannot clip the gradient of all to max_norm={max_norm}; use no "
+            "clipping (train.clip=0)"
         )
-    if type(strategy) is not DataParallel:
-        raise ValueError(f"{schedule.name} works with data_parallel.method=ddp, got {type(strategy).__name__}")
-    if any(p.shard.holders for p in model.parameters()):
+    if strategy is not DataParallel:
         raise ValueError(
-            f"{schedule.name} updates each stage by itself, so that stages cannot share weights; use untied "
-            "embeddings (model.tied=false)"
+            f"{name} works with data_parallel.method=ddp in one precision, got {strategy.__name__}; use "
+            "precision.compute=fp32 or fp64 with it"
+        )
+    if not isinstance(model, StagedModel):
+        return
+    stages = [set(model.parameters_of(stage)) for stage in model.stages]  # of which a rank may have several
+    if any(shard_of(p).holders for p in model.parameters()) or len(set().union(*stages)) < sum(map(len, stages)):
+        raise ValueError(
+            f"{name} updates each stage by itself, so that stages cannot share weights; use untied embeddings "
+            "(model.tied=false)"
         )
     if model.recompute == "block":
         raise ValueError(
-            f"{schedule.name} differentiates by the weights of a microbatch's forward, and recompute='block' computes "
-            "blocks once more with newer ones; use recompute='none' or 'attention'"
+            f"{name} differentiates by the weights of a microbatch's forward, and recompute='block' computes blocks "
+            "once more with newer ones; use recompute='none' or 'attention'"
         )

@@ -7,19 +7,20 @@ from typing import Any
 import torch
 
 from hpctrain import comm
-from hpctrain.data_parallel import DataParallel, DataParallelStrategy
+from hpctrain.data_parallel import DataParallelStrategy
 from hpctrain.grid import Grid
 from hpctrain.models.staged_model import StagedModel
 from hpctrain.pipeline import AMPNet
 from hpctrain.pipeline.ampnet import Engine, MessageNetwork, Record, Transform, Weights, chain_of
 from hpctrain.pipeline.ampnet.metrics import Metrics
+from hpctrain.train.forward_backward import check_own_updates
 
 
 class MessageDriven:
     """A step's instances (of a model cut into stages, its microbatches) through a graph of nodes; at the end of a step
     none is under way, and all gradients are in the weights: what is saved then is all there is.
 
-    Args: as of `train.trainer.Trainer`.
+    Args: as of `train.trainer.Trainer`, and such as `check_message_driven` takes.
 
     Attributes:
         metrics: of this rank, since the last report.
@@ -30,11 +31,8 @@ class MessageDriven:
     updates = True
 
     def __init__(
-        self, model: StagedModel | MessageNetwork, grid: Grid, options: AMPNet, strategy: DataParallelStrategy,
-        max_norm: float,
-    ):  # fmt: skip
-        with comm.together(grid.world):  # not every rank holds weights that are shared
-            _check(model, grid, strategy, max_norm)
+        self, model: StagedModel | MessageNetwork, grid: Grid, options: AMPNet, strategy: DataParallelStrategy
+    ):
         self.model, self.grid, self.options, self.metrics = model, grid, options, Metrics()
         graph, placement = (model.graph, model.placement) if isinstance(model, MessageNetwork) else chain_of(model)
         self._engine = Engine(
@@ -101,7 +99,8 @@ class MessageDriven:
             stale = weights.staleness
             if weights.trained:
                 nodes[name]["staleness"] = [stale[age] for age in range(1 + max(stale, default=0))]
-        everybody = self.grid.pipeline.comm.allgather((nodes, metrics.occupancy, metrics.idle_seconds))
+        mine = nodes, metrics.occupancy, metrics.idle_seconds
+        everybody = comm.all_gather_object(mine, self.grid.pipeline)
         metrics.clear()
         joined = {name: found for nodes, _, _ in everybody for name, found in nodes.items()}
         return {
@@ -111,35 +110,17 @@ class MessageDriven:
         }
 
 
-def _check(model, grid, strategy, max_norm) -> None:
-    """Raise ValueError for what does not go with nodes that update by themselves, in an order of their own."""
+def check_message_driven(
+    model: StagedModel | MessageNetwork, grid: Grid, strategy: type[DataParallelStrategy], max_norm: float
+) -> None:
+    """Raise ValueError, on every rank, for what does not go with nodes that update by themselves, in an order of their
+    own."""
     if grid.data.size * grid.tensor.size > 1:
         raise ValueError(
             "AMPNet lets every rank go its own way, which ranks that sum gradients or share a layer cannot: use "
             f"grid.data = 1 and grid.tensor = 1, got {grid.data.size} and {[grid.shape[axis] for axis in 'xyz']}"
         )
-    if max_norm:
-        raise ValueError(
-            f"AMPNet updates each node by itself and cannot clip the gradient of all to max_norm={max_norm}; use no "
-            "clipping (train.clip=0)"
-        )
-    if type(strategy) is not DataParallel:
-        raise ValueError(
-            f"AMPNet works with data_parallel.method=ddp in one precision, got {type(strategy).__name__}; use "
-            "precision.compute=fp32 or fp64"
-        )
-    if isinstance(model, MessageNetwork):
-        return
-    if len(model.placement) != model.last + 1:
+    if isinstance(model, StagedModel) and len(model.placement) != model.last + 1:
         raise ValueError("AMPNet has one replica of each stage; use placement {(0, stage): rank}")
-    stages = [set(model.parameters_of(stage)) for stage in model.stages]  # of which a rank may have several
-    if any(p.shard.holders for p in model.parameters()) or len(set().union(*stages)) < sum(map(len, stages)):
-        raise ValueError(
-            "AMPNet updates each stage by itself, so that stages cannot share weights; use untied embeddings "
-            "(model.tied=false)"
-        )
-    if model.recompute == "block":
-        raise ValueError(
-            "AMPNet differentiates by the weights of a microbatch's forward, and recompute='block' computes blocks "
-            "once more with newer ones; use recompute='none' or 'attention'"
-        )
+    with comm.together(grid.world):  # not every rank holds weights that are shared
+        check_own_updates("AMPNet", model, strategy, max_norm)

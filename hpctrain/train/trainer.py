@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -15,17 +16,18 @@ from hpctrain.data_parallel import DataParallel, DataParallelStrategy, Zero3
 from hpctrain.grid import Grid
 from hpctrain.grid_shape import describe_shape
 from hpctrain.layers.experts.balance import Load, LoadBalance
+from hpctrain.models.staged import StagedTransformer
 from hpctrain.models.staged_model import StagedModel
 from hpctrain.one_line import parallelize
 from hpctrain.parameter import shard_of
-from hpctrain.pipeline import AMPNet, Schedule
+from hpctrain.pipeline import AMPNet, Schedule, one_f_one_b
 from hpctrain.pipeline.ampnet import MessageNetwork
 from hpctrain.pipeline.network import Network
 from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard import check_shards
 from hpctrain.train import expert_load
-from hpctrain.train.forward_backward import PipelinedModel, WholeModel, check_placement
-from hpctrain.train.message_driven import MessageDriven
+from hpctrain.train.forward_backward import PipelinedModel, WholeModel, check_pipelined, check_placement
+from hpctrain.train.message_driven import MessageDriven, check_message_driven
 
 log = logging.getLogger("hpctrain")
 
@@ -92,6 +94,22 @@ class Trainer:
         if strategy is not None:
             _check_strategy(strategy, grid, optimizer)
         comm.start_watchdog(grid)
+        if isinstance(schedule, Schedule) and schedule.asynchronous:
+            assert isinstance(model, StagedModel)
+            check_placement(schedule, model)
+            schedule = schedule.asynchronous
+        stages = getattr(model, "hpctrain_pipeline", None)  # of ht.parallelize
+        staged: Any = model if stages is None else stages
+        made = DataParallel if strategy is None else type(strategy)
+        if stages is not None and issubclass(made, Zero3):
+            raise ValueError("zero3 gathers the weights of whole models, got pipeline stages; use Zero1 or Zero2")
+        if isinstance(schedule, AMPNet):
+            assert isinstance(model, (StagedModel, MessageNetwork))
+            check_message_driven(model, grid, made, max_norm)
+        elif stages is not None or loss is None:
+            if not isinstance(schedule, Schedule):
+                schedule = one_f_one_b(grid.pipeline.size, schedule or 1)
+            check_pipelined(staged, grid, schedule, made, max_norm, slices)
         if plain:
             model = _divided(model, grid, optimizer)
         if any(hasattr(p, "replicas") for p in model.parameters()):
@@ -100,25 +118,18 @@ class Trainer:
                 "as ht.data_parallel.Zero1(model.parameters(), grid, optimizer)"
             )
         self.model, self.grid, self.optimizer, self.max_norm = model, grid, optimizer, max_norm
+        # An earlier strategy hands over to this one: whatever is refused was so before.
         self.strategy = strategy or DataParallel([p for p in model.parameters() if p.requires_grad], grid, optimizer)
-        if isinstance(schedule, Schedule) and schedule.asynchronous:
-            assert isinstance(model, StagedModel)
-            check_placement(schedule, model)
-            schedule = schedule.asynchronous
-        stages = getattr(model, "hpctrain_pipeline", None)  # of ht.parallelize
         self._passes: PipelinedModel | WholeModel | MessageDriven
         if isinstance(schedule, AMPNet):
             assert isinstance(model, (StagedModel, MessageNetwork))
-            self._passes = MessageDriven(model, grid, schedule, self.strategy, max_norm)
-        elif stages is not None:
-            if isinstance(self.strategy, Zero3):
-                raise ValueError("zero3 gathers the weights of whole models, got pipeline stages; use Zero1 or Zero2")
-            self._passes = PipelinedModel(stages.with_loss(loss), grid, schedule or 1, self.strategy, max_norm, slices)
-        elif loss is not None:
-            self._passes = WholeModel(model, loss, self.strategy)
+            self._passes = MessageDriven(model, grid, schedule, self.strategy)
+        elif isinstance(schedule, Schedule):
+            staged = model if stages is None else stages.with_loss(loss)
+            self._passes = PipelinedModel(staged, grid, schedule, self.strategy, slices)
         else:
-            assert isinstance(model, (StagedModel, Network))
-            self._passes = PipelinedModel(model, grid, schedule or 1, self.strategy, max_norm, slices)
+            assert loss is not None
+            self._passes = WholeModel(model, loss, self.strategy)
         self._balance, self._loss_scale = LoadBalance(model, grid), 1.0
         self._loads: dict[str, Load] = {}
         self._named_unused = False
@@ -254,12 +265,12 @@ def _divided(model, grid, optimizer) -> torch.nn.Module:
 
 def _check_strategy(strategy, grid, optimizer) -> None:
     kind = type(strategy).__name__
-    for name, its, own in (("optimizer", strategy.optimizer, optimizer), ("grid", strategy.grid, grid)):
-        if its is not own:
-            raise ValueError(
-                f"strategy must have the {name} of the Trainer, got a {kind} of another {type(own).__name__}; use "
-                f"{kind}(parameters, grid, optimizer) of the same grid and optimizer"
-            )
+    same = {"optimizer": strategy.optimizer is optimizer, "grid": strategy.grid.shape == grid.shape}
+    if other := [name for name, is_same in same.items() if not is_same]:
+        raise ValueError(
+            f"strategy must have the {other[0]} of the Trainer, got a {kind} of another; use "
+            f"{kind}(parameters, grid, optimizer) of the same grid and optimizer"
+        )
 
 
 def _check_schedule(model, schedule, loss, slices) -> None:
@@ -271,10 +282,10 @@ def _check_schedule(model, schedule, loss, slices) -> None:
             "schedule must be a number of microbatches from 1 on, a pipeline.Schedule that trains, or an AMPNet, got "
             f"{getattr(schedule, 'name', schedule)!r}; use pipeline.schedule(name, ranks, microbatches)"
         )
-    if len(slices) and (loss is not None or _is_delayed(schedule) or not isinstance(model, StagedModel)):
+    if len(slices) and (loss is not None or _is_delayed(schedule) or not isinstance(model, StagedTransformer)):
         raise ValueError(
             f"slices={list(slices)}: only a pipelined model of ht.models, without loss= and with a schedule such as "
-            "terapipe, takes sequences in slices; leave slices out"
+            "terapipe, takes sequences in slices, and none of plain torch modules; leave slices out"
         )
 
 

@@ -20,15 +20,15 @@ def auxiliary_losses(
     Args:
         logits, probabilities: (tokens, experts).
         parts: (sequences, experts), of each sequence's pairs; None without a load balancing loss of sequences.
-        aux_loss, z_loss: what they count, each a mean over the sequences of the step.
+        aux_loss, z_loss: what they count, times the share of a sequence.
     """
-    share, length = rows.tokens.share, rows.tokens.whole
+    length = rows.tokens.whole
     losses = logits.new_zeros(2)
     if parts is not None:
         agreement = (probabilities * parts[rows.sequences(parts.device)]).sum()
-        losses[0] = agreement * (aux_loss * share * probabilities.shape[1] / length)
+        losses[0] = agreement * (aux_loss * probabilities.shape[1] / length)
     if z_loss:
-        losses[1] = logits.logsumexp(1).square().sum() * (z_loss * share / length)
+        losses[1] = logits.logsumexp(1).square().sum() * (z_loss / length)
     return losses
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import torch
 
@@ -46,8 +44,8 @@ class Router(Layer):
         jitter: in training the router's x is multiplied by numbers from 1 - jitter to 1 + jitter; Switch Transformer.
         std, key: as of `Linear`.
 
-    Attributes: `record`, of the load and the losses of this step; `loss_scale`, what the loss is multiplied by where
-    float16 needs that, and the auxiliary losses with it, unless the `share` of the tokens says it.
+    Attributes: `record`, of the load and the losses of this step; `loss_scale`, what the `share` of the tokens is
+    multiplied by, which a Trainer with `loss=` sets while it trains.
 
     Shapes: x (tokens, features), whole rows; see `WholeRows`. Nothing moves but, with `aux_loss` where ranks share
     sequences or of a step, one sum of integers.
@@ -86,8 +84,6 @@ class Router(Layer):
         self.record, self.loss_scale = Record(grid, experts), 1.0
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> Routing:
-        if self.loss_scale != 1:
-            tokens = dataclasses.replace(tokens, share=tokens.share * self.loss_scale)
         rows = WholeRows(self.grid, tokens)
         balanced, factors = self.training and tokens.share > 0, None
         with torch.no_grad():
@@ -105,12 +101,13 @@ class Router(Layer):
         weights, x, scores, logits = weigh(x, wide, factors, self.weight, chosen)
         if has_losses:
             probabilities = scores / scores.sum(1, keepdim=True) if self.scores == "sigmoid" else scores
-            losses = auxiliary_losses(logits, probabilities, parts, rows, self.aux_loss, self.z_loss)
+            share = tokens.share * self.loss_scale
+            losses = auxiliary_losses(logits, probabilities, parts, rows, self.aux_loss * share, self.z_loss * share)
             weights = add_loss(weights, losses.sum())
             if first:
                 self.record.add_losses(losses)
             if self.aux_loss and self.aux_scope == "step":
-                scale = self.aux_loss * tokens.share * self.experts / tokens.whole
+                scale = self.aux_loss * share * self.experts / tokens.whole
                 weights = add_step_loss(weights, probabilities, scale, self.record)
         return Routing(experts, weights, counts, chosen.scores, x, rows, self.record)
 

@@ -57,8 +57,9 @@ class PlainModel(StagedModel[WholeSequences]):
 
     Raises:
         ValueError: on every rank, for anything else than a module or a list of model.layers modules; one module on a
-            pipeline axis, or a list on both a pipeline and a tensor axis; a loss with parameters on either; parts that
-            share a parameter, dropout of torch, and what `parallelize` refuses; a grid whose ranks share sequences.
+            pipeline axis, or a list on both a pipeline and a tensor axis; a loss with parameters on the former, or
+            trained ones on the latter; parts that share a parameter, dropout of torch, and what `parallelize` refuses;
+            a grid whose ranks share sequences.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class PlainModel(StagedModel[WholeSequences]):
             raise ValueError(f"{self.kind} must return a loss function beside the model, got {mean_loss!r:.100}")
         if not isinstance(mean_loss, torch.nn.Module):
             return mean_loss
-        if (self.last or self.grid.tensor.size > 1) and list(mean_loss.parameters()):
+        parameters = list(mean_loss.parameters())
+        if (self.last and parameters) or (self.grid.tensor.size > 1 and any(p.requires_grad for p in parameters)):
             raise ValueError(
                 f"the loss of model.kind = {self.kind}, {mean_loss!r:.100}, has parameters, which are neither divided "
                 "over a tensor axis nor on one stage of a pipeline; let the last module have them and give them to it"

@@ -59,6 +59,7 @@ class MessageNetwork(torch.nn.Module):
         key = key or RngKey(grid.comm.bcast(int(torch.randint(2**62, ()))))
         self.graph, self.placement, self.device = graph, placement, device
         self.node = torch.nn.ModuleDict()
+        comm.start_watchdog(grid)  # as of `pipeline.Network`
         with comm.together(grid.world):
             for number, (name, node) in enumerate(graph.nodes.items()):
                 if isinstance(node, Transform) and placement[name] == grid.pipeline.rank:
