@@ -74,7 +74,7 @@ def test_figures_have_units_and_sources(name):
         ("relative = 0.25", "relative = 3", "errors.relative must be at most 1, got 3"),
         ("fp32 = 140e9", "fp32 = 140e9\nbf61 = 1e12", r"a figure of .peak. must be .* or .bf16. .*, got .bf61."),
         ("attended = 0.5", 'whole_norms = ["blok"]', "software.whole_norms must be .* or .block., got .blok."),
-        ("[errors]", "[learned]\ncompute = 0\n[errors]", "learned.compute must be above 0, got 0"),
+        ("[errors]", "[learned]\ncompute = 0\n[errors]", "learned.compute must be above 0, got 0.0; delete the line"),
         (
             "[errors]",
             '[[measured]]\noperation = "allreduce"\nranks = 2\nbytes = [1, 2]\nseconds = [1, 2]\n[errors]',

@@ -12,9 +12,10 @@ from hpctrain.plan import Machine, predict
 from hpctrain.plan.describe import machine_toml
 from hpctrain.plan.estimator import Estimator
 from hpctrain.plan.job import read
-from hpctrain.plan.learn import compare, learn, read_run, with_learned
+from hpctrain.plan.learn import compare, learn, with_learned
 from hpctrain.plan.machine import Learned
 from hpctrain.plan.outcome import outcome
+from hpctrain.report.run import read_job
 from hpctrain.train import finishing
 
 ATTENTION = (5e9, 2e-9), (8e9, 1e-9)  # flop/s and s of a score, of short and long sequences
@@ -141,16 +142,17 @@ def test_runs_set_a_machine_right(tmp_path):
         run_folder(tmp_path, "b", machine, {"compute": 2.5, "tensor": 3}, "grid.tensor=2"),
         run_folder(tmp_path, "c", machine, {"compute": 2.0}),
     ]
-    after, found = learn(machine, runs)
+    jobs = {folder.name: read_job(folder) for folder in runs}
+    after, found = learn(machine, jobs)
     assert after.learned.compute == after.learned.optimizer == pytest.approx(2.0)
     assert (after.learned.data, after.learned.tensor) == (pytest.approx(4), pytest.approx(3))
-    predicted, measured = found[str(runs[0])]["compute"]
+    predicted, measured = found["a"]["compute"]
     assert measured == pytest.approx(1.5 * predicted)
     # and what was learned is predicted
-    config, records = read_run(runs[0])
+    config, records = jobs["a"]
     predicted, measured = compare(config, after, records)["data"]
     assert measured == pytest.approx(predicted)
-    again, _ = learn(after, runs)
+    again, _ = learn(after, jobs)
     assert vars(again.learned) == pytest.approx({**vars(after.learned), "runs": 6})
 
 
@@ -188,13 +190,24 @@ def test_a_stage_is_compared_with_its_own_prediction(tmp_path):
     assert prediction.parts["compute"] + prediction.parts["optimizer"] == pytest.approx(computing(last))
 
 
+def test_a_worker_updates_nothing(tmp_path):
+    """Metrics are of the first rank; the last of the data axis serves."""
+    machine = Machine.load("cpu-cluster")
+    config = load_config(overrides=["grid.data=4", "train.batch=24", "data_parallel.method=parameter_server"])
+    sizes, choice = read(config)
+    (stage,) = Estimator(sizes, machine).stages(choice)
+    found = compare(config, machine, [{"seconds": 1.0, "time": {}}] * 3)
+    assert found["compute"][0] == pytest.approx(config.train.microbatches * stage.computing)
+    assert predict(config, machine).parts["optimizer"] == stage.update > 0
+
+
 def test_a_run_whose_last_line_was_cut(tmp_path):
-    """By the end of a job, or a full disk: it teaches as one without that line."""
+    """By the end of a job, or a full disk, in the middle of a character: it teaches as one without that line."""
     folder = run_folder(tmp_path, "a", Machine.load("cpu-cluster"), {"compute": 3.0})
-    whole = read_run(folder)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"seconds": 1.')
-    assert read_run(folder) == whole
+    whole = read_job(folder)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write('{"job": "é'.encode()[:-1])
+    assert read_job(folder) == whole
 
 
 def test_small_factors_are_written(tmp_path):
@@ -210,7 +223,7 @@ def test_a_run_of_few_steps_teaches_nothing(tmp_path):
 def test_what_became_of_a_plan(tmp_path):
     """By part, bytes and memory; and in words, what was not as predicted."""
     machine = Machine.load("cpu-cluster")
-    config, records = read_run(run_folder(tmp_path, "a", machine, {"compute": 3.0}, "grid.data=2"))
+    config, records = read_job(run_folder(tmp_path, "a", machine, {"compute": 3.0}, "grid.data=2"))
     predicted = predict(config, machine)
     moved = {axis: 4 * nbytes for axis, nbytes in predicted.bytes.items()}  # of four steps
 
@@ -230,7 +243,7 @@ def test_what_became_of_a_plan(tmp_path):
     assert len(told(1.2 * predicted.memory_bytes, data=1e6).wrong) == 3
     on_device = told(0, device_memory=1e9)
     assert on_device.memory[1] == 1e9 + machine.device.reserved
-    right, _ = learn(machine, [tmp_path / "a"])
+    right, _ = learn(machine, {"a": (config, records)})
     assert outcome(config, right, records, []).wrong == []
     assert outcome(config, right, records, []).memory is None
 
@@ -239,20 +252,20 @@ def test_a_run_that_went_on_on_another_grid(tmp_path):
     """Is judged by the steps of its last job, of which ranks.json tells, as config.toml is of that grid."""
     machine = Machine.load("cpu-cluster")
     folder = run_folder(tmp_path, "a", machine, {"compute": 3.0}, "grid.data=2")
-    config, job = read_run(folder)
+    config, job = read_job(folder)
     before = [{"seconds": 77.0, "time": dict.fromkeys(PARTS, 77.0)}] * 9
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*before, *job]))
     ranks = [{"steps": 5, "memory": 1, "device_memory": 0, "bytes_received": {}}] * 2
-    assert read_run(folder)[1] == [*before, *job]  # where the last job was killed before it told
+    assert read_job(folder)[1] == [*before, *job]  # where the last job was killed before it told
     (folder / "ranks.json").write_text(json.dumps({"ranks": ranks}))
-    assert read_run(folder)[1] == job
+    assert read_job(folder)[1] == job
     assert outcome(config, machine, [*before, *job], ranks).seconds == compare(config, machine, job)
 
 
 def test_the_end_of_a_planned_run(tmp_path, capsys):
     """plan.json in its folder, and how the machine file is set right; a run of few steps ends as well."""
     path = written(tmp_path, figures(1), figures(2))
-    config, records = read_run(run_folder(tmp_path, "a", Machine.load(path), {"compute": 3.0}, f"run.machine={path}"))
+    config, records = read_job(run_folder(tmp_path, "a", Machine.load(path), {"compute": 3.0}, f"run.machine={path}"))
     files = {}
     folder = SimpleNamespace(path=tmp_path / "a", history=records, ranks=[], write=files.__setitem__)
     finishing._tell_outcome(SimpleNamespace(config=config, folder=folder))
@@ -267,7 +280,7 @@ def test_the_end_of_a_planned_run(tmp_path, capsys):
 def test_a_machine_file_that_is_no_more_costs_no_training(tmp_path, caplog, left):
     """Nor one that somebody has edited since."""
     path = written(tmp_path, figures(1), figures(2))
-    config, records = read_run(run_folder(tmp_path, "a", Machine.load(path), {"compute": 1.0}, f"run.machine={path}"))
+    config, records = read_job(run_folder(tmp_path, "a", Machine.load(path), {"compute": 1.0}, f"run.machine={path}"))
     folder = SimpleNamespace(path=tmp_path / "a", history=records, ranks=[])
     path.unlink() if left is None else path.write_text(left)
     finishing._tell_outcome(SimpleNamespace(config=config, folder=folder))

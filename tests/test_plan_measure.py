@@ -1,6 +1,7 @@
 """What `hpctrain machine` measures, and with which ranks."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,34 @@ def test_ranks_are_measured_with_one_thread(tmp_path, monkeypatch):
     launcher.chmod(0o755)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert command._measured(str(launcher), 2, tmp_path, "module") == 1
+
+
+def test_memory_is_of_what_ranks_compute_on(monkeypatch):
+    """Of a device's 100 bytes the allocator has 30 and somebody else 60, which the host does not look at."""
+    from hpctrain.scale import measure
+
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 100))
+    device, host = torch.device("cuda"), torch.device("cpu")
+    assert (measure.most_memory(device), measure.memory_outside(device)) == (7, 60)
+    assert measure.most_memory(host) > 2**20
+    assert measure.memory_outside(host) == 0
+
+
+@pytest.mark.parametrize(("more", "slack"), [(0.5, 0.0), (1.2, 0.2), (3.0, 1.0)])
+def test_what_is_reserved_on_a_device(tmp_path, monkeypatch, more, slack):
+    """What a small job has, with what is outside of the allocator, which the slack is not of."""
+    plain = Machine.load("cpu-cluster")
+    plain = replace(plain, device=replace(plain.device, reserved=0.0, slack=0.0))
+    allocated = predict(load_config(overrides=[*command.SOME, "checkpoint.background=false"]), plain).memory_bytes
+    taken = {command.LEAST[0]: (1e6, 5e8), command.SOME[0]: (1e6 + more * allocated, 6e8)}
+
+    def measured(launcher, ranks, folder, module, steps, config, *job):
+        return dict(zip(("memory", "memory_outside"), taken[job[0]]))
+
+    monkeypatch.setattr(command, "_measured", measured)
+    assert command._memory("mpirun", tmp_path) == {"reserved": 1e6 + 5e8, "slack": pytest.approx(slack)}
 
 
 @pytest.mark.mpi

@@ -100,10 +100,13 @@ def test_chance_delays_exchanges():
 
 def test_exchanges_of_a_block():
     """On x a gather or a sum for each of four layers forward, as many for the input, one for each weight into the inner
-    layout; y the other way round, and two norms each way; z gathers weights, and adds their gradients up elsewhere."""
+    layout; y the other way round, and two norms each way; z gathers weights, and adds their gradients up elsewhere.
+    On a plane each product has panels over x and y, and over z a gather and a sum."""
     over_x, over_y = (box(f"grid.tensor={shape}") for shape in ([2, 1, 1], [1, 2, 1]))
     assert (over_x.exchanges(True), over_x.exchanges(False)) == ((1, 1, 1), (1, 1, 0))
     assert (over_y.exchanges(True), over_y.exchanges(False)) == ((1, 1, 0), (1, 1, 1))
+    for plane, count in (([2, 2, 1], 2), ([2, 2, 2], 4)):
+        assert box(f"grid.tensor={plane}", "tensor.algorithm=two_half_d").exchanges(True) == (count,) * 3
     found = {
         axis: [each.exchanges for each in (part.forward, part.input_gradient, part.weight_gradient)]
         for axis, shape in (("x", [2, 1, 1]), ("y", [1, 2, 1]), ("z", [1, 1, 2]))

@@ -89,9 +89,15 @@ def test_a_file_of_one_node_makes_no_plan_of_several(tmp_path, capsys, monkeypat
         assert "got 5 ranks, more than twice the 2 that were measured at once" in said
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    assert status("-o", str(out)) == 2
-    assert "got 4 ranks on 2 nodes: run `hpctrain machine` in an allocation of two nodes" in capsys.readouterr().err
+    show = ["--show", "boxes", "grid.pipeline=4", "model.layers=4"]
+    for words in (["-o", str(out)], ["--predict", "grid.data=4"], show):
+        assert status(*words) == 2
+        assert "got 4 ranks on 2 nodes: run `hpctrain machine` in an allocation of two" in capsys.readouterr().err
     assert not out.exists()
+    assert status("--predict", "grid.data=2") == 0  # which is not that allocation's
+    study = ["--ranks=1,4", "--weak", "--vary=auto", "--only=3", "--machine", str(path)]
+    assert main(["scale", str(job), *study]) == 2
+    assert "got 4 ranks on 2 nodes" in capsys.readouterr().err
 
 
 def test_ranks_on_several_nodes_are_not_planned_by_a_file_of_one(tmp_path):
@@ -152,7 +158,7 @@ def test_messages_between_nodes(world, monkeypatch):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_figures_of_two_nodes_make_a_machine(world, tmp_path, monkeypatch):
+def test_messages_between_two_nodes_take_time(world, monkeypatch):
     from hpctrain import Grid
     from hpctrain.plan import computing, measure
 

@@ -21,6 +21,8 @@ from hpctrain.plan.search import Search
 from hpctrain.plan.space import divisors, ways
 
 SMALL = ["model.layers=4", "model.width=256", "model.heads=4", "train.batch=8", "model.context=64"]
+SHORT = ["model.layers=4", "model.width=64", "model.heads=4", "train.batch=16", "model.context=32",
+         "model.vocabulary=64"]  # fmt: skip
 LONG = ["model.layers=8", "model.width=128", "model.heads=8", "train.batch=24", "model.context=512"]
 LARGE = [
     "model.layers=12",
@@ -111,6 +113,23 @@ def test_what_is_kept_stays():
         search(config(job), 8, SLOW, keep=("model.width",))
     with pytest.raises(ValueError, match="and grid.tensor to be kept"):
         search(config(job), 6, SLOW, keep=("grid.tensor",))
+
+
+def test_slices_are_those_that_were_searched():
+    """As many as the configuration's pipeline has ranks, whatever pipeline is found."""
+    config = load_config(overrides=[*SHORT, "pipeline.schedule=terapipe", "grid.pipeline=4"])
+    (best,) = search(config, 2, CPU, top=1)
+    assert len(best.settings["pipeline.slices"]) == 4
+    assert predict(planned(config, best), CPU) == best
+
+
+def test_microbatches_that_are_kept_need_not_be_even():
+    settings = [*SHORT, "train.batch=10", "train.microbatches=4"]
+    (best,) = search(load_config(overrides=settings), 1, CPU, top=1, keep=("train.microbatches",))
+    assert best.settings["train.microbatches"] == 4
+    assert best.seconds <= predict(load_config(overrides=settings), CPU).seconds
+    with pytest.raises(ValueError, match="no layout has what is to be kept: train.microbatches"):
+        search(load_config(overrides=[*settings, "train.batch=3"]), 1, CPU, keep=("train.microbatches",))
 
 
 def test_precisions_that_are_allowed():

@@ -27,6 +27,22 @@ class Scores(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
 
 
+class Written(Scores):
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.ranks(2)
+def test_attention_that_is_written_out(world):
+    """Two products of 512² × 2 in each of 3 · 4 heads; backward has two of each, whose factors are at hand."""
+    on = Machine.load("cpu-cluster")
+    graph = unit_graph(Written(False), ht.Grid(tensor=2), torch.ones(3, 512, 8), on, (), False)
+    rate = on.peak["fp32"] * on.device.product * on.device.attention
+    expected = 3 * 2 * 3 * 4 * 2 * 512**2 * 2 / rate
+    assert sum(map(graph._mixing, graph.work)) == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention(world, causal):

@@ -1,4 +1,4 @@
-"""Points of a study whose widths are given, which must fit, and which are jobs; and what is measured of one."""
+"""Points of a study whose widths are given, and which must fit."""
 
 from dataclasses import replace
 
@@ -6,9 +6,8 @@ import pytest
 from test_scale import BASE
 
 from hpctrain import plan
-from hpctrain.cli import main
 from hpctrain.config import load_config
-from hpctrain.scale import point_jobs, work
+from hpctrain.scale import work
 from hpctrain.scale.points import points
 
 
@@ -24,6 +23,7 @@ def config(tmp_path):
     [
         ("llama", {"ffn": 1376}),
         ("llama", {"ffn": 1376, "head_width": 32}),
+        ("llama", {"ffn": 1378, "head_width": 6}),
         ("mixtral", {"ffn": 1376, "expert_ffn": 688, "experts": 4, "dense_layers": 1, "router": "sigmoid"}),
     ],
 )
@@ -58,23 +58,3 @@ def test_auto_takes_what_fits(config):
     )
     assert cut < whole
     assert [replicas(memory) for memory in (whole, (whole + cut) / 2, 1.0)] == [2, 1, 2]
-
-
-def test_jobs_of_a_study_have_a_core_for_each_thread(config, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(point_jobs.client, "require", lambda instead: None)
-    monkeypatch.setattr(point_jobs.client, "submit", lambda words, environment: asked.append(words) or "7")
-    monkeypatch.setattr("hpctrain.train.preflight.preflight", lambda config: None)
-    words = ["--ranks=1,2", "--weak", "--submit", "--threads=3", "-o", str(tmp_path / "study")]
-    assert main(["scale", str(config), *BASE, *words]) == 0
-    assert [each[:2] for each in asked] == [["--ntasks=1", "--cpus-per-task=3"], ["--ntasks=2", "--cpus-per-task=3"]]
-
-
-def test_memory_is_of_what_ranks_compute_on(monkeypatch):
-    torch = pytest.importorskip("torch")
-    from hpctrain.scale import measure
-
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
-    assert measure.most_memory(torch.device("cuda")) == 7
-    assert measure.most_memory(torch.device("cpu")) > 2**20

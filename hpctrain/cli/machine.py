@@ -161,26 +161,27 @@ def _steps(launcher: str, ranks: int, folder: Path) -> dict[str, list[float]]:
 
 def _memory(launcher: str, folder: Path) -> dict[str, float]:
     """Bytes that a rank has, of the host's memory or the device's, which trains next to nothing; and what one that
-    trains has besides, as a part of what it allocates: allocators keep holes between weights, gradients and
-    activations."""
+    trains has besides, as a part of what it allocates, at most as much again: allocators keep holes between weights,
+    gradients and activations."""
     config, text = folder / "memory.toml", folder / "memory.txt"
     config.write_text("")
     text.write_text("All ranks have these libraries.\n" * 999)
     data = [f"data.text={json.dumps([str(text)])}", f"data.path={folder / 'memory.h5'}", f"run.out={folder}"]
 
-    def resident(job: list[str], steps: int) -> float:
+    def measured(job: list[str], steps: int) -> dict[str, float]:
         call = "hpctrain.scale.measure", str(steps), str(config), *job, *data
-        return _measured(launcher, 1, folder, *call)["memory"]
+        return _measured(launcher, 1, folder, *call)
 
     from hpctrain.config import load_config
     from hpctrain.plan import Machine, predict
 
-    reserved = resident(LEAST, 1)
+    least, some = measured(LEAST, 1), measured(SOME, 5)
     plain = Machine.load("cpu-cluster")  # of what is allocated alone, whatever the rates
     plain = replace(plain, device=replace(plain.device, reserved=0.0, slack=0.0))
     job = load_config(overrides=[*SOME, "checkpoint.background=false"])  # a measurement saves nothing
     allocated = predict(job, plain).memory_bytes
-    return {"reserved": reserved, "slack": max(0.0, (resident(SOME, 5) - reserved) / allocated - 1)}
+    slack = (some["memory"] - least["memory"]) / allocated - 1
+    return {"reserved": least["memory"] + least["memory_outside"], "slack": min(1.0, max(0.0, slack))}
 
 
 def _devices() -> int:

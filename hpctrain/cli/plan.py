@@ -14,7 +14,7 @@ from hpctrain.cli.arguments import add_config, add_search, check_picture
 
 if TYPE_CHECKING:
     from hpctrain.config import Config
-    from hpctrain.plan import Prediction
+    from hpctrain.plan import Machine, Prediction
 
 SUMMARY = "predict seconds, bytes and memory of a step on a machine, and find the best layout on so many ranks"
 EPILOG = "Machines: `hpctrain plan --machines` lists them; `hpctrain machine -o here.toml` measures this one."
@@ -68,22 +68,24 @@ def run(options: argparse.Namespace) -> None:
     if not options.config:
         raise ValueError("a plan needs CONFIG.toml")
     config = load_config(options.config, options.overrides)
-    if options.show:
-        {"attention": _show, "stage": _show_stage, "boxes": _show_boxes}[options.show](config, options)
+    if options.show == "attention":
+        _show(config, options)
         return
     machine = plan.Machine.load(options.machine)
+    if options.show or options.predict:
+        machine.check_nodes(config.ranks, allocated_nodes(config.ranks))
+    if options.show:
+        {"stage": _show_stage, "boxes": _show_boxes}[options.show](config, machine, options.json)
+        return
     if options.predict:
-        machine.check_nodes(config.ranks)
         prediction = plan.predict(config, machine)
         print(prediction.to_json() if options.json else text(prediction, machine.crowded(config.ranks).device.memory))
         return
-    ranks, nodes, out = options.ranks, 1, Path(options.output or "plan.toml")
+    ranks, out = options.ranks, Path(options.output or "plan.toml")
     top = 5 if options.top is None else options.top
     if ranks is None:
-        ranks = config.ranks
-        if tasks := os.environ.get("SLURM_NTASKS"):
-            ranks, nodes = int(tasks), int(os.environ.get("SLURM_JOB_NUM_NODES", 1))
-    machine.check_nodes(ranks, nodes)
+        ranks = int(os.environ.get("SLURM_NTASKS") or config.ranks)
+    machine.check_nodes(ranks, allocated_nodes(ranks))
     if not out.parent.is_dir():
         raise ValueError(f"-o {out}: there is no folder {out.parent} to write into")
     found = plan.search(config, ranks, machine, top, options.precision, options.keep)
@@ -96,6 +98,12 @@ def run(options: argparse.Namespace) -> None:
     for number, (prediction, why) in enumerate(zip(found, ["the best", *plan.changes(found)]), 1):
         print(f"{number}. {why}\n{text(prediction, machine.crowded(ranks).device.memory)}\n")
     print(f"{out}: the configuration of the best one, for `hpctrain train`")
+
+
+def allocated_nodes(ranks: int) -> int:
+    """Nodes of the allocation that has so many tasks; else 1."""
+    tasks = os.environ.get("SLURM_NTASKS")
+    return int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) if tasks == str(ranks) else 1
 
 
 def _refuse_unused(options: argparse.Namespace) -> None:
@@ -114,6 +122,7 @@ def _refuse_unused(options: argparse.Namespace) -> None:
 def _learn(options: argparse.Namespace) -> None:
     from hpctrain.plan import Machine
     from hpctrain.plan.learn import learn, table, with_learned
+    from hpctrain.report.run import read_job
 
     path = Path(options.machine)
     if not path.is_file():
@@ -121,29 +130,29 @@ def _learn(options: argparse.Namespace) -> None:
             f"--learn writes into a machine file, got --machine {options.machine}; `hpctrain machine -o here.toml` "
             "makes one"
         )
-    machine, found = learn(Machine.load(path), options.learn)
+    machine, found = learn(Machine.load(path), {folder: read_job(Path(folder)) for folder in options.learn})
     for folder, each in found.items():
         print(f"{folder}\n{table(each)}\n")
     path.write_text(with_learned(path.read_text(encoding="utf-8"), machine.learned) + "\n", encoding="utf-8")
     print(f"{path}: learned from {machine.learned.runs} runs")
 
 
-def _show_stage(config: Config, options: argparse.Namespace) -> None:
+def _show_stage(config: Config, machine: Machine, as_json: bool) -> None:
     from hpctrain.plan.inside_stage import inside_stage, text
 
-    found = inside_stage(config, options.machine)
-    if options.json:
+    found = inside_stage(config, machine)
+    if as_json:
         operators = [each._asdict() for each in found.operators]
         print(json.dumps(dataclasses.asdict(found) | {"operators": operators}))
     else:
         print(text(found))
 
 
-def _show_boxes(config: Config, options: argparse.Namespace) -> None:
+def _show_boxes(config: Config, machine: Machine, as_json: bool) -> None:
     from hpctrain.plan import between_stages
 
-    cut = between_stages(config, options.machine)
-    if options.json:
+    cut = between_stages(config, machine)
+    if as_json:
         print(json.dumps({"seconds": cut.seconds, "settings": cut.settings}))
         return
     settings = " ".join(f"{name}={json.dumps(value, separators=(',', ':'))}" for name, value in cut.settings.items())

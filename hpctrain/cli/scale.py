@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.cli.arguments import add_config
+from hpctrain.cli.plan import allocated_nodes
 from hpctrain.slurm.allocation import check_allocation
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def _study(options: argparse.Namespace) -> tuple[list[Point], dict]:
         from hpctrain.plan import Machine
 
         machine = Machine.load(options.machine)
+        machine.check_nodes(max(ranks), allocated_nodes(max(ranks)))
     points = points_of(options.config, options.overrides, ranks, options.mode, options.vary, machine)
     if options.only is not None and options.only not in ranks:
         raise ValueError(f"--only must be one of --ranks {options.ranks}, got {options.only}")

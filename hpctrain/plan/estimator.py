@@ -15,6 +15,7 @@ from hpctrain.plan.machine import Machine
 from hpctrain.plan.memory import Memory
 from hpctrain.plan.part import Part, Pass
 from hpctrain.plan.passes import update_seconds
+from hpctrain.plan.replicas import over_replicas, updated
 
 PARTS = ("compute", "data", "tensor", "sequence", "expert", "bubble", "optimizer", "reading", "stragglers")
 
@@ -41,6 +42,7 @@ class Stage:
     sums_sequence: float
     sums_tensor: float
     update: float
+    sums_pipeline: float = 0.0  # over ranks of the pipeline that hold the same weights
 
     @functools.cached_property
     def passes(self) -> tuple[float, float, float]:
@@ -69,7 +71,7 @@ class Stage:
     @functools.cached_property
     def all_sums(self) -> float:
         """Of gradients, at a step's end."""
-        return self.sums + self.sums_sequence + self.sums_tensor
+        return self.sums + self.sums_sequence + self.sums_tensor + self.sums_pipeline
 
     @functools.cached_property
     def ending(self) -> float:
@@ -109,28 +111,35 @@ class Estimator(Division):
     def _stages(self, choice: Choice) -> list[Stage]:
         """Every stage of a pipeline; those that are alike are computed once, whatever the schedule."""
         stages = [self.stage(*each) for each in self._each_stage(choice)]
-        for s, seconds in self._over_holders(choice).items():
-            stages[s] = replace(stages[s], sums=stages[s].sums + seconds)
+        for s, seconds in self._sums_over_holders(choice).items():
+            stages[s] = replace(stages[s], sums_pipeline=seconds)
         return stages
 
-    def _over_holders(self, choice: Choice) -> dict[int, float]:
+    def _sums_over_holders(self, choice: Choice) -> dict[int, float]:
         """{stage: seconds in which two ranks of the pipeline that hold the same weights send each other their
         gradients}: all of a stage, where two copies of the model go both ways; else the table of tied ends."""
+        if choice.pipeline == 1:
+            return {}
         job, (local, copies), homes = self.job, self.placement(choice), self.homes(choice)
-        shared: dict[int, tuple[float, int]] = {}  # elements, and how many ranks of the pipeline they go
+        table = job.costs.tied * job.costs.vocabulary * job.costs.width / math.prod(choice.box)
+        shared: dict[int, tuple[float, int]] = {}  # elements, and their distance on the pipeline axis
         if copies > 1:
-            for s, each in enumerate(self._each_stage(choice)):
+            for s, (alike, count, first, last) in enumerate(self._each_stage(choice)):
                 one, other = (rank for rank, own in enumerate(local) if s in own)
-                shared[s] = self.elements(*each) + self.expert_elements(*each[:2]), other - one
-        elif job.costs.tied and homes[0] != homes[-1]:
-            table = job.costs.vocabulary * job.costs.width / math.prod(choice.box)
+                elements = self.elements(alike, count, first, last) + self.expert_elements(alike, count)
+                shared[s] = elements - last * table, other - one  # one rank has both ends, with one table
+        elif table and homes[0] != homes[-1]:
             shared = dict.fromkeys((0, len(homes) - 1), (table, homes[-1] - homes[0]))
         spread = job.servers or (choice.replicas if choice.method.startswith("zero") else 1)
-        stride, factor = math.prod(choice.box) * choice.ulysses, self.machine.learned.data
         return {
-            s: factor * self.network.message(job.reduce * elements / spread, stride * distance)
+            s: self.network.message(job.reduce * elements / spread, self._distance(choice, distance))
             for s, (elements, distance) in shared.items()
         }
+
+    def _distance(self, choice: Choice, apart: int) -> int:
+        """Of ranks so far apart on the pipeline axis; that of neighbours where a node has the whole pipeline."""
+        stride = math.prod(choice.box) * choice.ulysses
+        return stride * (min(1, apart) if choice.pipeline * stride <= self.machine.node else apart)
 
     def _each_stage(self, choice: Choice) -> list[tuple[Choice, tuple[int, int], bool, bool]]:
         each = [*zip(self.alike(choice), self.kinds(choice))]
@@ -159,70 +168,31 @@ class Estimator(Division):
         return Pass.total((each, 1) for each in self._passes(choice, found, layers, first, last))
 
     def _make_stage(self, choice: Choice, layers: tuple[int, int], first: bool, last: bool) -> Stage:
-        job, device, learned = self.job, self.machine.device, self.machine.learned
-        found = self.parts(choice)
+        found, hidden = self.parts(choice), self.machine.software.hidden_data
         forward, inputs, weights = self._passes(choice, found, layers, first, last)
-        elements = self.elements(choice, layers, first, last)
-        experts, net = self.expert_elements(choice, layers), self.network
-        group, copies = self.groups(choice)
+        elements, experts = self.elements(choice, layers, first, last), self.expert_elements(choice, layers)
+        over = over_replicas(self, choice, elements, experts, sum(layers))
 
-        bucket, pieces = self.machine.software.bucket, max(1, sum(layers)) if choice.method == "zero3" else 1
+        def exposed(seconds: float, beside: float) -> float:
+            return seconds - min(hidden * seconds, beside)
 
-        kept = (job.itemsize + job.reduce) * (elements + experts)
-
-        def over(operation, size, times=1, groups=(group, copies), factor=learned.data):
-            """`times` that weights or gradients are read where no cache holds them."""
-            seconds = 0.0
-            for nbytes, ranks in zip((size * elements, size * experts), groups):
-                count = max(pieces, math.ceil(nbytes / bucket) if bucket else 1)
-                seconds += count * operation(nbytes / count, ranks)
-                seconds += device.cold(times * nbytes, kept) if ranks.size > 1 else 0.0
-            return seconds * factor
-
-        scatter, gather = over(net.reduce_scatter, job.comm), over(net.all_gather, job.itemsize)
-        method, updated, forward_data, backward_data = choice.method, elements + experts, 0.0, 0.0
-        sums = sums_sequence = updating = 0.0  # nothing hides the last, which come after the update
-        if method == "zero1":
-            sums = scatter + gather
-        elif method == "zero2":
-            sums, backward_data = gather, scatter
-        elif method == "zero3":
-            forward_data, backward_data = gather, gather + scatter
-        elif method == "local_sgd":  # gradients are summed inside of a replica, whose weights are averaged
-            inside, across = self.replica_groups(choice)
-            sums_sequence = over(net.all_reduce, job.comm, 2, inside, learned.sequence)
-            updating = over(net.all_reduce, job.itemsize, 2, across) * job.averaged
-        elif method == "parameter_server":
-            # A server receives its part of the gradients from each worker, and without staleness the other servers'
-            # zeros, and sends them its part of the weights: as in a collective of `served` times as many bytes.
-            others = group.size - (job.servers if job.staleness else 1)
-            served = others / (group.size - 1) * group.size / job.servers
-            sums, updating = over(net.reduce_scatter, served * job.comm), over(net.all_gather, served * job.itemsize)
-            updated /= job.servers
-        else:
-            sums = over(net.all_reduce, job.comm, 2)
-        if method.startswith("zero"):
-            updated = elements / choice.replicas + experts / copies.size
-        hidden = self.machine.software.hidden_data
-        backward = inputs.seconds + weights.seconds
         # sums run beside the last backward, and gathers of weights beside the next step's first forward
-        ahead = gather if method in ("zero1", "zero2") else 0.0
-        sums -= min(hidden * (sums - ahead), backward) + min(hidden * ahead, forward.seconds)
-        backward_data -= min(hidden * backward_data, backward)
-        sums_sequence -= min(hidden * sums_sequence, backward)
-        forward_data -= min(hidden * forward_data, forward.seconds)
-        update = updated * update_seconds(job, self.machine)
-        z_sums = self._z_sums(found, layers, last) if self.sums_once(choice) else 0.0
-        sums += updating
-        return Stage(forward, inputs, weights, forward_data, backward_data, sums, sums_sequence, z_sums, update)
+        backward = inputs.seconds + weights.seconds
+        return Stage(
+            forward, inputs, weights, exposed(over.forward, forward.seconds), exposed(over.backward, backward),
+            sums=exposed(over.sums, backward) + exposed(over.gathers, forward.seconds) + over.after,
+            sums_sequence=exposed(over.inside, backward),
+            sums_tensor=self._z_sums(found, layers, last) if self.sums_once(choice) else 0.0,
+            update=updated(self, choice, elements, experts) * update_seconds(self.job, self.machine),
+        )  # fmt: skip
 
     # Pipelines
 
     def edges(self, choice: Choice) -> list[float]:
         """Seconds of the message on each edge of the chain of stages."""
-        homes, tensor = self.homes(choice), math.prod(choice.box) * choice.ulysses
         boxes = choice.boxes or [choice.box] * choice.pipeline
-        ways = [(boxes[a], boxes[b], abs(b - a) * tensor) for a, b in itertools.pairwise(homes)]
+        ends = itertools.pairwise(self.homes(choice))
+        ways = [(boxes[a], boxes[b], self._distance(choice, abs(b - a))) for a, b in ends]
         known = {way: stage_messages.seconds(self.job, self.network, choice, *way) for way in set(ways) if way[2]}
         return [known.get(way, 0.0) for way in ways]
 
@@ -303,5 +273,3 @@ class Estimator(Division):
         tokens = samples * self.job.costs.context / (choice.ring * choice.ulysses)
         read = 8 * tokens / device.reading if device.reading else 0.0
         return samples * device.sample + read + 4 * 8 * tokens / device.bandwidth
-
-    # Memory

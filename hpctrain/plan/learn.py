@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TypeVar
 
-from hpctrain import files
-from hpctrain.config import Config, load_config
+from hpctrain.config import Config
 from hpctrain.plan.estimator import Estimator
 from hpctrain.plan.job import read
 from hpctrain.plan.machine import Learned, Machine
 from hpctrain.plan.prediction import predict
 
 WARM_UP = 2  # steps that a run is not judged by
-LARGEST = 1 << 28  # bytes of a run's metrics
 # Parts of a step as a run's metrics have them, and those of a prediction that they are.
 MEASURED = {
     "compute": ("compute", "optimizer"),
@@ -48,6 +44,8 @@ def compare(config: Config, machine: Machine, records: Sequence[Mapping]) -> dic
         raise ValueError(f"a run teaches from its step {WARM_UP + 1} on, got {len(records)} steps; train longer")
     job, choice = read(config)
     parts = Estimator(job, machine.crowded(config.ranks)).estimate(choice, rank=0).parts
+    if job.servers:  # rank 0 is a worker, which updates nothing
+        parts["optimizer"] = 0.0
     found = {"step": (predict(config, machine).seconds, statistics.median(record["seconds"] for record in judged))}
     for part, of in MEASURED.items():
         measured = (part, *ALSO.get(part, ()))
@@ -76,37 +74,19 @@ def of_last_job(records: Sequence[Record], ranks: Sequence[Mapping]) -> Sequence
     return records[max(0, len(records) - ranks[0]["steps"]) :] if ranks else records
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """The records of a run's metrics, without a line that is being written or was cut."""
-    records = []
-    for line in files.read_bounded(path, LARGEST).decode().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
-
-
-def read_run(folder: str | Path) -> tuple[Config, Sequence[dict]]:
-    """The configuration of a run folder, and the metrics of the last job, whose it is.
-
-    Raises:
-        ValueError, OSError: where it is no run folder.
-    """
-    config, path = load_config(Path(folder) / "config.toml"), Path(folder) / "ranks.json"
-    records = read_metrics(Path(folder) / "metrics.jsonl")
-    ranks = json.loads(files.read_bounded(path, LARGEST))["ranks"] if files.status(path) else []
-    return config, of_last_job(records, ranks)
-
-
-def learn(machine: Machine, runs: Iterable[str | Path]) -> tuple[Machine, dict[str, dict]]:
+def learn(
+    machine: Machine, runs: Mapping[str, tuple[Config, Sequence[Mapping]]]
+) -> tuple[Machine, dict[str, dict[str, tuple[float, float]]]]:
     """The machine whose parts take what they took in these runs, by the median over the runs, and of each run what
     `compare` says by the machine as it was.
 
+    Args:
+        runs: {name: (its configuration, its metrics)}
+
     Raises:
-        ValueError, OSError: as `read_run` and `compare`.
+        ValueError: as `compare`.
     """
-    found = {str(folder): compare(*_swap(read_run(folder), machine)) for folder in runs}
+    found = {name: compare(config, machine, records) for name, (config, records) in runs.items()}
     old = machine.learned
     factors = {}
     for part in LEARNED:
@@ -133,8 +113,3 @@ def with_learned(text: str, learned: Learned) -> str:
     lines = ["[learned]  # measured over predicted seconds, by `hpctrain plan --learn`"]
     lines += [f"{key} = {value if key == 'runs' else float(f'{value:.4g}')}" for key, value in changed.items()]
     return "\n".join([rest, "", *lines])
-
-
-def _swap(run, machine):
-    config, records = run
-    return config, machine, records

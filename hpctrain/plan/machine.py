@@ -98,7 +98,8 @@ class Machine:
         return not self.software.asynchronous and "fp16" not in self.peak
 
     def check_nodes(self, ranks: int, nodes: int = 1) -> None:
-        """
+        """Refuse ranks on several nodes where the file is of one node.
+
         Raises:
             ValueError: for ranks on more nodes than the one that the file is of, or so many that several must be meant.
         """
@@ -248,7 +249,8 @@ def _check(machine: Machine) -> None:
     }
     for name, value in positive.items():
         if not value > 0:
-            raise ValueError(f"{name} must be above 0, got {value}")
+            hint = "; delete the line in [learned]" if name.startswith("learned.") else ""
+            raise ValueError(f"{name} must be above 0, got {value}{hint}")
     if not machine.peak or not machine.link:
         raise ValueError(f"{'link' if machine.peak else 'peak'} is empty; see Machine")
     units = [link.unit for link in machine.link]

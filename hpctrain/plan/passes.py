@@ -92,7 +92,7 @@ class Box:
 
     def exchanges(self, to_inner: bool) -> tuple[int, int, int]:
         """Of forward, input gradient and weight gradient."""
-        x, y, z = self.x > 1, self.y > 1, self.z > 1
+        x, y, z = self.x > 1, self.y > 1, (self.z > 1) * (1 + self.plane)  # on a plane z gathers and sums
         return x + y + z, x + y + z, x + y + z if self.plane else x if to_inner else y
 
     def linear(self, n_in: int, n_out: int, to_inner: bool) -> tuple[list[float], list[float]]:

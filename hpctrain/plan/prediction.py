@@ -28,7 +28,7 @@ class Prediction:
         bytes: that the rank receives which receives the most, {axis: bytes}, as the ledger counts them; those of
             local SGD and of a parameter server with staleness are means over many steps.
         parts: seconds of the busiest rank: compute, data, tensor, sequence, expert (communication that nothing hides),
-            bubble, optimizer, reading, stragglers; their sum is `seconds`.
+            bubble (with sums between ranks of a pipeline), optimizer, reading, stragglers; their sum is `seconds`.
         bound_by: the largest part.
         settings: {"section.key": value} that make the configuration this one.
     """
@@ -95,7 +95,7 @@ def predicted(estimator: Estimator, choice: Choice, estimate: Estimate | None = 
 def received(job: Job, choice: Choice) -> dict[str, float]:
     """Bytes of the rank that receives the most, {axis: bytes}."""
     last = choice.pipeline - 1
-    alike = not (choice.boxes or choice.partition)  # all ranks but the ends
+    alike = not (choice.boxes or choice.partition or job.costs.dense_layers)  # all ranks but the ends
     ranks = sorted({0, min(1, last), last}) if alike else range(last + 1)
     roles = (False, True) if job.servers else (False,)
     each = (received_by(job, choice, rank, serves) for rank in ranks for serves in roles)

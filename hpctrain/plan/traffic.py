@@ -204,10 +204,10 @@ def step_traffic(
 
     # What other ranks hold too is received from each of them; activations and their gradients have one size.
     pipeline = messages(schedule, rank) * rows / x * width / y
-    homes = {stage: {home for (_, s), home in schedule.placement.items() if s == stage} for stage in range(stages)}
+    ends = [{home for (_, stage), home in schedule.placement.items() if stage == end} for end in (0, stages - 1)]
     if schedule.replicas > 1:
         shared = parameters
-    elif model.tied and (first or last) and homes[0] != homes[stages - 1]:
+    elif model.tied and (first or last) and ends[0] != ends[1]:
         shared = table
     else:
         shared = 0

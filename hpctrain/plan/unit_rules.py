@@ -134,9 +134,9 @@ class UnitGraph:
     def _mixing(self, work: Work) -> float:
         """Forward and backward of attention, and of products of activations that are written out."""
         box, machine = self.box, self.box.machine
-        forward = work.mixing / (box.rate * machine.device.attention)
-        forward += sum(box.scored(*each) for each in work.attention)
-        return machine.learned.compute * (1 + box.attention_backward) * forward
+        written = 3 * work.mixing / (box.rate * machine.device.attention)
+        fused = (1 + box.attention_backward) * sum(box.scored(*each) for each in work.attention)
+        return machine.learned.compute * (written + fused)
 
     def _elementwise(self, times: float, elements: float) -> float:
         nbytes, device = times * self.size * elements, self.box.machine.device

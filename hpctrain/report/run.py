@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.plan.learn import of_last_job, read_metrics
+from hpctrain.config import Config, load_config
+from hpctrain.plan.learn import of_last_job
 
 MIB = 2**20
 AXES = ("data", "sequence", "expert", "pipeline", "tensor")
@@ -33,10 +34,14 @@ class Run:
         return [record for record in self.records if record["loss"] is not None]
 
     @property
+    def last_job(self) -> Sequence[dict[str, Any]]:
+        """The records of the last job's steps."""
+        return of_last_job(self.records, self.ranks)
+
+    @property
     def steady(self) -> list[float]:
         """Tokens a second of the last job's steps but for the first tenth, in which caches fill."""
-        job = of_last_job(self.records, self.ranks) or self.records
-        speeds = [record["tokens_per_second"] for record in job]
+        speeds = [record["tokens_per_second"] for record in self.last_job or self.records]
         return speeds[-(-len(speeds) // 10) :] or speeds
 
 
@@ -48,9 +53,30 @@ def read(folder: Path) -> Run:
     path = folder / "metrics.jsonl"
     records = read_metrics(path) if path.is_file() else []
     if not records:
-        raise ValueError(f"{path} has no step yet; `hpctrain report` takes a run folder, such as runs/gpt2")
+        raise ValueError(f"{path} has no step yet; give a run folder, such as runs/gpt2")
     about = json.loads((folder / "ranks.json").read_text(encoding="utf-8")) if (folder / "ranks.json").exists() else {}
     return Run(folder, records, about.pop("ranks", []), about)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics, without a line that is being written or was cut."""
+    records = []
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return records
+
+
+def read_job(folder: Path) -> tuple[Config, Sequence[dict[str, Any]]]:
+    """The configuration of a run folder, and the metrics of the last job, whose it is.
+
+    Raises:
+        ValueError, OSError: where it is no run folder.
+    """
+    return load_config(folder / "config.toml"), read(folder).last_job
 
 
 def sentence(run: Run) -> str:

@@ -82,6 +82,7 @@ def measure(session: Session, world: MPI.Intracomm, steps: int) -> dict:
         "formula": work.received(session.config, rank) if known else None,
         "bound": work.bound(session.config, rank) if known else None,
         "memory": most_memory(session.device),
+        "memory_outside": memory_outside(session.device),
         "place": (socket.gethostname(), cores.identities(os.sched_getaffinity(0)), cores.find().quota),
         "used": used,
     }
@@ -102,6 +103,7 @@ def measure(session: Session, world: MPI.Intracomm, steps: int) -> dict:
         "bytes_formula": most["formula"],
         "bytes_bound": most["bound"],
         "memory": max(other["memory"] for other in everybody),
+        "memory_outside": max(other["memory_outside"] for other in everybody),
         "oversubscribed": oversubscribed([other["place"] for other in everybody], torch.get_num_threads()),
         "cores_lacking": cores_lacking(everybody, torch.get_num_threads()),
         "hosts": sorted({other["place"][0] for other in everybody}),
@@ -114,6 +116,15 @@ def measure(session: Session, world: MPI.Intracomm, steps: int) -> dict:
 def most_memory(device: torch.device) -> int:
     """Bytes that this rank has had at most: of the device's memory, with what the allocator keeps, or the host's."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else most_resident()
+
+
+def memory_outside(device: torch.device) -> int:
+    """Bytes of the device's memory that somebody has besides this rank's allocator: where nobody shares the device, the
+    driver's context, libraries, and NCCL's buffers."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def gemm_rate(world: MPI.Intracomm, session: Session, size: int = 1024, seconds: float = 0.3) -> float:

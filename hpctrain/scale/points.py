@@ -143,6 +143,6 @@ def _overrides(base, data, pipeline, box, weak):
             f"model.width={width}",
         ]
         for name in ("ffn", "head_width", "expert_ffn"):  # 0 follows the width by itself
-            if given := getattr(model, name):
+            if (given := getattr(model, name)) and width != model.width:
                 overrides.append(f"model.{name}={max(1, round(given * width / model.width / 4)) * 4}")
     return overrides
