@@ -25,7 +25,8 @@ def check_launcher(size: int) -> None:
         raise RuntimeError(
             f"the launcher started {started} ranks, but MPI sees one: mpirun and the MPI library that mpi4py loaded "
             "are of different makes; use the launcher that belongs to the library (`python -m mpi4py "
-            "--mpi-lib-version`), or the --mpi of srun that it knows (`srun --mpi=list`)"
+            "--mpi-lib-version`), or the --mpi of srun that it knows (`srun --mpi=list`); for runs of one rank each by "
+            "srun, unset SLURM_TASK_PID"
         )
 
 

@@ -156,12 +156,13 @@ def conclude(status: int, stop: Stop, requeues: bool) -> int:
     if task := os.environ.get("SLURM_ARRAY_TASK_ID"):  # of an array the number may be that of the whole
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
     done = "not begun" if unheard else "saved"
-    if job and not stop.reasons & set(ENDINGS) and not cancelled(job):
+    # scancel's signal may also come while Slurm is asked
+    if job and not stop.reasons & set(ENDINGS) and not cancelled(job) and not signal.sigpending() & set(ENDINGS):
         say(f"{done}; requeueing job {job}", file=1)
         if scontrol("requeue", job).returncode == 0:
             time.sleep(60)  # Slurm ends this job
         else:
-            say(f"job {job} is not in the queue; the same command with --resume goes on from there")
+            say(f"job {job} may not be in the queue (see squeue); the same command with --resume goes on from there")
     else:  # a cancelled job is not to come back
         say(f"{done}; the same command with --resume goes on from there", file=1)
     return status
@@ -177,14 +178,17 @@ def cancelled(job: str) -> bool:
 
 
 def scontrol(*arguments: str):
-    """What came of the command; where the controller does not answer, it is tried again."""
+    """What came of the command; where the controller does not answer, it is tried again, unless the job is ended."""
     import subprocess  # slow, and seldom wanted
 
     for left in reversed(range(TRIES)):
         done = subprocess.run(["scontrol", *arguments], check=False, capture_output=True, text=True)
+        if left < TRIES - 1 and "pending" in done.stderr:  # the controller did what it was asked before, unanswered
+            done.returncode = 0
         if done.returncode == 0 or not left or any(refusal in done.stderr for refusal in REFUSALS):
             break
-        time.sleep(PAUSE)
+        if signal.sigtimedwait(ENDINGS, PAUSE):
+            break
     if done.returncode:
         say(f"scontrol {' '.join(arguments)}: {done.stderr.strip() or f'status {done.returncode}'}")
     return done

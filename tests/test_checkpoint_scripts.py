@@ -78,10 +78,13 @@ def test_saved_and_loaded_on_another_grid(world, tmp_path):
         with pytest.raises(ValueError, match=message):
             ht.checkpoint.save(root, step, one.model, one.strategy, keep=keep)
     assert [path.name for path in root.glob("step-*")] == ["step-1"]
-    assert ht.checkpoint.save(root, np.int64(2), one.model, one.strategy, keep=1) == root / "step-2"
+    assert ht.checkpoint.save(root, np.int64(2), one.model, one.strategy, keep=np.int64(1)) == root / "step-2"
     if world.rank == 0:
         assert ht.checkpoint.verify(root / "latest").manifest.step == 2
         assert [path.name for path in root.glob("step-*")] == ["step-2"]
+        (root / "step-2").rename(root / "moved")
+        (root / "step-2").symlink_to("moved")
+        assert ht.checkpoint.verify(root / "step-2").manifest.step == 2
 
 
 class WithNothing(nn.Linear):

@@ -6,15 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
 
+from hpctrain import files
 from hpctrain.cli import main
-from hpctrain.data import ShardedTokens, documents, pack
+from hpctrain.data import ShardedTokens, corpus, documents, pack
 from hpctrain.data.corpus import read_text
 from hpctrain.data.documents import Fields
 from hpctrain.data.pack import validation_output
@@ -200,10 +203,27 @@ def test_what_is_damaged_is_refused(tmp_path, name, content, message):
 def test_a_field_of_text_is_refused(tmp_path):
     """Nothing would be read of it, and of prompts nothing masked."""
     (tmp_path / "a.txt").write_bytes(lines())
-    message = "--field text is of JSON Lines and Parquet, but no file of .*a.txt is called .json, .jsonl"
+    (tmp_path / "b.txt").write_bytes(lines())
+    message = r"fields \(text, id\) are read from JSON Lines and Parquet files, but no file of .*a.txt, .*b.txt ends"
+    sources, others = [str(tmp_path / "a.txt")], [str(tmp_path / "b.txt")]
     with pytest.raises(ValueError, match=message):
-        pack([str(tmp_path / "a.txt")], tmp_path / "data.h5", fields=Fields("text", "id"))
+        pack(sources, tmp_path / "data.h5", fields=Fields("text", "id"), validation_sources=others)
     assert list(tmp_path.glob("data*")) == []
+
+
+@pytest.mark.parametrize("content", ['{\n  "builder": "json"\n}\n', '[{"text": "one"}]', '[\n  {"text": "one"}\n]'])
+def test_a_configuration_beside_the_records(tmp_path, alone, content):
+    """As datasets and models have them; named, it is a mistake."""
+    folder, skipped = tmp_path / "in", []
+    folder.mkdir()
+    (folder / "a.json").write_bytes(lines())
+    (folder / "dataset_infos.json").write_text(content)
+    (folder / "empty.json").write_text("")
+    counts = pack([str(folder)], tmp_path / "data.h5", fields=FIELDS, skip=lambda *facts: skipped.append(facts))
+    assert (counts["documents"], skipped) == (5, [(f"{folder}/dataset_infos.json", "no JSON Lines")])
+    assert read(tmp_path / "data.h5") == alone
+    with pytest.raises(ValueError, match=r"^line 1 of .*infos.json is no.*; jq -c '.\[\]' turns an array into lines"):
+        pack([str(folder), str(folder / "dataset_infos.json")], tmp_path / "data.h5", fields=FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -295,36 +315,140 @@ def _runs(pid):
         return False
 
 
-def test_a_packing_that_is_told_to_end_leaves_nothing(tmp_path, monkeypatch):
-    """At a signal while HDF5 writes, which crashes when that raises."""
+@pytest.fixture
+def own_handler():
+    """Of SIGTERM: no signal of a packing reaches it, and afterwards it is there again."""
+
+    def fail(*_):
+        pytest.fail("the signal was not taken over")
+
+    before = signal.signal(signal.SIGTERM, fail)
+    yield
+    assert signal.signal(signal.SIGTERM, before) == fail
+
+
+def test_a_signal_before_the_first_document(tmp_path, monkeypatch, own_handler):
+    """Nothing is written yet: it ends at once."""
+
+    def below(folder):
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("it goes on")
+
+    monkeypatch.setattr(corpus, "_below", below)
+    with pytest.raises(SystemExit, match="143"):
+        main(["pack", str(tmp_path), "-o", str(tmp_path / "d.h5")])
+
+
+def test_a_signal_while_hdf5_writes(tmp_path, monkeypatch, own_handler):
+    """HDF5 crashes when a handler raises there."""
     (tmp_path / "a.txt").write_text("0123456789abcde\n" * 600_000)  # more than its cache of chunks holds
-    write, usual = os.pwrite, signal.getsignal(signal.SIGTERM)
+    seek, sent = files.Disk.seek, []
 
-    def told(file, content, place):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return write(file, content, place)
+    def signalled(self, *place):
+        if not sent:
+            sent.append("sent")
+            signal.raise_signal(signal.SIGTERM)
+            sent.append("kept")
+        return seek(self, *place)
 
-    monkeypatch.setattr(os, "pwrite", told)
+    monkeypatch.setattr(files.Disk, "seek", signalled)
+    with pytest.raises(SystemExit, match="143"):
+        main(["pack", str(tmp_path / "a.txt"), "-o", str(tmp_path / "d.h5")])
+    assert sent == ["sent", "kept"]
+    assert list(tmp_path.glob("d*")) == []
+
+
+def test_a_signal_while_records_are_skipped(tmp_path, monkeypatch, own_handler):
+    """All that follow, which may be many."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + "{}\n" * 5)
+    problem, seen = documents._problem, []
+
+    def signalled(record, name):
+        seen.append(record)
+        if len(seen) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return problem(record, name)
+
+    monkeypatch.setattr(documents, "_problem", signalled)
+    with pytest.raises(SystemExit, match="143"):
+        main(["pack", str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "d.h5"), "--field", "text"])
+    assert len(seen) == 3
+    assert list(tmp_path.glob("d*")) == []
+
+
+def test_a_signal_that_ends_the_processes(tmp_path, monkeypatch, own_handler):
+    """As they begin, for instance: no error of theirs."""
+    (tmp_path / "a.txt").write_text("one")
+
+    def broken(pieces, *_):
+        yield from ()
+        next(pieces)
+        signal.raise_signal(signal.SIGTERM)
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(sys.modules["hpctrain.data.pack"], "encoded", broken)
     with pytest.raises(SystemExit, match="143"):
         main(["pack", str(tmp_path / "a.txt"), "-o", str(tmp_path / "d.h5")])
     assert list(tmp_path.glob("d*")) == []
-    assert signal.getsignal(signal.SIGTERM) == usual
 
 
-def test_processes_end_with_a_killed_parent(tmp_path):
+@pytest.mark.parametrize("count", [2, 3])
+def test_signals_after_the_last_document(tmp_path, monkeypatch, own_handler, count):
+    """What is left to do is short, but the third signal ends it all the same; `timeout` sends two."""
+    (tmp_path / "a.txt").write_text("one")
+    sync, synced = files.sync, []
+
+    def signalled(path):
+        synced.append(path)
+        for _ in range(count if len(synced) == 1 else 0):
+            signal.raise_signal(signal.SIGTERM)
+        sync(path)
+
+    monkeypatch.setattr(files, "sync", signalled)
+    command = ["pack", str(tmp_path / "a.txt"), "-o", str(tmp_path / "d.h5")]
+    if count == 2:
+        assert main(command) == 0
+        assert len(read(tmp_path / "d.h5")) == 4
+    else:
+        with pytest.raises(SystemExit, match="143"):
+            main(command)
+        assert list(tmp_path.glob("d*")) == []
+
+
+def test_packing_in_a_thread(tmp_path):
+    """Which cannot set handlers of signals."""
+    (tmp_path / "a.txt").write_text("one")
+    status = []
+    command = ["pack", str(tmp_path / "a.txt"), "-o", str(tmp_path / "d.h5")]
+    thread = threading.Thread(target=lambda: status.append(main(command)))
+    thread.start()
+    thread.join()
+    assert status == [0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_processes_end_with_their_parent(tmp_path, number):
+    """When it is killed; and at a signal to them all, which is no error of theirs."""
     (tmp_path / "a.txt").write_text("0123456789abcde\n" * 1_000_000)
     script = "import sys; from hpctrain.cli import main\nif __name__ == '__main__': sys.exit(main(sys.argv[1:]))"
     (tmp_path / "run.py").write_text(script)
     command = [sys.executable, str(tmp_path / "run.py"), "pack", str(tmp_path / "a.txt"), "-o", str(tmp_path / "d.h5")]
-    job = subprocess.Popen([*command, "--processes", "2"])
+    command += ["--processes", "2"]
+    job = subprocess.Popen(command, start_new_session=True, stderr=(tmp_path / "stderr").open("w"))
     children, deadline = f"/proc/{job.pid}/task/{job.pid}/children", time.monotonic() + 60
     started = []
     while not list(tmp_path.glob("d-*")) or len(started) < 2:
         assert time.monotonic() < deadline
         started = open(children).read().split()
         time.sleep(0.01)
-    job.send_signal(signal.SIGKILL)
-    job.wait()
+    if number == signal.SIGKILL:
+        job.kill()
+    else:
+        os.killpg(job.pid, number)
+    status = job.wait()
+    if number == signal.SIGTERM:
+        assert status == 143, (tmp_path / "stderr").read_text()
+        assert list(tmp_path.glob("d*")) == []
     while any(_runs(pid) for pid in started):
         assert time.monotonic() < deadline
         time.sleep(0.05)

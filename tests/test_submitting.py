@@ -101,9 +101,9 @@ def test_a_busy_controller_is_not_the_end_of_a_job(tmp_path, scontrol, monkeypat
     facts = f"JobId=7 JobName=a\n   JobState=%s Reason=None\n   ExitCode=%s\n   StdOut={log}\n   Power=\n\nJobId=8\n"
     scontrol(BUSY, facts % ("RUNNING", "0:0"), BUSY, facts % ("FAILED", "3:0"))
     assert follow.follow("7") == 3
-    told = capsys.readouterr()
-    assert told.out == "step 1\n"
-    assert [line.removeprefix("job 7: ").split()[0] for line in told.err.splitlines()] == [
+    printed = capsys.readouterr()
+    assert printed.out == "step 1\n"
+    assert [line.removeprefix("job 7: ").split()[0] for line in printed.err.splitlines()] == [
         "no",
         "RUNNING",
         "no",
@@ -181,10 +181,13 @@ def test_a_script_of_one_s_own(tmp_path, queue, monkeypatch, capsys, chosen):
         assert (status, said.out.split()[-1]) == (0, str(script))
 
 
-def test_a_job_that_is_warned_at_its_start(tmp_path, queue, capsys):
+@pytest.mark.parametrize(
+    "options", ["--signal=B:USR1@120", "--signal B:USR1@120", "--time=5 --signal=B:USR1@120 --nodes=1"]
+)
+def test_a_job_that_is_warned_at_its_start(tmp_path, queue, capsys, options):
     """It would be requeued for ever; what sbatch does not read it refuses itself."""
     with (tmp_path / "jobs/train.sbatch").open("a") as script:
-        script.write("#SBATCH --signal=B:USR1@120\n")
+        script.write(f"#SBATCH {options}\n")
     for limit in ("3", "2:01"):
         assert queue("--time", limit) == 2
         said = capsys.readouterr().err
@@ -192,6 +195,10 @@ def test_a_job_that_is_warned_at_its_start(tmp_path, queue, capsys):
     assert submitted.read() == []
     for limit in ("3:01", "0", "soon"):
         assert queue("--time", limit) == 0
+    own = tmp_path / "jobs/own.sbatch"
+    for line, status in (("", 0), ("#SBATCH --requeue\n", 2)):
+        own.write_text(f"#SBATCH {options}\n{line}")
+        assert main(["submit", str(own), "--time", "3"]) == status
 
 
 @pytest.fixture
@@ -255,6 +262,10 @@ def test_a_plan_is_part_of_the_job(tmp_path, queue, capsys, monkeypatch):
     assert made.run.steps == 7
     best = search(load_config(tmp_path / "run.toml", ["run.steps=7"]), 4, "cpu-cluster", 1)[0]
     assert predict(made, "cpu-cluster") == best
+    # a machine of one node, on which more ranks than cores were measured
+    machine = written(tmp_path, figures(1), figures(2), figures(4))
+    assert queue("--plan", "auto", "--machine", str(machine), "--dry-run", "--ranks", "4") == 0
+    assert {"--ntasks=4", "--nodes=1"} <= {*shlex.split(capsys.readouterr().out)}
     # whole nodes of the machine, measured by a file here
     source = Path(plan.__file__).parent / "machines/cpu-cluster.toml"
     (tmp_path / "mine.toml").write_text(

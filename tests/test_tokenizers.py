@@ -63,7 +63,7 @@ def test_a_word_that_is_not_known(tmp_path):
 def test_a_sentencepiece_model(tmp_path):
     """It is no text at all."""
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02\n\x0b\n\x04\xff\xfe")
-    with pytest.raises(ValueError, match=r"which .*tokenizer.model is not; transformers writes the tokenizer.json"):
+    with pytest.raises(ValueError, match=r"which .*tokenizer.model is not, as it is no UTF-8 text; if it is a Sentenc"):
         tokenizer_from_option(tmp_path / "tokenizer.model")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import operator
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,8 +46,7 @@ class Checkpointer:
     def __init__(self, root: Path, world: MPI.Intracomm | comm.WatchedComm, keep: int = 2, background: bool = True):
         if sys.byteorder != "little":
             raise ValueError("checkpoints hold little-endian numbers, this machine's are big-endian")
-        if not isinstance(keep, int) or keep < 1:  # 0 would delete the checkpoint that was just saved
-            raise ValueError(f"keep must be an integer of at least 1, got {keep!r}")
+        keep = checked_int("keep", keep, 1)  # 0 would delete the checkpoint that was just saved
         self.root, self.world, self.keep, self.background = root, world, keep, background
         self._stalled = 0.0
         self.saved: int | None = None
@@ -214,6 +215,14 @@ class Checkpointer:
             return next(iter(folder.steps(self.root)), None)
         except OSError:
             return None
+
+
+def checked_int(name: str, value: Any, least: int) -> int:
+    """`value` as an int, which one of NumPy is not. Raises ValueError where it is no integer of at least `least`."""
+    with contextlib.suppress(TypeError):
+        if (number := operator.index(value)) >= least:
+            return number
+    raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
 def _read(path: Path | None) -> Node | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import operator
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 
 from hpctrain import comm
-from hpctrain.checkpoint.checkpointer import Checkpointer
+from hpctrain.checkpoint.checkpointer import Checkpointer, checked_int
 from hpctrain.checkpoint.manifests import Manifest
 from hpctrain.checkpoint.training_state import TrainingState
 from hpctrain.data_parallel import DataParallelStrategy
@@ -30,19 +28,19 @@ def save(
 
     Args:
         about: whatever JSON holds; `load` gives it back, in the manifest.
-        keep: older checkpoints in `root` are deleted but for so many newest, this one among them, once it has been
-            read back.
+        keep: number of newest checkpoints that stay, this one included; older ones in `root` are deleted once it has
+            been read back.
 
     Raises:
         ValueError: on every rank, where it could not be written, as on a full disk, of which nothing is left then;
-            where `root` has a checkpoint of this step or a later one; for a `step` that is no integer of at least 0,
-            and a `keep` of at least 1; for an `about` that JSON does not hold; for an optimizer that counts in its
+            where `root` has a checkpoint of this step or a later one; where `step` is not an integer of at least 0 or
+            `keep` not one of at least 1; for an `about` that JSON does not hold; for an optimizer that counts in its
             `param_groups`.
     """
     root = Path(root)
     about = {"grid": strategy.grid.shape, **(about or {})}
-    with comm.together(strategy.grid.comm):
-        step = _checked(step)
+    with comm.together(strategy.grid.world):
+        step = checked_int("step", step, 0)
         checkpointer = Checkpointer(root, strategy.grid.comm, keep, background=False)
         try:
             json.dumps(about)
@@ -56,14 +54,6 @@ def save(
     if error := checkpointer.save(step, TrainingState(model, strategy), about):
         raise ValueError(f"no checkpoint of {error}")
     return root / f"step-{step}"
-
-
-def _checked(step: Any) -> int:
-    """As an int, which names the folder and goes into JSON; one of NumPy is none."""
-    with contextlib.suppress(TypeError):
-        if (number := operator.index(step)) >= 0:
-            return number
-    raise ValueError(f"step must be an integer of at least 0, got {step!r}")
 
 
 def load(root: str | os.PathLike, model: torch.nn.Module, strategy: DataParallelStrategy) -> Manifest | None:

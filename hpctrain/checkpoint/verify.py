@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.checkpoint import checks, holders, index, shards
+from hpctrain.checkpoint.folder import LATEST
 from hpctrain.checkpoint.index import Node
 from hpctrain.checkpoint.manifests import HOLDERS, NAME, SUM
 from hpctrain.checkpoint.pieces import Corrupt, File, Tensors
@@ -23,7 +24,9 @@ def verify(path: str | os.PathLike) -> Node:
     Raises:
         Corrupt: naming the file that is wrong.
     """
-    path = Path(path).resolve()  # `latest` is a link
+    path = Path(path)
+    if path.name == LATEST and path.is_symlink():
+        path = path.parent / os.readlink(path)
     node = index.read(path)
     known = {NAME, SUM, HOLDERS}
     bounds: dict[str, list[np.ndarray]] = {name: [] for name in node.manifest.tensors}

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 
 SUMMARY = "pack text into checksummed HDF5 token shards"
@@ -43,6 +44,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from concurrent.futures.process import BrokenProcessPool
+
     from rich.progress import Progress
 
     from hpctrain import files
@@ -58,47 +61,76 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"{path} exists; --force takes its place, or choose another output")
     skipped: dict[str, list[str]] = {}
     tokenizer = tokenizer_from_option(options.tokenizer)
-    with noted_endings() as heard, Progress(disable=not sys.stdout.isatty()) as bar:
+    with deferred_signals() as signals, Progress(disable=not sys.stdout.isatty()) as bar:
         task, shown = bar.add_task("packing"), -1
 
         def advance(done: int, total: int) -> None:
             nonlocal shown
-            if heard:
-                sys.exit(128 + heard[0])
+            signals.writing = True
+            signals.act()
             if done > shown:
                 bar.update(task, completed=done, total=total)
                 shown = done
 
-        counts = pack(
-            options.text,
-            output,
-            tokenizer,
-            options.shard_tokens,
-            progress=advance,
-            replace=options.force,
-            fields=fields,
-            processes=options.processes,
-            validation=options.validation_split,
-            validation_sources=options.validation,
-            skip=lambda place, why: skipped.setdefault(why, []).append(place),
-        )
+        def skip(place: str, why: str) -> None:
+            signals.act()
+            skipped.setdefault(why, []).append(place)
+
+        try:
+            counts = pack(
+                options.text,
+                output,
+                tokenizer,
+                options.shard_tokens,
+                progress=advance,
+                replace=options.force,
+                fields=fields,
+                processes=options.processes,
+                validation=options.validation_split,
+                validation_sources=options.validation,
+                skip=skip,
+            )
+        except BrokenProcessPool:  # the signal went to the whole process group
+            signals.act()
+            raise
     for why, places in skipped.items():
         more = f", and {len(places) - SHOWN:,} more" if len(places) > SHOWN else ""
         print(f"skipped, {why}: {', '.join(places[:SHOWN])}{more}", file=sys.stderr)
     print(", ".join(f"{count:,} {what}" for what, count in counts.items()) + f" in {output}")
 
 
+class DeferredSignals:
+    """Signals that ask to end. While HDF5 may be `writing` they are kept until `act`, as it calls Python, and crashes
+    where a handler raises. The third ends at once all the same; `timeout` sends its signal twice."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.writing = False
+
+    def receive(self, number: int, _: object) -> None:
+        self.received.append(number)
+        if not self.writing or len(self.received) > 2:
+            sys.exit(128 + number)
+
+    def act(self) -> None:
+        if self.received:
+            sys.exit(128 + self.received[0])
+
+
 @contextlib.contextmanager
-def noted_endings() -> Iterator[list[int]]:
-    """The signals heard that ask for an end. Handlers that raised would crash HDF5, which calls Python to write."""
-    heard: list[int] = []
-    endings = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    usual = {number: signal.getsignal(number) for number in endings}
-    for number in endings:
-        if usual[number] != signal.SIG_IGN:  # as by nohup
-            signal.signal(number, lambda number, _: heard.append(number))
+def deferred_signals() -> Iterator[DeferredSignals]:
+    """In the main thread, the only one that may set handlers."""
+    signals = DeferredSignals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in usual.items():
+        if handler not in (signal.SIG_IGN, None):  # ignored as by nohup, or handled outside of Python
+            signal.signal(number, signals.receive)
     try:
-        yield heard
+        yield signals
     finally:
         for number, handler in usual.items():
-            signal.signal(number, handler)
+            if handler is not None:
+                signal.signal(number, handler)

@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
     if options.array and options.follow:
         raise ValueError("--follow shows one log, but --array has one a task; see `hpctrain jobs`")
     given = options.arguments + {"": [], "must": ["--resume"], "auto": ["--resume=auto"]}[options.resume]
-    from hpctrain.slurm.script import check_time, checkout, configurations
+    from hpctrain.slurm.script import checkout, configurations
+    from hpctrain.slurm.time_limit import check_time
 
     if options.time:
         check_time(script, options.time)
@@ -118,11 +119,13 @@ def plan(configs: list[Config | None], options: argparse.Namespace) -> list[str]
     if ranks is None:
         ranks = options.nodes * machine.node if options.nodes else config.ranks
     if options.nodes is None:
-        options.nodes = -(-ranks // machine.node)
+        # more ranks than cores may have been measured on a machine of one node
+        occupied = [each.ranks for each in machine.occupied] if len(machine.link) == 1 else []
+        options.nodes = -(-ranks // max([machine.node, *occupied]))
     machine.check_nodes(ranks, options.nodes)
     best, *_ = search(config, ranks, machine, 1, options.precision, options.keep)
-    told = f"plan for {ranks} ranks of {machine.name}: {best.describe()}\n  {' '.join(best.overrides)}"
-    print(told, file=sys.stderr, flush=True)
+    summary = f"plan for {ranks} ranks of {machine.name}: {best.describe()}\n  {' '.join(best.overrides)}"
+    print(summary, file=sys.stderr, flush=True)
     return [*best.overrides, f"run.machine={resolved(name)}"]
 
 

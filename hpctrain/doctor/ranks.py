@@ -36,8 +36,8 @@ def main() -> None:
         import cupy
 
         facts["cupy"] = cupy.__version__
-    except ImportError:
-        pass  # reported as None
+    except Exception:  # a broken CuPy is reported as none
+        pass
     if world.rank == 0:
         print("hpctrain" + json.dumps(facts), flush=True)
 

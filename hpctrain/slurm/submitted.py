@@ -37,8 +37,8 @@ def add(jobs: list[Submitted]) -> None:
 
 
 def note(job: str, jobs: list[Submitted]) -> None:
-    """As `add`, of a job that Slurm has by now: where they cannot be written, as in a full home folder, it is warned
-    of."""
+    """Like `add`, for a job that Slurm has accepted: prints a warning where the file cannot be written, as in a full
+    home folder."""
     try:
         add(jobs)
     except OSError as error:

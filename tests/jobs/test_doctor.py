@@ -35,10 +35,10 @@ def test_what_would_make_training_fail(settings, text, monkeypatch, capsys):
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     assert main(["doctor"]) == 1
-    told = capsys.readouterr().out
-    (line,) = [line for line in told.splitlines() if text in line]
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if text in line]
     assert line.startswith("error")
-    assert told.splitlines()[told.splitlines().index(line) + 1].strip().startswith("->")
+    assert lines[lines.index(line) + 1].strip().startswith("->")
 
 
 DIRECT = "given to MPI directly (MPIX_Query_cuda_support() = 1)"
@@ -52,6 +52,10 @@ STAGED = "staged through pinned host memory (no sign of CUDA support in this MPI
         (
             {"devices": 4, "transport": DIRECT, "cupy": "14"},
             {"GPU": "ok", "CUDA awareness": "ok", "CuPy": "ok"},
+        ),
+        (
+            {"devices": 4, "transport": DIRECT, "cupy": None},
+            {"GPU": "ok", "CUDA awareness": "ok"},
         ),
         (
             {"devices": 4, "transport": STAGED, "cupy": "14"},

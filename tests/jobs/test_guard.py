@@ -15,6 +15,7 @@ pytestmark = pytest.mark.job
 
 TASK = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
 BUSY = "slurm_load_jobs error: Socket timed out on send/recv operation"
+NOT_QUEUED = "job 7_3 may not be in the queue (see squeue); the same command with --resume goes on from there\n"
 RESUME = "saved; the same command with --resume goes on from there"
 WARNED = """
 trap 'echo warned; ((++times))' USR1
@@ -29,19 +30,22 @@ def guarded(tmp_path):
     """guarded(script, ...) starts a script in the place of the ranks, by supervise.sh; it has said "up"."""
     jobs = []
 
-    def begin(script, program="jobs/supervise.sh", up=True, state="RUNNING", busy=0, **environment):
+    def begin(
+        script, program="jobs/supervise.sh", up=True, state="RUNNING", busy=0, cancelled="",
+        answer="Requested operation is presently disabled", **environment,
+    ):  # fmt: skip
         path = tmp_path / "ranks.sh"
         path.write_text(script)
         scontrol = tmp_path / "scontrol"
         scontrol.write_text(f"""#!/bin/sh
-echo >>{tmp_path}/$1
+echo "$*" >>{tmp_path}/$1
+[ "$1" != "{cancelled}" ] || kill -TERM $PPID
 if [ $(wc -l <{tmp_path}/$1) -le {busy} ]; then
     echo "{BUSY}" >&2
     exit 1
 fi
 [ "$1 $2" = "show job" ] && exec echo "JobId=$3 JobState={state} Reason=None"
-echo "asked to $*" >/proc/$PPID/fd/1
-echo "Requested operation is presently disabled for job $2" >&2
+echo "{answer} for job $2" >&2
 exit 1
 """)  # the real one ends the job
         scontrol.chmod(0o755)
@@ -69,7 +73,8 @@ exit 1
 
 @pytest.fixture
 def impatient(tmp_path):
-    """supervise.sh with a guard that tells the ranks again, and ends them, after a second, and asks Slurm at once."""
+    """supervise.sh with a guard that tells the ranks again, and ends them, after a second, and does not pause between
+    its questions to Slurm."""
     shutil.copytree(ROOT / "jobs", tmp_path / "checkout/jobs")
     (tmp_path / "checkout/hpctrain").symlink_to(ROOT / "hpctrain")
     guard = tmp_path / "checkout/jobs/guard.py"
@@ -77,16 +82,22 @@ def impatient(tmp_path):
     assert "AGAIN = 5.0" in text
     assert "TOO_LONG = 10.0" in text
     assert "TRIES, PAUSE = 6, 5.0" in text
-    text = text.replace("TRIES, PAUSE = 6, 5.0", "TRIES, PAUSE = 6, 0.0")
+    assert "time.sleep(60)" in text
+    text = text.replace("TRIES, PAUSE = 6, 5.0", "TRIES, PAUSE = 6, 0.0").replace("time.sleep(60)", "time.sleep(0)")
     guard.write_text(text.replace("AGAIN = 5.0", "AGAIN = 1.0").replace("TOO_LONG = 10.0", "TOO_LONG = 1.0"))
     return str(tmp_path / "checkout/jobs/supervise.sh")
+
+
+def asked(tmp_path, question):
+    """The arguments of scontrol, each time."""
+    return (tmp_path / question).read_text().splitlines() if (tmp_path / question).exists() else []
 
 
 @pytest.mark.parametrize(
     ("slurm", "number", "said"),
     [
         ({}, signal.SIGUSR1, RESUME),
-        (TASK, signal.SIGUSR1, "saved; requeueing job 7_3\nasked to requeue 7_3\n"),  # not 7, which is the whole array
+        (TASK, signal.SIGUSR1, "saved; requeueing job 7_3\n"),
         *((TASK, number, RESUME) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),  # is not to come back
     ],
 )
@@ -99,35 +110,59 @@ def test_the_warning_reaches_the_ranks(guarded, impatient, slurm, number, said, 
         elif number:
             job.send_signal(number)
         assert job.stdout.readline() == "warned\n"
-    told = job.stdout.read()
-    assert said in told
-    assert ("requeue" in told) == ("requeue" in said)
+    output = job.stdout.read()
+    assert said in output
+    assert ("requeue" in output) == ("requeue" in said)
+    assert asked(tmp_path, "requeue") == ["requeue 7_3"] * ("requeue" in said)  # not 7, which is the whole array
     assert job.wait(10) == 85
     assert (tmp_path / "stderr").read_text().count("are told to save and to stop after their step") == 1
 
 
 @pytest.mark.parametrize(("state", "back"), [("RUNNING", True), ("CANCELLED", False), ("TIMEOUT", False)])
-def test_ranks_that_end_before_the_guard_hears_why(guarded, state, back):
+def test_ranks_that_end_before_the_guard_hears_why(guarded, state, back, tmp_path):
     """Slurm signals a job's processes one after another; a cancelled job is not to come back."""
     job = guarded("echo up\nexit 85\n", state=state, **TASK)
     output = job.stdout.read()
-    assert ("requeueing job 7_3\nasked to requeue 7_3\n" in output, RESUME in output) == (back, not back)
+    assert ("requeueing job 7_3\n" in output, RESUME in output) == (back, not back)
+    assert asked(tmp_path, "requeue") == ["requeue 7_3"] * back
     assert job.wait(10) == 85
 
 
 @pytest.mark.parametrize("busy", [5, 6])
 def test_a_controller_that_is_busy(guarded, impatient, busy, tmp_path):
-    """Is asked six times, of either thing; then it is said."""
+    """Each question is tried six times; the last error is printed."""
     job = guarded("echo up\nexit 85\n", impatient, busy=busy, **TASK)
     output = job.stdout.read()
     assert job.wait(10) == 85
-    told = (tmp_path / "stderr").read_text()
+    errors = (tmp_path / "stderr").read_text()
+    assert asked(tmp_path, "show") == ["show job 7_3"] * 6
     if busy == 6:
         assert RESUME in output
-        assert f"guard.py: scontrol show job 7_3: {BUSY}\n" in told
+        assert f"guard.py: scontrol show job 7_3: {BUSY}\n" in errors
     else:
-        assert "saved; requeueing job 7_3\nasked to requeue 7_3\n" in output
-        assert "job 7_3 is not in the queue; the same command with --resume goes on from there\n" in told
+        assert "saved; requeueing job 7_3\n" in output
+        assert asked(tmp_path, "requeue") == ["requeue 7_3"] * 6
+        assert NOT_QUEUED in errors
+
+
+@pytest.mark.parametrize(
+    ("question", "busy", "tries"), [("show", 0, (1, 0)), ("show", 5, (1, 0)), ("requeue", 1, (2, 1))]
+)
+def test_a_job_that_is_cancelled_while_slurm_is_asked(guarded, impatient, question, busy, tries, tmp_path):
+    """It is not to come back: no question is asked again, and none is asked that would put it back."""
+    job = guarded("echo up\nexit 85\n", impatient, busy=busy, cancelled=question, **TASK)
+    assert (RESUME in job.stdout.read()) == (question == "show")
+    assert job.wait(10) == 85
+    assert (len(asked(tmp_path, "show")), len(asked(tmp_path, "requeue"))) == tries
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_requeue_that_is_answered_too_late(guarded, impatient, busy, tmp_path):
+    """The controller took the first try: asked again, it says that the job is in the queue already."""
+    job = guarded("echo up\nexit 85\n", impatient, busy=busy, answer="Job is pending execution", **TASK)
+    assert "saved; requeueing job 7_3\n" in job.stdout.read()
+    assert job.wait(10) == 85
+    assert (NOT_QUEUED in (tmp_path / "stderr").read_text()) == (not busy)
 
 
 def test_without_slurm_s_commands(guarded, tmp_path):
@@ -197,10 +232,11 @@ def test_before_the_ranks_can_hear(guarded, program, status, tmp_path):
     """They are killed by the signal, and have saved nothing: said, and by a batch job begun once more."""
     job = guarded("echo up\nexec sleep 60\n", program, **TASK)
     job.send_signal(signal.SIGUSR1)
-    told = job.stdout.read()
+    output = job.stdout.read()
     assert job.wait(10) == status
     assert "nothing was saved since they were started" in (tmp_path / "stderr").read_text()
-    assert ("not begun; requeueing job 7_3\nasked to requeue 7_3\n" in told) == (status == 85)
+    assert ("not begun; requeueing job 7_3\n" in output) == (status == 85)
+    assert asked(tmp_path, "requeue") == ["requeue 7_3"] * (status == 85)
 
 
 def test_what_is_ignored_stays_so(guarded):
