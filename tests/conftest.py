@@ -136,3 +136,11 @@ def case(request):
     if ranks_named.takes_few(request.node, RANKS):
         return max(lists, key=lambda places: places[1])[0]
     return sum(at for at, _ in lists)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A configuration file that leaves everything at its default."""
+    path = tmp_path / "job.toml"
+    path.write_text("")
+    return path

@@ -26,19 +26,19 @@ def test_operation_shape_type_and_line(world):
     x = torch.zeros(4, 3)
     reduce, line = (lambda axis: comm.all_reduce(x, axis)), caller().split(":")[1]
     last = world.size - 1
-    told = differing(grid, reduce, lambda axis: comm.all_gather(x, axis))
+    message = differing(grid, reduce, lambda axis: comm.all_gather(x, axis))
     if world.size > 2:
-        assert told.startswith(f"along x: rank {last} calls all_gather(float32 4×3) at ")
-    assert f"all_reduce(float32 4×3) at {'/'.join(__file__.split('/')[-3:])}:{line}" in told
+        assert message.startswith(f"along x: rank {last} calls all_gather(float32 4×3) at ")
+    assert f"all_reduce(float32 4×3) at {'/'.join(__file__.split('/')[-3:])}:{line}" in message
     for there, said in {
         "shape": (lambda axis: comm.all_reduce(x[:3], axis), "all_reduce(float32 3×3)"),
         "type": (lambda axis: comm.all_reduce(x.double(), axis), "all_reduce(float64 4×3)"),
         "root": (lambda axis: comm.broadcast(x, axis, root=1), "broadcast(float32 4×3, 1)"),
         "line": (lambda axis: comm.all_reduce(x, axis), "all_reduce(float32 4×3)"),
     }.values():
-        told = differing(grid, reduce, there)
-        assert f"rank {last} calls {said} at " in told or world.size == 2
-        assert said in told
+        message = differing(grid, reduce, there)
+        assert f"rank {last} calls {said} at " in message or world.size == 2
+        assert said in message
 
 
 @pytest.mark.ranks(2)

@@ -283,7 +283,7 @@ def test_gradients_that_are_there_before_backward(world, zero):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("sizes", "zero"), [({"tensor": 2}, None), ({"data": 2}, 1)])
 def test_a_norm_that_is_no_number(world, sizes, zero):
-    """All gradients become none, as torch's function makes them."""
+    """All gradients are NaN then, as torch's function makes them."""
     torch.manual_seed(0)
     model = ht.parallelize(nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)]), ht.Grid(**sizes), zero=zero)
     x = torch.ones(2, 3)

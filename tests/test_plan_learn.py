@@ -256,7 +256,7 @@ def test_a_run_that_went_on_on_another_grid(tmp_path):
     before = [{"seconds": 77.0, "time": dict.fromkeys(PARTS, 77.0)}] * 9
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*before, *job]))
     ranks = [{"steps": 5, "memory": 1, "device_memory": 0, "bytes_received": {}}] * 2
-    assert read_job(folder)[1] == [*before, *job]  # where the last job was killed before it told
+    assert read_job(folder)[1] == [*before, *job]  # where the last job was killed before it reported
     (folder / "ranks.json").write_text(json.dumps({"ranks": ranks}))
     assert read_job(folder)[1] == job
     assert outcome(config, machine, [*before, *job], ranks).seconds == compare(config, machine, job)

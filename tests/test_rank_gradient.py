@@ -56,6 +56,16 @@ def serial(weights, optimizer, steps=3, clip=CLIP):
     return w
 
 
+def summed(ranks):
+    """Each grid whose ranks sum gradients, and a model whose gradients they have summed."""
+    for grid in grids(ranks):
+        if needs_sum(grid):
+            model = model_of(grid)
+            backward(model, grid)
+            ht.sync_gradients(model, grid)
+            yield grid, model
+
+
 def needs_sum(grid):
     """Whether some weight's gradient is a partial sum: those of norms are over z and x."""
     return grid.data.size * grid.tensor.x.size * grid.tensor.z.size > 1
@@ -160,12 +170,7 @@ def test_what_needs_the_whole_gradient_is_refused(world, use, strategy):
 
 def test_a_copy_that_a_gradient_is_added_to(world):
     """Of one which is not summed: as little summed. States of torch's optimizers are ordinary tensors."""
-    for grid in grids(world.size):
-        if not needs_sum(grid):
-            continue
-        model = model_of(grid)
-        backward(model, grid)
-        ht.sync_gradients(model, grid)
+    for grid, model in summed(world.size):
         kept = {p: p.grad.clone() for p in model.parameters()}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer.step()
@@ -181,12 +186,7 @@ def test_a_copy_that_a_gradient_is_added_to(world):
 
 def test_copies_are_as_their_sources(world):
     """Deep ones too; what is copied to one of a sum, and zeros, of which any number add up to zeros."""
-    for grid in grids(world.size):
-        if not needs_sum(grid):
-            continue
-        model = model_of(grid)
-        backward(model, grid)
-        ht.sync_gradients(model, grid)
+    for grid, model in summed(world.size):
         kept = {p: p.grad.clone() for p in model.parameters() if p.shard.divided}  # other sums are ordinary tensors
         model.zero_grad()
         backward(model, grid)

@@ -24,13 +24,6 @@ from hpctrain.scale.summary import summarise
 BASE = ["model.layers=2", "model.width=64", "model.heads=4", "train.batch=6", "train.microbatches=2"]
 
 
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "job.toml"
-    path.write_text("")
-    return path
-
-
 @pytest.mark.parametrize(
     ("mode", "vary", "expected"),  # (ranks, data, pipeline, box, batch, layers, width) of each point
     [

@@ -11,13 +11,6 @@ from hpctrain.scale import work
 from hpctrain.scale.points import points
 
 
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "job.toml"
-    path.write_text("")
-    return path
-
-
 @pytest.mark.parametrize(
     ("kind", "given"),
     [

@@ -127,7 +127,7 @@ class Box:
 
     def _plane(self, m, n_in, n_out):
         """One of three products of the same volume: panels of input and output go round over x, of weights over y;
-        over z inputs become whole, and outputs are summed."""
+        over z inputs are gathered, and outputs are summed."""
         size, z = self.job.itemsize, self.z
         move = self.network.broadcasts if self.broadcasts else self.network.all_gather
         outputs = move(size * m * n_out / self.x, self.groups["y"])
