@@ -29,8 +29,7 @@ class GatheredCopy(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        first = next(iter(tree_leaves((args, kwargs))), None)
-        if isinstance(kwargs.get("out", first if writes(func.__name__) else None), cls):
+        if isinstance(_written(func, args, kwargs), cls):
             raise ValueError(
                 f"{place()}: {func.__name__} writes to a view of a weight that is divided over ranks, and would be"
                 " lost; write to the weight itself (weight[index] = value), or do it before parallelize"
@@ -59,12 +58,17 @@ def present(x: Any) -> Any:
         return copied if copied.requires_grad else copied.as_subclass(GatheredCopy)
 
 
+def _written(func, args, kwargs):
+    """The operand that a function writes to, if any."""
+    first = next(iter(tree_leaves((args, kwargs))), None)
+    return kwargs.get("out", first if writes(func.__name__) else None)
+
+
 def all_present(func: Callable, args: Any, kwargs: Any) -> Any:
     """The operands of a function; what it writes to stays the weight itself."""
     if func.__name__ in NO_ELEMENTS:
         return args, kwargs
-    first = next(iter(tree_leaves((args, kwargs))), None)
-    written = kwargs.get("out", first if writes(func.__name__) else None)
+    written = _written(func, args, kwargs)
     return tree_map(lambda x: x if x is written else present(x), (args, kwargs))
 
 
