@@ -69,6 +69,10 @@ def test_saved_and_loaded_on_another_grid(world, tmp_path):
         ht.checkpoint.save(root, 0, one.model, one.strategy, keep=1)
     with pytest.raises(ValueError, match="about must be what JSON holds: .*Tensor"):
         ht.checkpoint.save(root, 2, one.model, one.strategy, {"best": torch.tensor(1.0)})
+    with pytest.raises(ValueError, match="about must be a dict of what JSON holds, got 3"):
+        ht.checkpoint.save(root, 2, one.model, one.strategy, 3)
+    with pytest.raises(ValueError, match="step-1 is one checkpoint; give the folder of checkpoints that it is in"):
+        ht.checkpoint.load(root / "step-1", one.model, one.strategy)
     for step, keep, message in [
         (2, 0, "keep must be an integer of at least 1, got 0"),
         (2, 1.5, "keep must be an integer of at least 1, got 1.5"),
@@ -97,6 +101,44 @@ class WithNothing(nn.Linear):
 
     def forward(self, x):
         return super().forward(x) + self.weightless.sum() + self.seen.sum()
+
+
+def buffered(grid, seed, buffer):
+    """With a buffer of a name that is none of Python, as graph networks name their edges."""
+    trainer = training(grid, seed)
+    trainer.model[0].register_buffer("<user___rates___film>", buffer)  # not before, as double() converts it
+    return trainer
+
+
+TYPES = [torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_buffers_of_other_types(world, tmp_path, dtype):
+    root, grid = world.bcast(tmp_path) / "checkpoints", ht.Grid(data=world.size)
+    bits = torch.arange(96, dtype=torch.uint8).view(3, 32)
+    one, other = (buffered(grid, seed, (bits * factor).view(dtype)) for seed, factor in ((1, 1), (2, 0)))
+    ht.checkpoint.save(root, 1, one.model, one.strategy)
+    ht.checkpoint.load(root, other.model, other.strategy)
+    loaded = other.model.state_dict()["0.<user___rates___film>"]
+    assert loaded.dtype == dtype
+    assert torch.equal(loaded.view(torch.uint8), bits)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (torch.tensor(1j), "model/0.<user___rates___film> is a complex64 without dims; keep it with one dim"),
+        (torch.zeros(2, dtype=torch.complex32), "has the unknown type 'complex32'"),
+    ],
+)
+def test_buffers_that_are_not_saved(world, tmp_path, buffer, message):
+    """Are refused before anything is written."""
+    root = world.bcast(tmp_path) / "checkpoints"
+    one = buffered(ht.Grid(data=world.size), 1, buffer)
+    with pytest.raises(ValueError, match=f"no checkpoint of step 1: .*{message}"):
+        ht.checkpoint.save(root, 1, one.model, one.strategy)
+    assert not root.exists()
 
 
 STRATEGIES = [ht.data_parallel.DataParallel, ht.data_parallel.Zero1]

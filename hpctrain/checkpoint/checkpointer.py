@@ -17,7 +17,7 @@ from hpctrain import comm
 from hpctrain.checkpoint import checks, folder, index, reading
 from hpctrain.checkpoint.index import Node
 from hpctrain.checkpoint.manifests import Manifest
-from hpctrain.checkpoint.pieces import Corrupt, OtherVersion
+from hpctrain.checkpoint.pieces import Corrupt, OtherVersion, check_entry
 from hpctrain.checkpoint.save_phases import Save
 from hpctrain.shard import split
 from hpctrain.shard_entries import Entry, State
@@ -74,9 +74,12 @@ class Checkpointer:
         try:
             error = self.finish()
             with comm.together(self.world):
+                entries = state.to_save()
+                for entry in entries:
+                    check_entry(entry)
                 if self.world.rank == 0:
                     folder.start(self.root, step)
-                entries = self._snapshot(state.to_save()) if self.background else _on_host(state.to_save())
+                entries = self._snapshot(entries) if self.background else _on_host(entries)
             self._under_way = Save(self.root, self.world, self.keep, self.background, step, entries, about)
             self._under_way.begin()
             return error if self.background else error or self.finish()

@@ -12,15 +12,23 @@ from typing import Any
 
 import torch
 
+from hpctrain.shard_entries import Entry
+
 FORMAT, VERSION = "hpctrain checkpoint", 5
 LARGEST = 256 << 20  # bytes of any file that describes others: a longer one is neither written nor read
 BLOCK = 1 << 20  # bytes of numbers with a CRC-32 each: sums of 1 TB are 12 MB
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint8, torch.bool,
+        torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
+        torch.float8_e4m3fn, torch.float8_e5m2,
     )
 }  # fmt: skip
 
@@ -177,10 +185,18 @@ def check_tensor(name: str, dtype: str, shape: Sequence[int]) -> tuple[str, tupl
 
 
 def check_name(name: str, dtype: str) -> None:
-    if not re.fullmatch(r"[\w./\-]+", name) or ".." in name or name.startswith("/"):
+    if not (name and name.isprintable()) or ".." in name or name.startswith("/"):
         raise Corrupt(f"{name!r} is not the name of a tensor")
     if dtype not in DTYPES:
         raise Corrupt(f"{name} has the unknown type {dtype!r}")
+
+
+def check_entry(entry: Entry) -> None:
+    """Raises ValueError for what a checkpoint cannot hold."""
+    dtype = dtype_name(entry.tensor.dtype)
+    check_name(entry.name, dtype)
+    if entry.tensor.is_complex() and not entry.shard.global_shape:
+        raise ValueError(f"{entry.name} is a {dtype} without dims; keep it with one dim, as by reshape(1)")
 
 
 def check_sha256(digest: str, what: str) -> None:

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hpctrain import comm
 from hpctrain.checkpoint import folder, index, manifests, shards
 from hpctrain.checkpoint.index import Summary
-from hpctrain.checkpoint.pieces import Corrupt
+from hpctrain.checkpoint.pieces import Corrupt, dtype_name
 from hpctrain.shard_entries import Entry
 
 if TYPE_CHECKING:
@@ -55,7 +53,8 @@ class Save:
         """Start this rank's part of the phase."""
         self._result = self._error = None
         if self.background:
-            self._thread = threading.Thread(target=self._run, name="hpctrain checkpoint", daemon=True)
+            # no daemon, which the interpreter's end stops within h5py, to wait for ever for the lock of all of h5py
+            self._thread = threading.Thread(target=self._run, name="hpctrain checkpoint")
             self._thread.start()
         else:
             self._run()
@@ -127,8 +126,9 @@ class Save:
 
     def _write(self) -> Summary:
         entries = [entry for entry in self._entries if entry.shard.global_shape]
-        scalars = {e.name: (_name(e.tensor.dtype), e.tensor.item()) for e in self._entries if not e.shard.global_shape}
-        tensors = {entry.name: (_name(entry.tensor.dtype), tuple(entry.shard.global_shape)) for entry in entries}
+        numbers = [entry for entry in self._entries if not entry.shard.global_shape]
+        scalars = {entry.name: (dtype_name(entry.tensor.dtype), entry.tensor.item()) for entry in numbers}
+        tensors = {entry.name: (dtype_name(entry.tensor.dtype), tuple(entry.shard.global_shape)) for entry in entries}
         entries = [entry for entry in entries if entry.tensor.numel()]
         if entries:
             self._path.mkdir(exist_ok=True)
@@ -154,7 +154,3 @@ class Save:
     def _prune(self):
         if self.world.rank == 0:
             folder.prune(self.root, self.keep)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hpctrain import comm
+from hpctrain import comm, files
 from hpctrain.checkpoint.checkpointer import Checkpointer, checked_int
-from hpctrain.checkpoint.manifests import Manifest
+from hpctrain.checkpoint.manifests import NAME, Manifest
 from hpctrain.checkpoint.training_state import TrainingState
 from hpctrain.data_parallel import DataParallelStrategy
 from hpctrain.data_parallel.optimizer_state import counted_in_groups
@@ -38,8 +38,11 @@ def save(
             `param_groups`.
     """
     root = Path(root)
-    about = {"grid": strategy.grid.shape, **(about or {})}
+    about = {} if about is None else about
     with comm.together(strategy.grid.world):
+        if not isinstance(about, dict):
+            raise ValueError(f"about must be a dict of what JSON holds, got {about!r:.100}")
+        about = {"grid": strategy.grid.shape, **about}
         step = checked_int("step", step, 0)
         checkpointer = Checkpointer(root, strategy.grid.comm, keep, background=False)
         try:
@@ -61,11 +64,15 @@ def load(root: str | os.PathLike, model: torch.nn.Module, strategy: DataParallel
     strategy. Collective; every rank reads just what it holds.
 
     Returns:
-        Its manifest, of which `step` and `about` say where to go on; None where there is no checkpoint.
+        Its manifest, of which `step` and `about` say where to go on; None where `root` has no checkpoint.
 
     Raises:
         ValueError: on every rank, for checkpoints of another model or version, or where none is valid. Those that are
-            not are renamed step-N.bad.
+            not are renamed step-N.bad. For a `root` that is itself a checkpoint.
         OSError: on a rank that cannot read a file.
     """
-    return Checkpointer(Path(root), strategy.grid.comm).resume(TrainingState(model, strategy))
+    root = Path(root)
+    with comm.together(strategy.grid.world):
+        if files.status(root / NAME):
+            raise ValueError(f"{root} is one checkpoint; give the folder of checkpoints that it is in")
+    return Checkpointer(root, strategy.grid.comm).resume(TrainingState(model, strategy))

@@ -23,6 +23,11 @@ LIBVER = ("v110", "v110")  # whose metadata have checksums, for who reads the fi
 FILE_BYTES = 64 << 20  # about the size at which a rank begins another file, so that it can be hashed beside the first
 FILES = 4  # of a rank, about; so that a folder has some hundred at most
 BESIDE = 4  # threads
+# what NumPy does not know, and bool, in unsigned integers of as many bytes
+_UNKNOWN = {
+    torch.bfloat16: torch.uint16, torch.bool: torch.uint8, torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}  # fmt: skip
 ROWS = 16 * BLOCK  # bytes read at a time where just some columns are needed
 
 
@@ -172,5 +177,4 @@ def dataset_name(name: str, bounds: Bounds) -> str:
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
     """A host tensor's memory as what a file holds."""
-    other = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}
-    return tensor.contiguous().view(other.get(tensor.dtype, tensor.dtype)).numpy()
+    return tensor.contiguous().view(_UNKNOWN.get(tensor.dtype, tensor.dtype)).numpy()

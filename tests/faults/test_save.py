@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import signal
+import subprocess
 import sys
 
 import h5py
@@ -11,6 +12,7 @@ import pytest
 import torch
 from checkpoint_checks import Alone, Numbers
 from children import in_child, limited
+from running import ROOT
 
 from hpctrain.checkpoint import Checkpointer, Corrupt, folder, index, shards
 from hpctrain.checkpoint.verify import verify
@@ -95,6 +97,36 @@ def test_a_full_disk(tmp_path, background):
     for size in (100, 5000, 200_000):
         assert in_child(work, size) == 0
         folder.place(tmp_path, 1).rename(tmp_path / "step-1.tmp")
+
+
+LEAVES = """
+import sys, threading, time
+from pathlib import Path
+import h5py
+from checkpoint_checks import Alone, Numbers
+from hpctrain.checkpoint import Checkpointer, shards
+
+writing, write = threading.Event(), shards.write
+
+def slow(*args):
+    with h5py._objects.phil:  # the lock of all of h5py
+        writing.set()
+        time.sleep(1)
+    return write(*args)
+
+shards.write = slow
+Checkpointer(Path(sys.argv[1]), Alone()).save(1, Numbers(1), {})
+writing.wait()
+sys.exit(85)
+"""
+
+
+def test_an_exit_while_a_save_is_under_way(tmp_path):
+    """Waits for it, as the interpreter's end would for ever for the lock of a thread that it stops."""
+    command = [sys.executable, "-c", LEAVES, tmp_path]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    assert subprocess.run(command, env=environment, timeout=60, check=False).returncode == 85
+    assert [path.name for path in tmp_path.glob("*/*/*.h5")] == ["rank-00000.h5"]
 
 
 def test_a_save_after_a_failed_one(tmp_path, monkeypatch):
