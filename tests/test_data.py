@@ -287,6 +287,13 @@ def test_missing_text_is_refused(tmp_path, sources, message):
         pack(sources, tmp_path / "data.h5")
 
 
+@pytest.mark.parametrize("source", ["/etc/hosts", Path("/etc/hosts")])
+def test_one_source_is_no_list(tmp_path, source):
+    """Nor are the letters of its name sources, of which / is all there is."""
+    with pytest.raises(ValueError, match=r"sources must be a list of .*, got /etc/hosts; write \['/etc/hosts'\]"):
+        pack(source, tmp_path / "data.h5")
+
+
 def test_links_to_folders_are_followed(tmp_path):
     """What is there by several names, or in a loop, is read once."""
     (tmp_path / "corpus/own").mkdir(parents=True)

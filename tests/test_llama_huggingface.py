@@ -161,6 +161,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("Llama", {"hidden_act": "gelu"}, r"hidden_act = gelu, not silu$"),
         ("Llama", {"attention_bias": True}, r"attention_bias = True, not False$"),
         ("Llama", {"mlp_bias": True}, r"mlp_bias = True, not False$"),
+        ("Llama", {"is_causal": False}, r"is_causal = False, not True$"),
         ("Mistral", {"sliding_window": 4}, r"sliding_window = 4, not None$"),
         ("Mistral", {"sliding_window": ...}, r"sliding_window = 4096, not None$"),
         ("Mistral with a window", {"sliding_window": None}, r"sliding_window = None, not 3$"),
@@ -208,6 +209,33 @@ def test_what_older_files_have(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"holds 1 tensors .* first model.layers.0.self_attn.q_norm.bias;"):
         load(SPEC, made(Grid(), shape), tmp_path)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("scaling", [YARN, {"type": "linear", "factor": 2.0}, "yarn"])
+def test_scalings_that_are_not_computed(scaling):
+    """As `hpctrain sample FOLDER` says it."""
+    format = SPEC.huggingface
+    with pytest.raises(ValueError, match="config.json scales rotary frequencies by .*; only rope_type llama3 is"):
+        format.options(format.config(LLAMA, 0) | {"rope_scaling": scaling})
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_model_with_a_head(world, same, tmp_path):
+    """As older files have it: the embedding once more, or else another one, which is not dropped."""
+    from safetensors.torch import load_file, save_file
+
+    shape, folder = KINDS["Llama tied"][0], shared_folder(world, tmp_path)
+    if world.rank == 0:
+        theirs("Llama", shape).save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + (0 if same else torch.eye(23, 12))
+        save_file(weights, folder / "model.safetensors")
+    world.Barrier()
+    refused = pytest.raises(ValueError, match=r"lm_head.weight in .* is not the embedding, although config.json ties")
+    with contextlib.nullcontext() if same else refused:
+        load(SPEC, made(Grid(tensor=(1, world.size, 1)), shape), folder)
 
 
 @pytest.mark.ranks(1)

@@ -66,6 +66,7 @@ def test_another_model_is_refused(world, tmp_path):
         ("activation_function", "relu", "gelu_new"),
         ("scale_attn_weights", False, True),
         ("scale_attn_by_inverse_layer_idx", True, False),
+        ("is_causal", False, True),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**told, key: value}))
         with pytest.raises(ValueError, match=f"{key} = {value}, not {ours}$"):

@@ -26,9 +26,11 @@ def text_files(sources: Sequence[str], skip: Callable[[str, str], None] = lambda
     `skip` is called for the other files in directories.
 
     Raises:
-        ValueError: for a path that does not exist, or a directory without text files.
+        ValueError: for a path that does not exist, a directory without text files, and a path that is no list of them.
         OSError: for one that cannot be looked at.
     """
+    if isinstance(sources, str | os.PathLike):  # whose letters would be taken for names, such as / for all there is
+        raise ValueError(f"sources must be a list of files and directories, got {sources}; write [{str(sources)!r}]")
     if not sources:
         raise ValueError("no text given; name files, directories or python-stdlib")
     found: list[Path] = []

@@ -16,6 +16,7 @@ from hpctrain import files
 from hpctrain.models.huggingface import Format, Source
 from hpctrain.models.spec import ModelSpec
 from hpctrain.parameter import shard_of
+from hpctrain.shard import Shard
 
 CHUNK = 4 << 20  # elements read at a time
 LARGEST_JSON = 64 << 20  # bytes of config.json and of an index; that of a model of 100,000 tensors has 10 MB
@@ -29,11 +30,12 @@ def load(spec: ModelSpec, model: torch.nn.Module, folder: Path) -> None:
         ValueError: when the folder cannot be read, or holds a model of other sizes; all differences are listed.
     """
     format = spec.huggingface
-    if format.config(model.shape, None) is None:
+    shape: Any = model.shape
+    if format.config(shape, None) is None:
         raise ValueError(
             f"model.init = {folder}: model.kind = {spec.kind} has no config.json of Hugging Face's to start from"
         )
-    check_config(format, model.shape, folder)
+    check_config(format, shape, folder)
     with _Safetensors(folder, format.prefix) as tensors, torch.no_grad():
         if unknown := sorted(name for name in tensors.names() if not format.known.fullmatch(name)):
             raise ValueError(
@@ -41,7 +43,10 @@ def load(spec: ModelSpec, model: torch.nn.Module, folder: Path) -> None:
                 f" {unknown[0]}; it takes a plain {spec.kind}"
             )
         for name, p in model.named_parameters():
-            _fill(p, format.source(getattr(p, "same_as", name), model.shape), tensors)
+            name = getattr(p, "same_as", name)
+            _fill(p, shard_of(p), format.source(name, shape), tensors)
+            if name == "wte.weight" and shape.tied:
+                _check_tied(p, format.source("head.weight", shape), tensors)
 
 
 def check_config(format: Format, shape: Any, folder: Path) -> None:
@@ -54,9 +59,21 @@ def check_config(format: Format, shape: Any, folder: Path) -> None:
         raise ValueError(f"model.init = {folder} is another model than the section [model] says: {'; '.join(wrong)}")
 
 
-def _fill(p: torch.nn.Parameter, source: Source, tensors: _Safetensors) -> None:
+def _check_tied(p: torch.nn.Parameter, head: Source, tensors: _Safetensors) -> None:
+    """A folder may hold the tied projection onto the vocabulary too, but no other one than the embedding `p`."""
+    if tensors.names().isdisjoint(head.names):
+        return
+    theirs = torch.empty_like(p)
+    _fill(theirs, shard_of(p), head, tensors)
+    if not torch.equal(theirs, p):
+        raise ValueError(
+            f"{head.names[0]} in {tensors.folder} is not the embedding, although config.json ties them; remove it, or"
+            " set tie_word_embeddings = false there and model.tied = false"
+        )
+
+
+def _fill(p: torch.Tensor, shard: Shard, source: Source, tensors: _Safetensors) -> None:
     """Read the slices of this rank."""
-    shard = shard_of(p)
     *rows, last = shard.slices  # of experts, those of one after the other
     rows, columns = (rows, [last]) if rows else ([last], [])
     lengths = shard.global_shape[: len(rows)]

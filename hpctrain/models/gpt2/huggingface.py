@@ -23,13 +23,21 @@ _NAMES = [
     (r"ln_f\.(\w+)", r"transformer.ln_f.\1", False),
     (r"head\.weight", "lm_head.weight", False),
 ]
-_SCALES = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+_ATTENTION = {
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
+    "is_causal": True,
+}  # fmt: skip
 
 
 class GPT2Format(Format):
     # what Hugging Face leaves out of the file has the value of the first GPT-2
-    defaults = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, **_SCALES}
-    required = _SCALES
+    defaults = {
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        **_ATTENTION,
+    }
+    required = _ATTENTION
     free = ("architectures", "embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id", "eos_token_id")
     # those of ours, and the causal masks that older files have
     known = re.compile(

@@ -53,8 +53,9 @@ class LlamaFormat(Format, Generic[Shape]):
     }
     defaults = {
         "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
-        "mlp_bias": False,
+        "mlp_bias": False, "is_causal": True,
     }  # fmt: skip
+    required = {"is_causal": True}
     free = (
         *Format.free, "model_type", "max_position_embeddings", "attention_dropout", "use_sliding_window",
         "max_window_layers",
@@ -119,6 +120,8 @@ class LlamaFormat(Format, Generic[Shape]):
         for ours, theirs in (("kv_heads", "num_key_value_heads"), ("head_width", "head_dim")):
             found[ours] = settings.get(theirs) or _derived(settings, theirs)
         base, scaling = _rotary(settings)
+        if scaling is not None and not (isinstance(scaling, dict) and scaling["rope_type"] == "llama3"):
+            raise ValueError(f"config.json scales rotary frequencies by {scaling}; only rope_type llama3 is computed")
         found["rope_scaling"] = [] if scaling is None else list(taken(scaling, {key: key for key in _SCALING}).values())
         if isinstance(window := self.window(settings, kind, found["layers"]), int):  # else `differences` refuses it
             found["window"] = window

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,8 @@ class PlainModel(StagedModel[WholeSequences]):
         with comm.together(grid.world):
             with seeded(key):
                 made = make()
-            made, mean_loss = made if isinstance(made, tuple) and len(made) == 2 else (made, cross_entropy)
+            plain = functools.partial(cross_entropy, vocabulary=shape.vocabulary)
+            made, mean_loss = made if isinstance(made, tuple) and len(made) == 2 else (made, plain)
             self.mean_loss: Callable[[Any, torch.Tensor], torch.Tensor] = self._loss(mean_loss, dtype)
             parts = self._parts(made, len(holders))
             blocks = stage_blocks(len(parts), len(holders), layers_per_stage if isinstance(made, list) else None)
@@ -264,12 +266,12 @@ def seeded(key: RngKey) -> Iterator[None]:
         yield
 
 
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean over (sequences, length) targets."""
-    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
-        got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """The mean over (sequences, length) targets. There may be more logits than tokens of the vocabulary."""
+    is_tensor = isinstance(logits, torch.Tensor)
+    if not is_tensor or logits.shape[:-1] != targets.shape or logits.shape[-1] < vocabulary:
         raise ValueError(
-            f"the model must give logits of (sequences, length, vocabulary), {tuple(targets.shape)} first, got {got}; "
-            "return it with a loss of its own otherwise"
+            f"the model must give logits of (sequences, length, vocabulary), {(*targets.shape, vocabulary)}, got "
+            f"{tuple(logits.shape) if is_tensor else type(logits).__name__}; return it with a loss of its own otherwise"
         )
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
