@@ -65,6 +65,7 @@ OTHERS = {
     "random in training": lambda: Sorted(nn.Dropout(0.5)),
     "the input is added": lambda: Added(torch.tanh),
     "the last bias is read twice": lambda: BiasTwice(torch.relu, biased=True),
+    "hidden features are kept": lambda: Keeping(F.gelu),
 }
 
 
@@ -76,6 +77,12 @@ class Added(Sorted):
 class BiasTwice(Sorted):
     def forward(self, x):
         return super().forward(x) * (1 + self.down_bias.mean())
+
+
+class Keeping(Sorted):
+    def forward(self, x):
+        self.kept = x.view(EXPERTS, -1, WIDTH) @ self.up.mT
+        return super().forward(x)
 
 
 class Stack(nn.Module):

@@ -43,6 +43,12 @@ class AcrossTokens(Intermediate):
         return self.dense(x) - self.dense(x).mean(1, keepdim=True)
 
 
+class KeepsMade(Intermediate):
+    def forward(self, x):
+        self.kept = self.dense(x)
+        return self.act(self.kept)
+
+
 class Output(nn.Module):
     def __init__(self):
         super().__init__()
@@ -64,6 +70,12 @@ class Normed(Output):
 class Remembered(Output):
     def forward(self, hidden, residual):
         return super().forward(hidden, residual) + hidden.mean(-1, keepdim=True)
+
+
+class KeepsGiven(Output):
+    def forward(self, hidden, residual):
+        self.kept = hidden
+        return super().forward(hidden, residual)
 
 
 class Layer(nn.Module):
@@ -136,8 +148,8 @@ class OfAnHeir(InAMethod):
 
 TAKEN = {"a layer": Layer, "of one name": OneName, "in a method": InAMethod, "of an heir": OfAnHeir}
 LEFT = {
-    **{kind.__name__: lambda kind=kind: Layer(kind) for kind in (Dropped, Drawn, Met)},
-    **{kind.__name__: lambda kind=kind: Layer(output=kind) for kind in (Normed, Remembered)},
+    **{kind.__name__: lambda kind=kind: Layer(kind) for kind in (Dropped, Drawn, Met, KeepsMade)},
+    **{kind.__name__: lambda kind=kind: Layer(output=kind) for kind in (Normed, Remembered, KeepsGiven)},
     **{kind.__name__: kind for kind in (Between, Twice, Both, Again, Elsewhere)},
 }
 

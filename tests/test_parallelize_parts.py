@@ -7,6 +7,7 @@ import pytest
 import torch
 from parallelize_checks import CLOSE, numbers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hpctrain as ht
 
@@ -68,6 +69,36 @@ def test_gradients_of_gradients(world):
         sum(p.grad.square().sum() + p.grad.pow(3).mean() for p in weights).backward()
         torch.optim.SGD(weights, 0.01).step()
     torch.testing.assert_close(found[1], found[0], **CLOSE)
+    check(*models, world)
+
+
+class Recomputed(nn.Sequential):
+    """A checkpoint that reads weights outside of their layers; the last parameter is of no use."""
+
+    def __init__(self):
+        super().__init__(*mlp())
+        self.unused = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return checkpoint(self.penalised, x, use_reentrant=False)
+
+    def penalised(self, x):
+        return self[2](torch.tanh(self[0](x))) * (self[0].weight.norm() + self[2].weight.square().sum())
+
+
+def test_inputs_of_backward_and_grad(world):
+    """Gradients of some weights alone, from a checkpoint, whose forward in backward sees whole weights as well."""
+    models = Recomputed().double(), ht.parallelize(Recomputed().double(), ht.Grid(tensor=world.size))
+    for model in models:
+        loss(model).backward(inputs=[model[0].weight, model[2].bias])
+        assert [name for name, p in model.named_parameters() if p.grad is not None] == ["0.weight", "2.bias"]
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        weights = list(model.parameters())
+        for p, g in zip(weights, torch.autograd.grad(loss(model, 1), weights, materialize_grads=True)):
+            p.grad = g
+        torch.optim.SGD(weights, 0.1, weight_decay=0.1).step()
+        with pytest.raises(RuntimeError, match="not have been used"):
+            torch.autograd.grad(loss(model), weights)
     check(*models, world)
 
 

@@ -1,4 +1,5 @@
-"""Layers that are divided together, called by themselves: refused, where they would take or give parts of features."""
+"""Layers that are divided together, called by themselves: refused, where they would take or give parts of features. And
+what they keep for code outside, which is whole."""
 
 import copy
 
@@ -94,6 +95,60 @@ def test_on_a_box(world, sharded):
     model(x)
     with pytest.raises(ValueError, match="up was called by itself"):
         model.up(x)
+
+
+class KeepingBlock(Block):
+    def forward(self, x):
+        self.kept = self.up(x)
+        return self.down(F.gelu(self.kept))
+
+
+class Recording(Block):
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def forward(self, x):
+        self.kept.append(self.up(x))
+        return self.down(F.gelu(self.kept[-1]))
+
+
+class KeepingAttention(Attention):
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.mT).softmax(-1)
+        if not self.training:
+            self.kept = {"weights": weights}
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+KEEPING = {
+    "a block": (KeepingBlock, WIDTH, lambda model: model.kept),
+    "a list": (Recording, WIDTH, lambda model: torch.stack(model.kept)),
+    "attention": (lambda: KeepingAttention().eval(), 8, lambda model: model.kept["weights"]),
+}
+
+
+@pytest.mark.parametrize("what", KEEPING)
+def test_what_a_forward_keeps(world, what):
+    """Activations in attributes, as penalties and pictures of attention take them."""
+    make, width, kept = KEEPING[what]
+    compare(make, ht.Grid(tensor=2), [numbers(2, 3, width)], run=lambda model, x: (model(x), kept(model)))
+
+
+class Counting(Attention):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_looking_at_a_module_leaves_its_buffers(world):
+    model = compare(Counting, ht.Grid(tensor=2), [numbers(2, 3, 8)])
+    assert not model.qkv.leaves
 
 
 def test_a_method_beside_forward(world):

@@ -7,6 +7,7 @@ in two parts of them; where the parts add up to the whole, the features do not m
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from hpctrain.convert.plain import altered, arguments, is_hooked
-from hpctrain.convert.twins import with_children
+from hpctrain.convert.twins import Kept, with_children
 
 _PARTS = (slice(0, 3), slice(3, 7))  # of the twin's hidden features
 FEATURES = _PARTS[-1].stop
@@ -85,14 +86,16 @@ def has_nothing_else(module: nn.Module, names: tuple[str, ...]) -> bool:
     return sorted(found) == sorted(names) and not altered(module) and not any(map(is_hooked, module.children()))
 
 
-def adds_up(form: ExpertForm, stacks: dict[str, torch.Tensor], run: Callable) -> bool:
-    """Whether `run` of the stacks, and of True and False for training, is the sum of what it makes of parts."""
+def adds_up(form: ExpertForm, stacks: dict[str, torch.Tensor], make: Callable, *inputs: torch.Tensor) -> bool:
+    """Whether a module, `make` of stacks and of whether it trains, gives the sum of what those of parts give."""
+    kept = Kept()
 
     def of(part):
-        return [run(form.part(stacks, part), training) for training in (False, True)]
+        made = [make(form.part(stacks, part), training) for training in (False, True)]
+        return [kept.call(module, *(x.clone() for x in inputs)) for module in made]
 
     found = tried(lambda: (of(slice(0, FEATURES)), [sum(pair) for pair in zip(*map(of, _PARTS))]))
-    return found is not None and all(map(same, *found))
+    return found is not None and all(map(same, *found)) and kept.are_alike()
 
 
 def sorted_form(module: nn.Module) -> ExpertForm | None:
@@ -110,11 +113,8 @@ def sorted_form(module: nn.Module) -> ExpertForm | None:
         out, hidden = reversed(last) if transposed else last
         if others != experts or rows != fused * unit * hidden or not has_nothing_else(module, form.names):
             continue
-        x = numbers(2 * experts, width, seed=4)
-        if adds_up(
-            form, form.random(experts, width, FEATURES, out),
-            lambda given, training, x=x: twin(module, given, training).forward(x.clone()),
-        ):  # fmt: skip
+        stacks_of_twin, x = form.random(experts, width, FEATURES, out), numbers(2 * experts, width, seed=4)
+        if adds_up(form, stacks_of_twin, functools.partial(twin, module), x):
             return form
     return None
 

@@ -8,6 +8,7 @@ some of their output features.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -166,10 +167,7 @@ def _twin(module, stacks, training):
 
 def _divides(module, form) -> bool:
     stacks, x, weights = _given(form)
-    chosen = torch.tensor(_CHOSEN)
-    return adds_up(
-        form, stacks, lambda given, training: _twin(module, given, training).forward(x.clone(), chosen, weights.clone())
-    )
+    return adds_up(form, stacks, functools.partial(_twin, module), x, torch.tensor(_CHOSEN), weights)
 
 
 class _Alone(Axis):

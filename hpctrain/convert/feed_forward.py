@@ -27,7 +27,7 @@ from hpctrain.convert.plain import (
     those_with,
 )
 from hpctrain.convert.products import SharedEntry, pair_pays, share_entry, split_linear, split_matrix
-from hpctrain.convert.twins import TwinLinear, with_children
+from hpctrain.convert.twins import Kept, TwinLinear, with_children
 from hpctrain.convert.unit_module import Unit
 
 if TYPE_CHECKING:
@@ -123,11 +123,13 @@ def _divides(module, ups, down, fused):
     out, bias = numbers(last.out_features, hidden), numbers(last.out_features)
     x, residuals = numbers(2, 3, first.in_features), [numbers(2, 3, last.out_features)] * (len(_arguments(module)) - 1)
     seen: dict[str, set[int]] = {}
+    kept = Kept()
 
     def run(part, training):
         layers = {name: TwinLinear(*(w[:, part].flatten(0, 1) for w in weights[name])) for name in ups}
         layers[down] = TwinLinear(out[:, part], bias * (part.start == 0))
-        return _twin(module, layers, seen, training)(x, *(each * (part.start == 0) for each in residuals))
+        twin = _twin(module, layers, seen, training)
+        return kept.call(twin, x, *(each * (part.start == 0) for each in residuals))
 
     state, functions = torch.get_rng_state(), FunctionsThatDrop(hidden)
     with torch.no_grad(), functions:
@@ -141,7 +143,7 @@ def _divides(module, ups, down, fused):
             torch.set_rng_state(state)  # what draws random numbers does not add up
     if not all(isinstance(y, torch.Tensor) and y.shape == (2, 3, last.out_features) for y in (*whole, *parts)):
         return None
-    if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(whole, parts)):
+    if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(whole, parts)) or not kept.are_alike():
         return None
     zeros, dropouts = functions.chances(module), [name for name, widths in seen.items() if hidden in widths]
     if zeros is None or any(len(seen[name]) > 1 for name in dropouts):  # one that drops outputs as well

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from hpctrain.convert.heads import HEADS, KEY_HEADS, Heads, candidates
 from hpctrain.convert.plain import is_plain
-from hpctrain.convert.twins import TwinLinear
+from hpctrain.convert.twins import Kept, TwinLinear, containers_of
 from hpctrain.layers.softmax_attention import fused_attention, softmax_attention
 
 _FEATURES = 10  # of the twin's input and output
@@ -117,6 +117,7 @@ class _Twins:
         self.module, self.kind, self.found, self.one_key, self.way = module, kind, found, one_key, way
         self.children = dict(module.named_children())
         self.ran: set[str] = set()  # norms
+        self.kept = Kept()
         group = 1 if one_key else found.heads // found.key_heads
         self.group, self.key_heads = group, 1 if one_key else _ALL.stop
         self.heads = _ALL.stop * group
@@ -166,7 +167,7 @@ class _Twins:
         known = list(inspect.signature(type(twin).forward).parameters.items())[1:]
         mode = _Neutral()
         with mode:
-            result = twin(**self._arguments(known, part, queries))
+            result = self.kept.call(twin, **self._arguments(known, part, queries))
         result = (result, None) if isinstance(result, torch.Tensor) else result
         width = _FEATURES if found.out else heads * found.width
         shapes = {(2, heads, _LENGTH, found.width), *self.calls}
@@ -181,6 +182,8 @@ class _Twins:
 
     def add_up(self, whole, in_evaluation, *parts) -> bool:
         if any(y is None for y in (whole, in_evaluation, *parts)) or not torch.equal(whole, in_evaluation):
+            return False
+        if not self.kept.are_alike():
             return False
         together = sum(parts) if self.found.out else torch.cat(parts, -1)
         return torch.allclose(together, whole, rtol=1e-9, atol=1e-9)
@@ -254,6 +257,7 @@ class _Twins:
             config = own.setdefault("config", copy.copy(self.module.config))
             config._attn_implementation_internal = "hpctrain-probe"
             sys.modules["transformers"].AttentionInterface.register("hpctrain-probe", _recorder(self.calls))
+        own = {**containers_of(self.module), **own}
         twin.__dict__ = {**vars(self.module), **own, "_modules": children, "training": training}
         return twin
 

@@ -7,6 +7,7 @@ What these compute is seen of tiny twins, and who else is given what lies betwee
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from hpctrain.convert.dropout import FunctionsThatDrop
 from hpctrain.convert.handed_on import hands_on
 from hpctrain.convert.plain import altered, arguments, children_and_functions, is_hooked, is_plain
 from hpctrain.convert.products import pair_pays
-from hpctrain.convert.twins import TwinLinear, with_children
+from hpctrain.convert.twins import Kept, TwinLinear, with_children
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
@@ -51,10 +52,11 @@ def takes_it_alone(module: nn.Module) -> bool:
     inner = [torch.randn(2, 3, _HIDDEN, generator=chance) for _ in range(2)]
     residual = [torch.randn(2, 3, _WIDTH, generator=chance)] * (len(arguments(module)) - 1)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    kept = Kept()
 
     def run(x, training):
-        twin = with_children(module, {**{name: _Same() for name in module._modules}, "dense": _Noting(seen)}, training)
-        return twin(x, *residual)
+        children = {**{name: _Same() for name in module._modules}, "dense": _Noting(seen.append)}
+        return kept.call(with_children(module, children, training), x, *residual)
 
     with torch.no_grad():
         try:
@@ -63,7 +65,7 @@ def takes_it_alone(module: nn.Module) -> bool:
             return False
     given = [x for x, _ in seen]
     alike = all(isinstance(a, torch.Tensor) and torch.equal(a, b) for a, b in results)
-    return alike and len(given) == 4 and all(x is inner[n % 2] for n, x in enumerate(given))
+    return alike and kept.are_alike() and len(given) == 4 and all(x is inner[n % 2] for n, x in enumerate(given))
 
 
 def _layer(module: nn.Module | None) -> nn.Linear | None:
@@ -91,11 +93,11 @@ def _treats_features_alone(module: nn.Module) -> list[tuple[Any, str]] | None:
     chance = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(shape, generator=chance, dtype=torch.float64) for shape in ((_HIDDEN, _WIDTH), _HIDDEN))
     x = torch.randn(2, 3, _WIDTH, generator=chance, dtype=torch.float64)
-    few, part = x.flatten(0, 1)[None, _FEW], slice(4, 11)
+    few, part, kept = x.flatten(0, 1)[None, _FEW], slice(4, 11), Kept()
 
     def run(x, features, training):
         children = {**copy.deepcopy(others), "dense": TwinLinear(weight[features], bias[features])}
-        return with_children(module, children, training)(x)
+        return kept.call(with_children(module, children, training), x)
 
     state, functions = torch.get_rng_state(), FunctionsThatDrop(_HIDDEN)
     with torch.no_grad(), functions:
@@ -112,19 +114,19 @@ def _treats_features_alone(module: nn.Module) -> list[tuple[Any, str]] | None:
             return None
         finally:
             torch.set_rng_state(state)
-    return functions.chances(module) if whole.shape == (2, 3, _HIDDEN) else None
+    return functions.chances(module) if whole.shape == (2, 3, _HIDDEN) and kept.are_alike() else None
 
 
 class _Noting(nn.Module):
     """In the place of a layer: notes what it is given, and makes the same of everything."""
 
-    def __init__(self, seen: list):
+    def __init__(self, note: Callable):
         super().__init__()
-        self.seen = seen
+        self.note = note
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = torch.ones(*x.shape[:-1], _WIDTH)
-        self.seen.append((x, made))
+        self.note((x, made))
         return made
 
 

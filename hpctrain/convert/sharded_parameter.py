@@ -12,8 +12,11 @@ and `.detach()` stand for the whole weight as well.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -61,6 +64,10 @@ class Sharded(torch.Tensor):
                 return _set(func, args[0], whole_activation(args[1]))
             elif func is torch.autograd.grad:
                 return _gradients(sys._getframe(1), *args, **kwargs)
+            elif func is torch.autograd.backward:
+                kwargs["inputs"] = _edges(kwargs["inputs"])
+                with torch._C._EnableTorchFunction():
+                    return func(*args, **kwargs)
             elif name in _MADE_LIKE and by_user(sys._getframe(1)):
                 made = func(*args, **kwargs)
                 return part_of_weight(made, args[0].sharding) if made.shape == args[0].shape else made
@@ -233,12 +240,22 @@ def _set(func, parameter, value):
     return func(parameter, value)
 
 
-def _gradients(caller, outputs, inputs, *others, **options):
+def _edges(inputs: Iterable[torch.Tensor]) -> list[Any]:
+    """The place of these weights in the graph, for torch.autograd. Unlike weights, it does not come back here where
+    torch functions are enabled, as hooks and the forwards of checkpoints need, which backward runs.
+    """
+    return [get_gradient_edge(x) if isinstance(x, Sharded) else x for x in inputs]
+
+
+def _gradients(caller, outputs, inputs, *, allow_unused, materialize_grads, **options):
     """torch.autograd.grad: parts, or with a graph the whole ones, of which other gradients can be made."""
-    names = list(inputs) if isinstance(inputs, dict) else None
-    given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs.values() if names else inputs)
-    found = list(torch.autograd.grad(outputs, given, *others, **options))
-    for number, (weight, gradient) in enumerate(zip(given, found)):
+    edges = _edges(inputs)
+    with torch._C._EnableTorchFunction():
+        found = list(torch.autograd.grad(outputs, edges, allow_unused=allow_unused or materialize_grads, **options))
+    if materialize_grads:
+        wanted = options["create_graph"]
+        found = [torch.zeros_like(x, requires_grad=wanted) if g is None else g for x, g in zip(inputs, found)]
+    for number, (weight, gradient) in enumerate(zip(inputs, found)):
         if gradient is None or not isinstance(weight, Sharded) or not by_user(caller):
             continue
         sharding = weight.sharding
@@ -249,7 +266,7 @@ def _gradients(caller, outputs, inputs, *others, **options):
             )
         whole = gradient.requires_grad
         found[number] = sharding.gather(gradient) if whole else part_of_gradient(gradient, weight, sharding)
-    return dict(zip(names, found)) if names else tuple(found)
+    return tuple(found)
 
 
 def _common_sharding(name, args, kwargs, of_user) -> Sharding | bool | None:
