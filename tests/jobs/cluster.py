@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from running import ROOT, SMALL
@@ -41,6 +42,8 @@ def slurm(tmp_path_factory):
         f"NodeName={node} NodeHostname={host} Port={free_port()} CPUs={os.cpu_count()} RealMemory=4000 State=UNKNOWN"
         for node in NODES
     )
+    # messages may take longer than Slurm's 10 s, as the nodes share their cores with all other tests: with PMI2, ranks
+    # whose fence was given up wait for ever
     conf = folder / "slurm.conf"
     conf.write_text(f"""
 ClusterName=test
@@ -59,6 +62,7 @@ SelectType=select/cons_tres
 MpiDefault=none
 ReturnToService=2
 KillWait=2
+MessageTimeout=60
 MinJobAge=3600
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 {nodes}
@@ -130,8 +134,13 @@ def sbatch(shell):
 
 
 @pytest.fixture
-def ended(shell):
+def ended(slurm, shell, tmp_path):
     """ended(job) waits for a job's end; returns its state and exit status. `sbatch --wait` looks ever less often."""
+
+    def last_lines():
+        for folder in (Path(slurm["SLURM_CONF"]).parent, tmp_path):
+            for path in sorted(folder.glob("*.out")):
+                yield "\n".join((f"== {path.name}", *path.read_text().splitlines()[-30:]))
 
     def wait(job, limit=240):
         deadline = time.monotonic() + limit
@@ -140,7 +149,8 @@ def ended(shell):
             state = re.search(r"JobState=(\w+)", facts)[1]
             if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"):
                 return state, int(re.search(r"ExitCode=(\d+)", facts)[1])
-            assert time.monotonic() < deadline, facts
+            if time.monotonic() > deadline:
+                raise AssertionError("\n".join((facts, *last_lines())))
             time.sleep(0.3)
 
     return wait

@@ -26,7 +26,8 @@ def train(shell, tmp_path):
     venv = checkout / ".venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     python = [str(venv / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if subprocess.run([*python, "mpich>=4.2"], check=False).returncode:
+    # 5 leaves shared memory behind that is named after the step: one that was killed and requeued fails at its start
+    if subprocess.run([*python, "mpich>=4.2,<5"], check=False).returncode:
         pytest.skip("MPICH's wheel cannot be installed here")
     # what this environment has, after MPICH, so that MPICH is the one found
     (next(venv.glob("lib/python3*/site-packages")) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -42,13 +43,14 @@ def test_srun_starts_the_ranks(train, sbatch, ended, shell, small, tmp_path):
     """One over two nodes is warned, saves, is requeued, and ends with the losses of one that was left alone."""
     # one thread a rank on two nodes and on one: products of other threads are rounded otherwise
     settings = "HPCTRAIN_MPI=site,HPCTRAIN_LAUNCHER=srun --mpi=pmi2 --overcommit,OMP_NUM_THREADS=1"
-    common = ["--ntasks=2", f"--export=ALL,{settings}", train, *small, "run.steps=100"]
+    common = ["--ntasks=2", f"--export=ALL,{settings}", train, *small, "run.steps=100", "comm.watchdog=60"]
     warned = sbatch("--nodes=2", "--output=warned.out", *common, "run.name=warned")
     alone = sbatch("--nodes=1", "--output=alone.out", *common, "run.name=alone")
     until(lambda: "step " in read(tmp_path / "warned.out"))
     shell("scancel", "--batch", "--signal=USR1", warned)
-    assert ended(warned) == ended(alone) == ("COMPLETED", 0)
+    states = ended(warned), ended(alone)
     log = read(tmp_path / "warned.out")
+    assert states == (("COMPLETED", 0),) * 2, log
     assert "grid of 2 ranks" in log
     assert f"saved; requeueing job {warned}" in log
     one, other = (
