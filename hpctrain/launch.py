@@ -32,7 +32,7 @@ def check_launcher(size: int) -> None:
 
 def limit_threads() -> None:
     """Without OMP_NUM_THREADS, share the node's cores among its ranks; every rank taking all of them is slow."""
-    if "OMP_NUM_THREADS" not in os.environ:
+    if not os.environ.get("OMP_NUM_THREADS"):
         ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
         os.environ["OMP_NUM_THREADS"] = str(cores.find().share(int(ranks))[0])
 

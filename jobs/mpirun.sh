@@ -95,6 +95,10 @@ else # mpirun fills node after node
     local_ranks=$((ranks < most ? ranks : most))
 fi
 threads=${OMP_NUM_THREADS:-}
+if [ -n "$threads" ] && ! [[ ${threads%%,*} =~ ^[1-9][0-9]*$ ]]; then
+    echo "mpirun.sh: OMP_NUM_THREADS must be a number of threads, got '$threads'" >&2
+    exit 2
+fi
 shared=$(python3 -IS "$here/../hpctrain/cores.py" "$local_ranks" "${threads%%,*}") # a list is for nested loops
 read -r _ threads binding <<<"$shared"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}

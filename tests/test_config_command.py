@@ -1,5 +1,6 @@
 """`hpctrain config` and the help of train: every option, with its default and bounds."""
 
+import io
 import subprocess
 import sys
 import tomllib
@@ -64,6 +65,20 @@ def test_the_help_of_train_points_to_the_options(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     assert "`hpctrain config` prints every setting" in capsys.readouterr().out
+
+
+def test_a_command_without_arguments_names_those_that_it_needs(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG.toml\n")
+
+
+def test_an_output_that_cannot_show_all_characters(monkeypatch):
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    assert main(["config", "grid"]) == 0
+    sys.stdout.flush()
+    assert b"ring ? ulysses" in output.getvalue()
 
 
 def test_python_m_hpctrain():

@@ -11,7 +11,9 @@ PICTURES = (".png", ".pdf", ".svg")
 def add_config(command: argparse.ArgumentParser, nargs: str | None = None, help: str | None = None) -> None:
     """A configuration file and the overrides after it."""
     command.add_argument("config", nargs=nargs, metavar="CONFIG.toml", help=help)
-    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="takes the place of a setting")
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="takes the place of a setting"
+    )
 
 
 def add_resume(command: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sysconfig
 from pathlib import Path
@@ -34,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
         shutil.copytree(source / name, target / name, ignore=shutil.ignore_patterns("__pycache__", *CHECKOUT_ONLY))
     for name, of in zip(LINKS, (environment, home.PACKAGE)):
         (target / name).symlink_to(of, target_is_directory=True)
-    print(f"wrote {target}/; now:  cd {target} && source jobs/env.sh && hpctrain doctor")
+    print(f"wrote {target}/; now:  cd {shlex.quote(str(target))} && source jobs/env.sh && hpctrain doctor")
 
 
 def _environment() -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
+import sys
 from typing import Any
 
 from hpctrain import __version__
@@ -53,6 +55,8 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns its exit status. A user's mistake is one line on stderr and status 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # in an encoding without × and → there is a ? for them, no traceback
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hpctrain").setLevel(logging.INFO)

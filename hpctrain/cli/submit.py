@@ -23,7 +23,9 @@ SUMMARY = "submit a job script to Slurm, and follow it"
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("script", metavar="JOB.sbatch", help="such as jobs/train.sbatch")
-    command.add_argument("arguments", nargs="*", metavar="section.key=value", help="what the script is given")
+    command.add_argument(
+        "arguments", nargs="*", default=[], metavar="section.key=value", help="what the script is given"
+    )
     command.add_argument("--nodes", type=int, metavar="N")
     command.add_argument(
         "--plan",
@@ -50,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     """Returns 0, or with --follow the job's exit status."""
     script = Path(options.script).resolve()
     if not script.is_file():
-        raise ValueError(f"{options.script} does not exist; the jobs are in {script.parent}")
+        raise ValueError(f"{options.script} does not exist; the jobs are in {home() / 'jobs'}")
     if options.array and options.follow:
         raise ValueError("--follow shows one log, but --array has one a task; see `hpctrain jobs`")
     given = options.arguments + {"": [], "must": ["--resume"], "auto": ["--resume=auto"]}[options.resume]

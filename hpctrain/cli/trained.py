@@ -11,7 +11,7 @@ from hpctrain.launch import abort, check_launcher, complain, limit_threads
 
 def add_source(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", metavar="RUN", help="a run folder, or one in Hugging Face's format")
-    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as grid.tensor=2")
+    command.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="such as grid.tensor=2")
 
 
 def on_all_ranks(options: argparse.Namespace, work: Callable) -> int:

@@ -67,11 +67,14 @@ def tasks(array: str) -> list[int]:
     >>> tasks("a")
     Traceback (most recent call last):
     ValueError: --array must read like 0-3,7 or 0-30:10%2, got 'a'
+    >>> tasks("3-1")
+    Traceback (most recent call last):
+    ValueError: --array must read like 0-3,7 or 0-30:10%2, got '3-1'
     """
     numbers: list[int] = []
     for part in array.split("%")[0].split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
-        if not match:
+        if not match or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(f"--array must read like 0-3,7 or 0-30:10%2, got {array!r}")
         first, last, step = match.groups()
         numbers += range(int(first), int(last or first) + 1, int(step or 0) or 1)

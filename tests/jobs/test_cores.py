@@ -243,6 +243,22 @@ def test_what_is_no_number_of_ranks_is_refused(machine):
         assert done.stderr.startswith(f"mpirun.sh: {options[0]} must be followed by a number of ranks, got '")
 
 
+def test_what_is_no_number_of_threads_is_refused(machine, monkeypatch):
+    machine("4 cores x 2")
+    for threads in ("many", "0", "-2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        done = subprocess.run(["jobs/mpirun.sh", "-n", "1", "true"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr == f"mpirun.sh: OMP_NUM_THREADS must be a number of threads, got '{threads}'\n"
+
+
+def test_an_empty_number_of_threads_is_none(machine, monkeypatch):
+    machine("no limit")
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    launch.limit_threads()
+    assert os.environ["OMP_NUM_THREADS"] == "2"
+
+
 def test_a_home_where_there_is_none(monkeypatch):
     """As under cron: Open MPI would not begin."""
     monkeypatch.delenv("HOME")
