@@ -1,6 +1,7 @@
 """What could not be read is not published."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -52,19 +53,19 @@ def test_nothing_is_published_that_is_too_large_to_be_read(tmp_path, monkeypatch
 
 
 UNREADABLE = {
-    "name": {"a tensor's\nname": torch.ones(3)},
-    "dims": {"x": torch.ones([1] * 33)},
-    "type": {"x": torch.ones(3, dtype=torch.complex64)},
-    "number": {"x": torch.tensor(1, dtype=torch.uint32)},
+    "name": ({"a tensor's\nname": torch.ones(3)}, "step 1: .* is not the name of a tensor"),
+    "dims": ({"x": torch.ones([1] * 33)}, "step 1: rank 0: "),
+    "type": ({"x": torch.ones(3, dtype=torch.complex32)}, "step 1: x has the unknown type 'complex32'"),
+    "number": ({"x": torch.tensor(1j)}, "step 1: x is a complex64 without dims"),
 }
 
 
 @pytest.mark.parametrize("what", UNREADABLE)
 def test_nothing_is_published_that_would_be_refused(tmp_path, what):
     numbers = Numbers()
-    numbers.tensors = UNREADABLE[what]
+    numbers.tensors, message = UNREADABLE[what]
     saver = Checkpointer(tmp_path, Alone(), background=False)
-    assert "step 1: rank 0: " in saver.save(1, numbers, {})
+    assert re.match(message, saver.save(1, numbers, {}))
     assert list(tmp_path.iterdir()) == []
 
 
