@@ -71,8 +71,8 @@ def load(root: str | os.PathLike, model: torch.nn.Module, strategy: DataParallel
             not are renamed step-N.bad. For a `root` that is itself a checkpoint.
         OSError: on a rank that cannot read a file.
     """
-    root = Path(root)
-    with comm.together(strategy.grid.world):
-        if files.status(root / NAME):
+    root, world = Path(root), strategy.grid.world
+    with comm.together(world):
+        if world.rank == 0 and files.status(root / NAME):
             raise ValueError(f"{root} is one checkpoint; give the folder of checkpoints that it is in")
     return Checkpointer(root, strategy.grid.comm).resume(TrainingState(model, strategy))

@@ -122,7 +122,7 @@ class _Noting(nn.Module):
 
     def __init__(self, note: Callable):
         super().__init__()
-        self.note = note
+        self.note = note  # no list of its own, which would be what the twin keeps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = torch.ones(*x.shape[:-1], _WIDTH)
