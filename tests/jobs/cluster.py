@@ -42,15 +42,16 @@ def slurm(tmp_path_factory):
         f"NodeName={node} NodeHostname={host} Port={free_port()} CPUs={os.cpu_count()} RealMemory=4000 State=UNKNOWN"
         for node in NODES
     )
-    # messages may take longer than Slurm's 10 s, as the nodes share their cores with all other tests: with PMI2, ranks
-    # whose fence was given up wait for ever
+    # a minute in place of Slurm's or of a test's 10 s, as the nodes share their cores with all other tests: with PMI2,
+    # ranks whose fence was given up wait for ever; mpirun ends where the step that it needs comes after its credential
+    # has expired; a batch script that is not seen in time is taken for lost. A requeued job waits for it, too.
     conf = folder / "slurm.conf"
     conf.write_text(f"""
 ClusterName=test
 SlurmctldHost={host}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={socket_path},cred_expire=10
+AuthInfo=socket={socket_path},cred_expire=60
 SlurmctldPort={free_port()}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
@@ -63,6 +64,7 @@ MpiDefault=none
 ReturnToService=2
 KillWait=2
 MessageTimeout=60
+BatchStartTimeout=60
 MinJobAge=3600
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 {nodes}
@@ -135,7 +137,8 @@ def sbatch(shell):
 
 @pytest.fixture
 def ended(slurm, shell, tmp_path):
-    """ended(job) waits for a job's end; returns its state and exit status. `sbatch --wait` looks ever less often."""
+    """ended(job) waits for a job's end; returns its state and exit status, and prints the last lines of all outputs where
+    that is a failure. `sbatch --wait` looks ever less often."""
 
     def last_lines():
         for folder in (Path(slurm["SLURM_CONF"]).parent, tmp_path):
@@ -148,6 +151,8 @@ def ended(slurm, shell, tmp_path):
             facts = shell("scontrol", "show", "job", job)
             state = re.search(r"JobState=(\w+)", facts)[1]
             if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"):
+                if state != "COMPLETED":
+                    print(facts, *last_lines(), sep="\n")
                 return state, int(re.search(r"ExitCode=(\d+)", facts)[1])
             if time.monotonic() > deadline:
                 raise AssertionError("\n".join((facts, *last_lines())))
