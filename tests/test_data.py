@@ -1,5 +1,6 @@
 """Packing and reading tokens: what goes in comes out, and nothing broken is ever read."""
 
+import errno
 import os
 import resource
 import signal
@@ -12,7 +13,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import word_tokens
 
+from hpctrain import files
 from hpctrain.data import SampleOrder, ShardedTokens, pack, shards
 from hpctrain.data.chunks import AVAILABLE
 from hpctrain.data.corpus import read_text, text_files
@@ -270,6 +273,43 @@ def test_packings_at_once(texts, tmp_path, monkeypatch):
     with pytest.raises(FileExistsError, match="data.h5 exists"):
         pack([str(texts)], output, replace=False)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_packings_of_jobs_that_end_at_once(texts, tmp_path, monkeypatch, links):
+    """The first counts, also where the file system has no links."""
+    output, sync, index = tmp_path / "data.h5", files.sync, []
+
+    def meanwhile(path):
+        if str(path).endswith("-index.h5.part"):
+            monkeypatch.setattr(files, "sync", sync)
+            pack([str(texts)], output, replace=False)
+            index.append(output.read_bytes())
+        sync(path)
+
+    def link(source, to):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(files, "sync", meanwhile)
+    if not links:
+        monkeypatch.setattr(os, "link", link)
+    with pytest.raises(FileExistsError, match="data.h5 exists"):
+        pack([str(texts)], output, replace=False)
+    assert index == [output.read_bytes()]
+    assert len([*tmp_path.glob("data*")]) == 2  # the index and a shard
+    assert ShardedTokens(output).tokens == len(expected_tokens(texts))
+
+
+def test_the_tokenizer_of_data_that_were_packed_anew(texts, tmp_path):
+    """By the same, as jobs that start together do, or by another."""
+    output = tmp_path / "data.h5"
+    pack([str(texts)], output)
+    same, other = ShardedTokens(output), ShardedTokens(output)
+    pack([str(texts)], output)
+    assert same.tokenizer.vocabulary == END + 1
+    pack([str(texts)], output, word_tokens.by_words({word_tokens.END: 0, "no such word": 1}))
+    with pytest.raises(ValueError, match="data.h5 was packed anew, by another tokenizer"):
+        _ = other.tokenizer
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def pack(
             done += _size(paths)
         if not replace and any(files.status(each) for each in outputs):
             raise FileExistsError(f"{output} exists")
-        *of_validation, counts = [writer.commit() for writer in reversed(writers)]  # the training data last
+        *of_validation, counts = [writer.commit(replace) for writer in writers[::-1]]  # the training data last
     for shard in older:  # the new index is on disk by now
         shard.unlink(missing_ok=True)
     others = {f"validation {what}": of_validation[0][what] for what in ("documents", "tokens")} if of_validation else {}
@@ -202,7 +202,7 @@ class _Writer:
                 if self.length == self.limit:
                     self._close()
 
-    def commit(self) -> dict[str, int]:
+    def commit(self, replace: bool) -> dict[str, int]:
         if not self.documents:
             raise ValueError(f"there are no documents for {self.output}: all were skipped, or the part is too small")
         if self.file:
@@ -216,7 +216,7 @@ class _Writer:
         with self._new(part) as file:
             write_index(file.hdf5, index)
         files.sync(self.output.parent)  # the shards' names, before anything tells of them
-        _publish(part, self.output)
+        (_publish if replace else _publish_first)(part, self.output)
         self.written = []  # the data are complete, whatever fails from here on
         files.sync(self.output.parent)
         return {"documents": self.documents, "tokens": int(tokens.sum()), "shards": len(self.shards)}
@@ -293,6 +293,20 @@ def _publish(part: Path, final: Path) -> None:
     """Give a file that is whole its final name, once its content is on disk."""
     files.sync(part)
     part.replace(final)
+
+
+def _publish_first(part: Path, final: Path) -> None:
+    """As `_publish`, but FileExistsError where another was given the name."""
+    files.sync(part)
+    try:
+        os.link(part, final)
+    except OSError as error:
+        if not files.status(final):  # a file system without links
+            part.replace(final)
+            return
+        if not part.samefile(final):  # NFS may repeat a link of which it lost the answer
+            raise FileExistsError(f"{final} exists") from error
+    part.unlink()
 
 
 def _make_folder(folder: Path) -> None:

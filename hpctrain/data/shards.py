@@ -56,9 +56,8 @@ class ShardedTokens:
         with _together(comm):
             if rank == 0:
                 index = self._read_index()
-                digest = hashlib.sha256(index.tokenizer.encode()).hexdigest()
                 # the tokenizer may be large and is seldom asked for
-                shared = dataclasses.replace(index, tokenizer=""), digest
+                shared = dataclasses.replace(index, tokenizer=""), _digest(index)
         if comm is not None:
             shared = comm.bcast(shared)
         assert shared is not None
@@ -83,8 +82,8 @@ class ShardedTokens:
     def tokenizer(self) -> Tokenizer:
         """That the text was packed with."""
         index = self._read_index()
-        if index.packing != self._index.packing:
-            raise ValueError(f"{self.path} was packed anew since it was first read")
+        if _digest(index) != self.tokenizer_digest:
+            raise ValueError(f"{self.path} was packed anew, by another tokenizer, since it was first read")
         return tokenizer_from_description(index.tokenizer)
 
     def read(self, start: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
@@ -227,6 +226,11 @@ class _Recent:
     def close(self) -> None:
         while self._files:
             self._close(self._files.popitem()[1])
+
+
+def _digest(index: Index) -> str:
+    """Of its tokenizer's description."""
+    return hashlib.sha256(index.tokenizer.encode()).hexdigest()
 
 
 def _together(comm: MPI.Intracomm | None) -> contextlib.AbstractContextManager[None]:

@@ -137,8 +137,8 @@ def sbatch(shell):
 
 @pytest.fixture
 def ended(slurm, shell, tmp_path):
-    """ended(job) waits for a job's end; returns its state and exit status, and prints the last lines of all outputs where
-    that is a failure. `sbatch --wait` looks ever less often."""
+    """ended(job) waits for a job's end; returns its state and exit status, and prints the last lines of all outputs
+    where that is a failure. `sbatch --wait` looks ever less often."""
 
     def last_lines():
         for folder in (Path(slurm["SLURM_CONF"]).parent, tmp_path):
