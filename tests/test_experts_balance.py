@@ -20,6 +20,7 @@ from experts_checks import (
     tokens_on,
 )
 from layer_checks import KEY, whole
+from torch.utils.checkpoint import checkpoint
 
 from hpctrain.data_parallel import MixedDataParallel, Precision
 from hpctrain.layers import LoadBalance, Tokens
@@ -128,6 +129,15 @@ def test_auxiliary_loss_of_transformers(world):
     assert math.isclose(load.aux_loss, theirs.item(), rel_tol=1e-6)  # theirs counts in float32
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("scope", ["sequence", "step"])
+def test_sequences_without_tokens(world, scope):
+    for grid in grids(world.size)[:2]:
+        layer, tokens = mixture(grid, **LOSSES, aux_scope=scope), Tokens.of(grid, SEQUENCES, 0)
+        layer(block_of(grid, tokens, torch.zeros(0, 7, dtype=torch.float64)), tokens).sum().backward()
+        assert layer.router.record.losses.tolist() == [0.0, 0.0]
+
+
 def test_no_auxiliary_loss_in_evaluation(world):
     x = whole((SEQUENCES * LENGTH, 7), "x", False)
     for grid in grids(world.size)[:2]:
@@ -170,6 +180,19 @@ def test_a_bias_is_no_weight(world):
         layer.requires_grad_(True)
         layer(block_of(grid, tokens, whole((SEQUENCES * LENGTH, 7), "x", False)), tokens).square().sum().backward()
         assert layer.router.bias.grad is None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_torch_computes_once_more_counts_once(world, use_reentrant):
+    for grid in grids(world.size)[:2] + spread(world.size)[:1]:
+        records = []
+        for again in (False, True):
+            layer, tokens = mixture(grid, **LOSSES, capacity=0.5), tokens_on(grid, SEQUENCES, LENGTH)
+            x = block_of(grid, tokens, whole((SEQUENCES * LENGTH, 7), "x", False)).clone().requires_grad_()
+            y = checkpoint(layer, x, tokens, use_reentrant=use_reentrant) if again else layer(x, tokens)
+            y.square().sum().backward()
+            records.append((layer.router.record.counts.tolist(), layer.router.record.losses.tolist()))
+        assert records[0] == records[1]
 
 
 def test_recompute_keeps_the_routing(world):

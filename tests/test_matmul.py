@@ -41,6 +41,8 @@ def test_product_and_gradients(world, case, way):
             close(a.grad, (G @ B.T)[mm.slices("a", m, k)])
             close(b.grad, (A.T @ G)[mm.slices("b", k, n)])
             close(mm.gather_c(c.detach()), A @ B)
+            mm(a, b).mul_(2).backward(G[block])  # changed in place, which torch refuses of an autograd function's views
+            close(a.grad, (3 * G @ B.T)[mm.slices("a", m, k)])
 
 
 @functools.cache  # a grid makes several communicators

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
 
@@ -90,9 +91,47 @@ def test_a_plain_loop_equals_one_rank(world, optimizer):
             ht.sync_gradients(model, grid)
             ht.clip_grad_norm_(model, CLIP, grid)
             mine.step()
+        gradients = ht.gather_gradients(model, grid)
         for name, weight in whole_parameters(model, grid):
             if grid.rank == 0:
                 torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(gradients[name], expected[name].grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_no_other_rank_has(world, frozen):
+    """Experts alone, of a mixture whose router is frozen or used nowhere: nothing is left to sum, nor was it before."""
+    grid = ht.Grid(data=world.size, expert=world.size)
+    model = ht.layers.Mixture(grid, 8, 4, experts=world.size, top_k=1, key=KEY, **DOUBLE)
+    model.router.weight.requires_grad_(not frozen)
+    x, tokens = whole((6, 8), f"x{world.rank}", False), ht.layers.Tokens.of(grid, 6, 1)
+    routing = model.router(x, tokens)
+    routing = dataclasses.replace(routing, weights=routing.weights.detach())
+    model.experts(x, routing).square().sum().backward()
+    before = model.experts.down.grad.clone()
+    ht.sync_gradients(model, grid)
+    assert torch.equal(model.experts.down.grad, before)
+
+
+@pytest.mark.parametrize("strategy", [False, True])
+def test_a_weight_of_ones_own(world, strategy):
+    for grid in grids(world.size):
+        model, share = model_of(grid), ROWS // grid.data.size
+        model.scale = torch.nn.Parameter(torch.arange(10, **DOUBLE))
+        with pytest.raises(ValueError, match=r"'scale' .* say so: weight.shard = ht.Shard.whole\(weight.shape"):
+            ht.sync_gradients(model, grid)
+        model.scale.shard = ht.Shard.whole(model.scale.shape, ("x", "y", "z"))
+        replicas = DataParallel(model.parameters(), grid) if strategy else None
+        if replicas:
+            replicas.zero_grad()
+            replicas.enable_grad_sync()
+        layout, x = Layout(grid, share, 1), whole((ROWS, 10), "x", False)
+        own = layout.residual(x[share * grid.data.rank : share * (grid.data.rank + 1)])
+        (model["norm"](own, layout.tokens) * layout.residual(model.scale.expand(share, -1))).square().sum().backward()
+        replicas.finish_grad_sync() if replicas else ht.sync_gradients(model, grid)
+        normal = torch.nn.functional.layer_norm(x, (10,))
+        expected = 2 * model.scale.detach() * normal.square().sum(0)
+        torch.testing.assert_close(model.scale.grad, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

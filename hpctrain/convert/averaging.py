@@ -111,7 +111,8 @@ def _look(model, grid) -> _Found:
         [parameter for parameter, (_, unsummed, absent, _) in there.items() if unsummed or absent],
         [parameter for parameter, (_, _, absent, _) in there.items() if absent],
         [parameter for parameter, (_, unsummed, _, of_sum) in there.items() if unsummed and of_sum],
-        bool(unsummed) or all(axis.size == 1 for axis in by_axis),
+        bool(unsummed)
+        or all(axis.size == 1 for axis, sharing in by_axis.items() if not there.keys().isdisjoint(sharing)),
     )
 
 

@@ -18,6 +18,7 @@ from hpctrain.grid import Axis
 from hpctrain.layers.experts.dispatch import Dispatch
 from hpctrain.layers.experts.dispatch_choice import choose
 from hpctrain.layers.experts.grouped import products, weight_gradients
+from hpctrain.once_differentiable import once_differentiable
 from hpctrain.shard import split_sizes
 
 
@@ -87,7 +88,7 @@ class _BothToExperts(torch.autograd.Function):
         return dispatch.both_to_experts(x.contiguous(), weights.contiguous()).wait()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad_rows, grad_weight):
         return *ctx.dispatch.both_to_tokens(grad_rows.contiguous(), grad_weight.contiguous()).wait(), None
 
@@ -117,7 +118,7 @@ class _Linear(torch.autograd.Function):
         return products(rows, weight.mT if transposed else weight, counts, transposed=True)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         with local():
             rows, weight, counts = ctx.saved_tensors[0], ctx.weight, ctx.counts

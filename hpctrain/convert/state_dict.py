@@ -117,6 +117,6 @@ def gather_gradients(model: torch.nn.Module, grid: Grid | None = None) -> dict[s
                 for p, name in names.items()
                 if name in used and counted(p, grid)
             ]
-        shapes = {name: getattr(p, "whole_shape", p.shape) for p, name in names.items()}
-        whole = {name: gradient.view(shapes[name]) for name, gradient in whole_tensors(entries, grid) if grid.rank == 0}
+        shapes = {name: p.whole_shape for p, name in names.items() if hasattr(p, "whole_shape")}
+        whole = {name: x.view(shapes.get(name, x.shape)) for name, x in whole_tensors(entries, grid) if grid.rank == 0}
     return {name: whole[name] for name in names.values() if name in whole}

@@ -13,7 +13,7 @@ from hpctrain.layers.context.sharded_kv_cache import ShardedKVCache
 from hpctrain.layers.dropout import check_probability
 from hpctrain.layers.linear import Linear
 from hpctrain.layers.norm import HeadNorm
-from hpctrain.layers.parameter import drawn_key
+from hpctrain.layers.parameter import check_sizes, drawn_key
 from hpctrain.layers.recompute import recomputed
 from hpctrain.layers.rotary import RopeScaling, rotate
 from hpctrain.layers.softmax_attention import fused_attention, softmax_attention
@@ -65,6 +65,7 @@ class Attention(torch.nn.Module):
         dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
+        check_sizes(width=width, heads=heads)
         if head_width is None and width % heads:
             raise ValueError(
                 f"width must be a multiple of heads where head_width is not given, got width {width} and {heads} heads"

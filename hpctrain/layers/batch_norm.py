@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hpctrain import comm
 from hpctrain.comm import functional
 from hpctrain.grid import Axis, Grid
-from hpctrain.layers.parameter import Layer, drawn_key, parameter
+from hpctrain.layers.parameter import Layer, check_sizes, drawn_key, parameter
 from hpctrain.layers.rules import IMAGES, shard
 from hpctrain.randomness import RngKey
 
@@ -47,6 +47,7 @@ class BatchNorm2d(Layer):
     ):  # fmt: skip
         super().__init__()
         grid.check_whole_sequences("BatchNorm2d")
+        check_sizes(features=features)
         self.features, self.eps, self.momentum = features, eps, momentum
         self.axes = [axis for axis in (grid.plane("y", "z"), grid.data) if axis.size > 1]
         self.shard = shard(IMAGES, grid, {"channels": features})

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpctrain import comm
-from hpctrain.layers.parameter import ProductQueue, accumulate
+from hpctrain.layers.parameter import ProductQueue, put_off
 from hpctrain.matmul.agarwal import Sharding
 from hpctrain.matmul.operands import Gathered
 from hpctrain.matmul.sharded_dim import Columns, Rows
+from hpctrain.once_differentiable import once_differentiable
 from hpctrain.shard import split, split_sizes
 
 if TYPE_CHECKING:
@@ -69,16 +70,16 @@ class BoxProduct:
             return mm.nt(grad, x, sharding)
         if sharding.a.axis.size == 1:
             return mm.nt(grad, x, sharding, out=sync.out())
-        if "weight_gradient" in self.overlap and sync.defers:
+        if "weight_gradient" in self.overlap and sync.defers and not weight._backward_hooks:
             return sync.defer(grad.whole.t(), x.whole, sharding.a)
         return mm.nt(grad, x, sharding, plus=sync.deferred())
 
     def late_weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.nn.Parameter, sharding: Sharding
-    ) -> None:
+    ) -> torch.Tensor | None:
         """The weight gradient that backward left to be computed."""
         c, b = self.matmul.gathered_c(grad, sharding), self.matmul.gathered_b(x, sharding)
-        accumulate(weight, self.weight_gradient(c, b, weight, sharding))
+        return self.weight_gradient(c, b, weight, sharding)
 
 
 class _BoxLinear(torch.autograd.Function):
@@ -89,20 +90,18 @@ class _BoxLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.weight = weight  # where activations are computed once more, what was saved comes back as another object
         ctx.sharding, ctx.product = sharding, product
-        return product.matmul.nn(weight, x, sharding, bias)
+        # detached, as nobody may change in place what autograd takes for a view
+        return product.matmul.nn(weight, x, sharding, bias).detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         (x, _), weight = ctx.saved_tensors, ctx.weight
         sharding, product, mm = ctx.sharding, ctx.product, ctx.product.matmul
         needs_x = ctx.needs_input_grad[0]
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        if product.split_backward is not None and product.split_backward.queue is not None:
-            if weight.requires_grad:
-                product.split_backward.queue.append(
-                    functools.partial(product.late_weight_gradient, grad, x, weight, sharding)
-                )
+        late = functools.partial(product.late_weight_gradient, grad, x, weight, sharding)
+        if put_off(product.split_backward, weight, late):
             return mm.tn(weight, grad, sharding) if needs_x else None, None, grad_bias, None, None
         grad = mm.gathered_c(grad, sharding)
         if not ctx.needs_input_grad[1]:

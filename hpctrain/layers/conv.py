@@ -10,10 +10,11 @@ import torch.nn.functional as F
 
 from hpctrain import comm
 from hpctrain.grid import Axis, Grid
-from hpctrain.layers.parameter import Layer, drawn_key, parameter, refuse_autocast
+from hpctrain.layers.parameter import Layer, check_sizes, drawn_key, parameter, refuse_autocast
 from hpctrain.layers.rules import IMAGES, shard
 from hpctrain.layers.spatial import Stencil
 from hpctrain.matmul.sharded_dim import Rows
+from hpctrain.once_differentiable import once_differentiable
 from hpctrain.randomness import RngKey
 from hpctrain.shard import split, split_sizes
 
@@ -59,6 +60,7 @@ class Conv2d(Layer):
         dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
+        check_sizes(in_channels=in_channels, out_channels=out_channels)
         x, plane = grid.tensor.x, grid.plane("y", "z")
         self.stencil = Stencil(grid.tensor.y, kernel_size, stride, padding, dilation)
         _check_groups(groups, in_channels, out_channels, x.size)
@@ -138,10 +140,10 @@ class _Convolution(torch.autograd.Function):
         y = _convolve(layer, layer.gather(x, halo), layer.over_plane.gather(weight))
         if layer.target:
             y = layer.target.scatter(y)
-        return y if bias is None else y.add_(bias[:, None, None])
+        return (y if bias is None else y.add_(bias[:, None, None])).detach()  # as in layers.box
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         layer, halo = ctx.layer, ctx.halo

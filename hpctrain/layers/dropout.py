@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.grid import Grid
+from hpctrain.layers.parameter import check_shape
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey, drop_threshold
 from hpctrain.shard import split
@@ -28,12 +29,16 @@ class Dropout(torch.nn.Module):
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         if not self.training or self.p == 0:
             return x
+        check_shape(self, x, (tokens.local_rows, self.columns.stop - self.columns.start))
         masks = [
             self.key.mask(rows.start * self.width, len(rows) * self.width, self.p, tokens.step)
             for rows in tokens.residual_rows()
         ]
         mask = masks[0] if len(masks) == 1 else torch.cat([torch.empty(0, dtype=torch.bool), *masks])
         return drop(x, mask.view(len(x), self.width)[:, self.columns], self.p)
+
+    def extra_repr(self) -> str:
+        return f"{self.p}, {self.width}"
 
 
 def check_probability(p: float) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.comm import functional
-from hpctrain.layers.parameter import Layer, drawn_key, parameter
+from hpctrain.layers.parameter import Layer, check_sizes, drawn_key, parameter
 from hpctrain.layers.rules import BOX, shard
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
@@ -34,6 +34,7 @@ class Embedding(Layer):
         dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
+        check_sizes(vocabulary=vocabulary, width=width)
         self.tensor = grid.tensor
         x, z = grid.tensor.x, grid.tensor.z
         self.vocabulary = vocabulary
@@ -43,6 +44,11 @@ class Embedding(Layer):
         self.weight = parameter(grid, as_weight, drawn_key(grid, key) / "weight", std, dtype=dtype, device=device)
 
     def forward(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        if ids.shape != (tokens.sequences * tokens.length,):
+            raise ValueError(
+                f"Embedding takes the ids of all {tokens.sequences * tokens.length} tokens of the z block as a vector, "
+                f"got {tuple(ids.shape)}; flatten them, and make the tokens for these"
+            )
         return scatter_rows(self.lookup(ids), tokens)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
@@ -106,4 +112,6 @@ class _Lookup(torch.autograd.Function):
 
 def scatter_rows(partial: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """Sum partial lookups over x, each rank keeping its rows of the residual layout."""
+    if tokens.rows.axis.size == 1:
+        return partial
     return functional.reduce_scatter(partial, tokens.rows.axis, tokens.rows.sizes)

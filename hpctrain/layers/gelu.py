@@ -7,6 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from hpctrain.once_differentiable import once_differentiable
+
 SLOPE = 2 * math.sqrt(2 / math.pi)
 CUBIC = 0.044715
 OURS = torch.float32, torch.float64  # of a processor: torch's kernels are not vectorised well in this form
@@ -32,7 +34,7 @@ class _TanhGELU(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         (derivative,) = ctx.saved_tensors
         return grad * derivative

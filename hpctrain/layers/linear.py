@@ -7,7 +7,15 @@ import torch
 from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import Algorithm, BoxAlgorithm, PlaneAlgorithm, algorithm_of
 from hpctrain.layers.box import BoxProduct
-from hpctrain.layers.parameter import Factory, Layer, drawn_key, parameter, refuse_autocast
+from hpctrain.layers.parameter import (
+    Factory,
+    Layer,
+    check_shape,
+    check_sizes,
+    drawn_key,
+    parameter,
+    refuse_autocast,
+)  # fmt: skip
 from hpctrain.layers.plane import PlaneProduct
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
@@ -45,12 +53,11 @@ class Linear(Layer):
         super().__init__()
         if to not in ("inner", "residual"):
             raise ValueError(f'to must be "inner" or "residual", got {to!r}')
-        if min(in_features, out_features) < 1:
-            raise ValueError(f"in_features and out_features must be from 1 on, got {in_features} and {out_features}")
+        check_sizes(in_features=in_features, out_features=out_features)
         for side, features, unit in (("in", in_features, in_unit), ("out", out_features, out_unit)):
             if unit < 1 or features % unit:
                 raise ValueError(f"{side}_features must be a multiple of {side}_unit, got {features} and {unit}")
-        self.to_inner = to == "inner"
+        self.grid, self.to_inner = grid, to == "inner"
         self.in_features, self.out_features = in_features, out_features
         key = drawn_key(grid, key)
         std = (3 * in_features) ** -0.5 if std is None else std
@@ -69,13 +76,12 @@ class Linear(Layer):
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         refuse_autocast(x)
-        if x.shape != (expected := self.product.shape_of_input(tokens)):
-            layout = "residual" if self.to_inner else "inner"
+        if tokens.grid.shape != self.grid.shape:
             raise ValueError(
-                f"Linear({self.extra_repr()}) takes this rank's {expected[0]} rows and {expected[1]} columns of x in "
-                f"the {layout} layout, got {tuple(x.shape)}; the tokens must be those of x, made for the layer's grid "
-                "and algorithm"
+                f"Linear({self.extra_repr()}) is of a grid of {self.grid.shape}, got tokens of one of "
+                f"{tokens.grid.shape}; make them by Tokens.of with the layer's grid"
             )
+        check_shape(self, x, self.product.shape_of_input(tokens), "residual" if self.to_inner else "inner")
         return self.product(x, self.weight, self.bias, tokens)
 
     def extra_repr(self) -> str:

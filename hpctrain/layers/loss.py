@@ -9,6 +9,8 @@ import torch
 from hpctrain import comm
 from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import Algorithm, algorithm_of
+from hpctrain.layers.parameter import check_sizes
+from hpctrain.once_differentiable import once_differentiable
 
 
 class CrossEntropy(torch.nn.Module):
@@ -29,20 +31,27 @@ class CrossEntropy(torch.nn.Module):
     A target outside the vocabulary, other than `ignore_index`, makes the loss and its row's gradient NaN.
 
     Raises:
-        ValueError: when label_smoothing is not from 0 to 1.
+        ValueError: when label_smoothing is not from 0 to 1; when called, for other shapes.
     """
 
     def __init__(self, grid: Grid, vocabulary: int, label_smoothing: float = 0.0, ignore_index: int = -100,
                  algorithm: str | Algorithm = "agarwal", z_loss: float = 0.0):  # fmt: skip
         super().__init__()
+        check_sizes(vocabulary=vocabulary)
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
         self.vocabulary, self.label_smoothing, self.ignore_index = vocabulary, label_smoothing, ignore_index
         self.z_loss = z_loss
         algorithm = algorithm_of(grid, algorithm)
-        self.plane, self.first = algorithm.columns, algorithm.inner(vocabulary).start
+        self.plane, words = algorithm.columns, algorithm.inner(vocabulary)
+        self.first, self.columns = words.start, words.stop - words.start
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
+        if targets.dim() != 1 or logits.shape != (len(targets), self.columns):
+            raise ValueError(
+                f"CrossEntropy of a vocabulary of {self.vocabulary} takes this rank's (rows, {self.columns}) logits in "
+                f"the inner layout and (rows,) targets, got {tuple(logits.shape)} and {tuple(targets.shape)}"
+            )
         wide = logits.to(comm.accumulation_dtype(logits.dtype))
         return _CrossEntropy.apply(wide, targets, scale, self)
 
@@ -106,7 +115,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss if plane.rank == 0 else torch.zeros_like(loss)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         if ctx.softmax is None:
             raise RuntimeError("CrossEntropy cannot run backward a second time: the first one used up its softmax")

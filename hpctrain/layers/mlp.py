@@ -12,8 +12,9 @@ from hpctrain.grid import Grid
 from hpctrain.layers.algorithm import Algorithm, algorithm_of
 from hpctrain.layers.gelu import gelu_tanh
 from hpctrain.layers.linear import Linear
-from hpctrain.layers.parameter import drawn_key
+from hpctrain.layers.parameter import check_sizes, drawn_key
 from hpctrain.layers.tokens import Tokens
+from hpctrain.once_differentiable import once_differentiable
 from hpctrain.randomness import RngKey
 
 
@@ -40,6 +41,7 @@ class MLP(torch.nn.Module):
         super().__init__()
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+        check_sizes(width=width, hidden=hidden)
         self.activation, key = activation, drawn_key(grid, key)
         linear = functools.partial(
             Linear, grid, bias=bias, algorithm=algorithm_of(grid, algorithm), dtype=dtype, device=device
@@ -68,7 +70,7 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate.clone(memory_format=torch.contiguous_format), inplace=True).mul_(up)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         gate, up = _columns(*ctx.saved_tensors)
         gate = gate.contiguous()

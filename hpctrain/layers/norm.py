@@ -7,9 +7,10 @@ import torch.nn.functional as F
 
 from hpctrain import comm
 from hpctrain.grid import Axis, Grid
-from hpctrain.layers.parameter import Layer, drawn_key, parameter
+from hpctrain.layers.parameter import Layer, check_shape, check_sizes, drawn_key, parameter
 from hpctrain.layers.rules import BOX, WHOLE, shard
 from hpctrain.layers.tokens import Tokens
+from hpctrain.once_differentiable import once_differentiable
 from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard, split_sizes
 
@@ -26,12 +27,16 @@ class LayerNorm(Layer):
         self.bias = parameter(grid, over_y, key / "bias", None, 0.0, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        check_shape(self, x, (tokens.local_rows, len(self.weight)))
         if self.y.size == 1:
             return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
         wide = x.to(comm.accumulation_dtype(x.dtype))
         bias = None if self.bias is None else self.bias.to(wide.dtype)
         y = _LayerNormOverY.apply(wide, self.weight.to(wide.dtype), bias, self.y, self.width, self.eps)
         return y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}"
 
 
 class _RMSWeight(Layer):
@@ -47,6 +52,9 @@ class _RMSWeight(Layer):
     def _shard(self, grid: Grid, width: int) -> Shard:
         raise NotImplementedError
 
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}"
+
 
 class RMSNorm(_RMSWeight):
     """torch.nn.RMSNorm over the features of (rows, width) in the residual layout; `eps` as there.
@@ -60,6 +68,7 @@ class RMSNorm(_RMSWeight):
         return _features(grid, width)
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        check_shape(self, x, (tokens.local_rows, len(self.weight)))
         if self.y.size == 1 and x.is_cuda:
             # One kernel there; torch's on the CPU is composed of many, and takes twice the time of ours.
             return F.rms_norm(x, (self.width,), self.weight, self.eps)
@@ -89,6 +98,7 @@ def _rms_norm(x, weight, y, width, eps):
 
 
 def _features(grid, width: int) -> Shard:
+    check_sizes(width=width)
     return shard(BOX, grid, {"features": width})  # as in PLANE
 
 
@@ -112,7 +122,7 @@ class _LayerNormOverY(torch.autograd.Function):
         return normal * weight if bias is None else torch.addcmul(bias, normal, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         normal, scale, weight = ctx.saved_tensors
         along = grad * normal
@@ -135,7 +145,7 @@ class RMSNormFunction(torch.autograd.Function):
         return (x * scale[:, None]).mul_(weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         # y = x s w with s = (mean(x²) + eps)^-½, so that dx = s g w - x s³ mean(x g w)
         x, scale, weight = ctx.saved_tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Protocol, TypedDict
 
@@ -93,6 +94,16 @@ def _has_no_memory(parameter: torch.nn.Parameter) -> bool:
     return bool(parameter.numel()) and not parameter.untyped_storage().nbytes()
 
 
+def put_off(later: ProductQueue | None, weight: torch.nn.Parameter, gradient: Callable) -> bool:
+    """Leave `gradient()`, the weight's or None, to be computed later; whether that is done. A weight with hooks
+    (`register_hook`) has its own at once: autograd calls them with what the backward gives."""
+    if later is None or later.queue is None or weight._backward_hooks:
+        return False
+    if weight.requires_grad:
+        later.queue.append(lambda: accumulate(weight, gradient()))
+    return True
+
+
 def refuse_autocast(x: torch.Tensor) -> None:
     """Raise ValueError within torch.autocast."""
     gemm.refuse_autocast(
@@ -110,6 +121,23 @@ def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> 
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
         hook(parameter)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ValueError for one that is none, before only the ranks with a part of it fail."""
+    for name, size in sizes.items():
+        if not isinstance(size, numbers.Integral) or size < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+
+
+def check_shape(layer: torch.nn.Module, x: torch.Tensor, expected: tuple[int, int], layout: str = "residual") -> None:
+    """Raise ValueError unless x is of this shape, that of this rank's part of it in this layout."""
+    if x.shape != expected:
+        raise ValueError(
+            f"{type(layer).__name__}({layer.extra_repr()}) takes this rank's {expected[0]} rows and {expected[1]} "
+            f"columns of x in the {layout} layout, got {tuple(x.shape)}; the tokens must be those of x, made for the "
+            "layer's grid and algorithm"
+        )
 
 
 def drawn_key(grid: Grid, key: RngKey | None) -> RngKey:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpctrain.layers.parameter import ProductQueue, accumulate
+from hpctrain.layers.parameter import ProductQueue, put_off
+from hpctrain.once_differentiable import once_differentiable
 
 if TYPE_CHECKING:
     from hpctrain.layers.algorithm import PlaneAlgorithm
@@ -55,19 +56,17 @@ class _PlaneLinear(torch.autograd.Function):
         ctx.weight = weight  # as in layers.box
         ctx.product, ctx.rows = product, rows
         y = product.matmul.nt(x, weight, product.sizes, rows)
-        return y if bias is None else y.add_(bias)
+        return (y if bias is None else y.add_(bias)).detach()  # as in layers.box
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         (x, _), weight = ctx.saved_tensors, ctx.weight
         matmul, sizes, rows = ctx.product.matmul, ctx.product.sizes, ctx.rows
         grad = grad.contiguous()
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         grad_x = matmul.nn(grad, weight, sizes, rows) if ctx.needs_input_grad[0] else None
-        if ctx.product.split_backward is not None and ctx.product.split_backward.queue is not None:
-            if weight.requires_grad:
-                ctx.product.split_backward.queue.append(lambda: accumulate(weight, matmul.tn(grad, x, sizes, rows)))
-            return grad_x, None, grad_bias, None, None
-        grad_weight = matmul.tn(grad, x, sizes, rows) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if not put_off(ctx.product.split_backward, weight, late := lambda: matmul.tn(grad, x, sizes, rows)):
+            grad_weight = late() if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, grad_bias, None, None

@@ -77,9 +77,11 @@ class Tokens:
         sequences of all.
 
         Raises:
-            ValueError: for `part` beside documents, or on a grid with sequence axes without a `ShardedKVCache`, and for
-                documents that are not of these sequences.
+            ValueError: for negative numbers, for `part` beside documents, or on a grid with sequence axes without a
+                `ShardedKVCache`, and for documents that are not of these sequences.
         """
+        if sequences < 0 or length < 0:
+            raise ValueError(f"sequences and length must be from 0 on, got {sequences} and {length}")
         packed = tuple(tuple(lengths) for lengths in documents)
         if packed and len(packed) != sequences:
             raise ValueError(f"documents must be lengths for each of {sequences} sequences, got {packed}")
@@ -121,18 +123,26 @@ class Tokens:
         return Tokens.of(grid, sequences, self.whole, first, self.step, algorithm, part, kv_cache, share=self.share)
 
     @property
+    def grid(self) -> Grid:
+        """The one that they were made for."""
+        return self._given[0]
+
+    @property
     def all_sequences(self) -> int:
         """Of the microbatch, in all z blocks."""
         return self._given[1]
 
     def decide(self, choice: Callable) -> tuple[Any, bool]:
-        """`choice()`, or what it was when this was computed before; and whether it is the first time."""
-        return (choice(), True) if self.decisions is None else self.decisions.decide(choice)
+        """`choice()`, or what it was when this was computed before; and whether it is the first time: by
+        torch.utils.checkpoint, which keeps no `decisions`, a layer is computed once more within a backward."""
+        if self.decisions is None:
+            return choice(), torch._C._current_graph_task_id() == -1
+        return self.decisions.decide(choice)
 
     @property
     def spans(self) -> Spans:
         """Positions of the tokens of a sequence that are here, in their order."""
-        return self.over_sequence[self._given[0].sequence.rank]
+        return self.over_sequence[self.grid.sequence.rank]
 
     def positions(self, device: torch.device | None = None) -> torch.Tensor:
         """The same as a tensor, (length,) int64."""

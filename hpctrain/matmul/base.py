@@ -14,6 +14,7 @@ from hpctrain.comm import functional
 from hpctrain.grid import Axis
 from hpctrain.matmul.panels import Scratch
 from hpctrain.matmul.shapes import Shapes, as_tensor, fold_a, fold_b
+from hpctrain.once_differentiable import once_differentiable
 from hpctrain.shard import subsplit
 
 Layouts = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
@@ -227,10 +228,10 @@ class _Product(torch.autograd.Function):
     def forward(ctx, a, b, mm, sizes):
         ctx.save_for_backward(a, b)
         ctx.mm, ctx.sizes = mm, sizes
-        return mm._forward(a, b, sizes)
+        return mm._forward(a, b, sizes).detach()  # no view, which nobody might change in place
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         return *ctx.mm._backward(ctx.needs_input_grad[:2], *ctx.saved_tensors, grad, ctx.sizes), None, None
 
@@ -249,7 +250,7 @@ class _Products(torch.autograd.Function):
         return c
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         operands, (*needed, _, _) = ctx.saved_tensors, ctx.needs_input_grad
         grads = [torch.empty_like(operand) if wanted else None for operand, wanted in zip(operands, needed)]

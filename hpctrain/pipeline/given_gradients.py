@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hpctrain.once_differentiable import once_differentiable
+
 
 def scalar_of(ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """A scalar whose gradient by each of `ends` is the given one, or ones where that is None.
@@ -29,6 +31,6 @@ class _GivenGradients(torch.autograd.Function):
         return ends[0].new_zeros(())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         return None, *ctx.gradients

@@ -22,6 +22,7 @@ from hpctrain.layers.context.heads import Heads, head_groups, kv_heads, query_he
 from hpctrain.layers.context.mask import Mask
 from hpctrain.layers.context.ring import RingAttention
 from hpctrain.layers.context.spans import Spans, merged, span_length
+from hpctrain.once_differentiable import once_differentiable
 
 TILED = range(512, 1025)  # tokens; forward and backward take 0.75 to 0.95 of torch's time, as long or longer outside
 
@@ -80,7 +81,7 @@ class _Attend(torch.autograd.Function):
         return attended
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         layout, exchange = ctx.layout, ctx.exchange
         q, kv, out, lse = ctx.saved_tensors

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpctrain.once_differentiable import once_differentiable
+
 if TYPE_CHECKING:
     from hpctrain.layers.experts.record import Record
     from hpctrain.layers.experts.whole_rows import WholeRows
@@ -22,7 +24,7 @@ def auxiliary_losses(
         parts: (sequences, experts), of each sequence's pairs; None without a load balancing loss of sequences.
         aux_loss, z_loss: what they count, times the share of a sequence.
     """
-    length = rows.tokens.whole
+    length = max(1, rows.tokens.whole)
     losses = logits.new_zeros(2)
     if parts is not None:
         agreement = (probabilities * parts[rows.sequences(parts.device)]).sum()
@@ -69,7 +71,7 @@ class _AddStepLoss(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         (probabilities,) = ctx.saved_tensors
         weights = ctx.record.parts_of_step().to(probabilities) * ctx.scale

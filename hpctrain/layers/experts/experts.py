@@ -18,7 +18,8 @@ from hpctrain.layers.experts.dispatch_choice import choose
 from hpctrain.layers.experts.grouped import products, weight_gradients
 from hpctrain.layers.experts.replicas import Replicas, chosen_replicas
 from hpctrain.layers.experts.routing import Routing
-from hpctrain.layers.parameter import Factory, Layer, ProductQueue, accumulate, drawn_key, parameter, refuse_autocast
+from hpctrain.layers.parameter import Factory, Layer, ProductQueue, drawn_key, parameter, put_off, refuse_autocast
+from hpctrain.once_differentiable import once_differentiable
 from hpctrain.randomness import RngKey
 from hpctrain.shard import expert_shard, split_sizes
 
@@ -186,7 +187,7 @@ class _Experts(torch.autograd.Function):
         return x.new_empty(()).expand(x.shape)  # nothing yet
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         rows, weight, hidden, _, _, *more = ctx.saved_tensors
         up, down = ctx.up, ctx.down
@@ -210,15 +211,10 @@ class _Experts(torch.autograd.Function):
             grad_hidden, rows, grad, act, counts = grad_hidden[:here], rows[:here], grad[:here], act[:here], own
         grad_up = functools.partial(_weight_gradient, up, grad_hidden, rows, counts, home and home[:2])
         grad_down = functools.partial(_weight_gradient, down, grad, act, counts, home and home[::2])
-        late = ctx.experts.split_backward
-        if late is not None and late.queue is not None:
-            if up.requires_grad:
-                late.queue.append(lambda: accumulate(up, grad_up()))
-            if down.requires_grad:
-                late.queue.append(lambda: accumulate(down, grad_down()))
-            gradients = None, None
-        else:
-            gradients = grad_up() if up.requires_grad else None, grad_down() if down.requires_grad else None
+        gradients = []
+        for matrix, gradient in ((up, grad_up), (down, grad_down)):
+            late = put_off(ctx.experts.split_backward, matrix, gradient)
+            gradients.append(gradient() if matrix.requires_grad and not late else None)
         return *returning.wait(), *gradients, None, None
 
 
@@ -233,7 +229,7 @@ class _Returned(torch.autograd.Function):
         return flight.work.wait()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         _ = ctx.saved_tensors  # what is computed once more is so now, not while the gradients travel
         ctx.flight.work = ctx.flight.dispatch.to_experts(grad.contiguous())

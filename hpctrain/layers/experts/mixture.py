@@ -10,9 +10,10 @@ from hpctrain.layers.experts.experts import Experts
 from hpctrain.layers.experts.router import Router
 from hpctrain.layers.experts.whole_rows import WholeRows
 from hpctrain.layers.mlp import MLP
-from hpctrain.layers.parameter import Factory, drawn_key
+from hpctrain.layers.parameter import Factory, check_shape, check_sizes, drawn_key
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
+from hpctrain.shard import split_sizes
 
 
 class Mixture(torch.nn.Module):
@@ -40,6 +41,8 @@ class Mixture(torch.nn.Module):
         key: RngKey | None = None, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
+        check_sizes(features=features, ffn=ffn)
+        self.columns = split_sizes(features, grid.tensor.y.size)[grid.tensor.y.rank]
         self.grid, self.features, key = grid, features, drawn_key(grid, key)
         factory = Factory(dtype=dtype, device=device)
         self.router = Router(
@@ -59,6 +62,7 @@ class Mixture(torch.nn.Module):
             )  # fmt: skip
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        check_shape(self, x, (tokens.local_rows, self.columns))
         rows = WholeRows(self.grid, tokens)
         whole = rows.enter(x, self.features)
         beside: list[torch.Tensor] = []

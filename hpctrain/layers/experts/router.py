@@ -107,7 +107,7 @@ class Router(Layer):
             if first:
                 self.record.add_losses(losses)
             if self.aux_loss and self.aux_scope == "step":
-                scale = self.aux_loss * share * self.experts / tokens.whole
+                scale = self.aux_loss * share * self.experts / max(1, tokens.whole)
                 weights = add_step_loss(weights, probabilities, scale, self.record)
         return Routing(experts, weights, counts, chosen.scores, x, rows, self.record)
 

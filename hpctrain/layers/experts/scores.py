@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain import gemm
+from hpctrain.once_differentiable import once_differentiable
 
 
 class Softmax:
@@ -95,7 +96,7 @@ class _Weigh(torch.autograd.Function):
         return weights if chosen.scale == 1 else weights * chosen.scale, x, *passed
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad, grad_x, grad_scores=None, grad_logits=None):
         wide, factors, weight, scores, experts, weights, total = ctx.saved_tensors
         if grad is not None:
