@@ -112,6 +112,16 @@ def check_optimizer(name: str) -> None:
     check_choice("train.optimizer", name, OPTIMIZERS)
 
 
+def check_by_elements(optimizer: object, instead: str = "AdamW does") -> None:
+    """Raise ValueError for an optimizer, of torch's kind, that mixes the elements of a weight."""
+    kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    if mixing := [kind for kind in kinds if kind in MIXING_OPTIMIZERS]:
+        raise ValueError(
+            f"optimizer must treat every element of a weight by itself, got {type(optimizer).__name__}, which needs "
+            f"{MIXING_OPTIMIZERS[mixing[0]]}; {instead}"
+        )
+
+
 def check_product(name: str, x: int, y: int, z: int) -> None:
     """Raise ValueError unless this is the name of a product that works on x × y × z ranks.
 

@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TypedDict, Unpack
+from typing import Protocol, TypedDict, Unpack
 
 import torch
 
 from hpctrain.grad_sync import GradSync
 from hpctrain.shard import Shard
+
+
+class Strategy(Protocol):
+    """`data_parallel.DataParallelStrategy`."""
+
+    uses_grad: bool
+
+    def hand_over(self) -> None: ...
 
 
 class Annotations(TypedDict, total=False):
@@ -33,7 +41,7 @@ class Annotations(TypedDict, total=False):
         grad_sync: where the gradient is to lie, and how far its sum is in this step; see `GradSync`. Only of strategies
             that keep gradients in buckets.
         arrival: what is called when a gradient has been added to the parameter's; see `on_arrival`.
-        hand_over: what the next strategy calls before it takes the parameter; see `DataParallelStrategy.hand_over`.
+        strategy: itself, which the next one has hand the parameter over.
         gathered: of ZeRO-3, `with parameter.gathered:` the parameter has memory to be read; collective over data.
         grad_dtype: torch's own attribute: the dtype of gradients, where it is not that of the parameter; None (torch
             then takes any dtype) after hand over.
@@ -47,7 +55,7 @@ class Annotations(TypedDict, total=False):
     replicas: object
     grad_sync: GradSync
     arrival: Callable
-    hand_over: Callable[[], None]
+    strategy: Strategy
     gathered: AbstractContextManager
     grad_dtype: torch.dtype | None
 
@@ -72,7 +80,7 @@ def grad_sync_of(parameter: torch.Tensor) -> GradSync:
 
 def forget_strategy(parameter: torch.nn.Parameter) -> None:
     """No strategy has the parameter any more: its gradient goes to no bucket, and layers defer no sum to one."""
-    for name in ("grad_sync", "hand_over", "gathered"):
+    for name in ("grad_sync", "strategy", "gathered"):
         vars(parameter).pop(name, None)
     parameter.grad = None
     annotate(parameter, arrival=vars(parameter).get("unmanaged", _unmanaged))

@@ -188,8 +188,9 @@ def check_summed(name: str, gradient: RankGradient) -> None:
     if not gradient.summed:
         raise ValueError(
             f"{name} would use a gradient of ht.layers that is of this rank's tokens alone; call "
-            "ht.sync_gradients(model, grid) after the last backward of a step, or make a strategy of "
-            "hpctrain.data_parallel over the parameters"
+            "ht.sync_gradients(model, grid) after the last backward of a step. With a strategy of "
+            "hpctrain.data_parallel, call its finish_grad_sync(); those that spread the sums over the ranks, as ZeRO, "
+            "clip in step(norm, max_norm)"
         )
 
 

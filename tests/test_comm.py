@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpctrain import comm
-from hpctrain.comm import buffers
+from hpctrain.comm import buffers, functional
 from hpctrain.comm.agree import RemoteError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6)]
@@ -200,8 +200,13 @@ def test_nonblocking_transfers_keep_their_buffers(line):
 
 @pytest.mark.ranks(2, 3, 4, 6)
 def test_wrong_counts_are_refused_before_sending(line):
-    with pytest.raises(ValueError, match="holds 3 rows, but counts say"):
-        comm.all_gather(torch.zeros(3, 2), line, counts=(2,) * line.size)
+    for x in (torch.zeros(3, 2), torch.zeros(3, 5000)):  # large ones go through shared memory
+        for gather in (comm.all_gather, functional.all_gather, functional.gather):
+            with pytest.raises(ValueError, match="holds 3 rows, but counts say"):
+                gather(x, line, counts=(2,) * line.size)
+    if line.rank == 0:
+        with pytest.raises(ValueError, match="the root's 3 rows are not those that counts give"):
+            comm.scatter(torch.zeros(3, 2), line, counts=(2,) * line.size)
     with pytest.raises(ValueError, match=f"{line.size + 1} rows do not divide evenly over {line.size} ranks"):
         comm.reduce_scatter(torch.zeros(line.size + 1), line)
 

@@ -292,6 +292,7 @@ def test_dropped_strategies_are_freed(world, make):
     strategy = make(layers if make is Zero3 else layers.parameters(), grid, optimizer)
     strategy.enable_grad_sync()
     layers[0](torch.ones(4, 6, dtype=torch.float64), Tokens.of(grid, 1, 4)).sum().backward()
+    strategy.finish_grad_sync()
     _, norm = strategy.loss_and_grad_norm(torch.zeros((), dtype=torch.float64))
     strategy.step(norm, 1.0)
     watched = [weakref.ref(strategy), *map(weakref.ref, layers.parameters())]

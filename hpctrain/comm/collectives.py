@@ -184,7 +184,12 @@ def _rows_of_all(tensor: torch.Tensor, axis: Axis, counts: Sequence[int] | None)
     """A tensor for every rank's rows."""
     if counts is None:
         return tensor.new_empty((axis.size * len(tensor), *tensor.shape[1:]))
+    check_rows(tensor, axis, counts)
+    return tensor.new_empty((sum(counts), *tensor.shape[1:]))
+
+
+def check_rows(tensor: torch.Tensor, axis: Axis, counts: Sequence[int]) -> None:
+    """Raise ValueError unless `counts` are this rank's rows and those of the others."""
     local = counts[axis.rank]
     if local != len(tensor):
         raise ValueError(f"rank {axis.rank} of {axis.name} holds {len(tensor)} rows, but counts say {local}: {counts}")
-    return tensor.new_empty((sum(counts), *tensor.shape[1:]))

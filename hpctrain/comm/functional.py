@@ -47,7 +47,7 @@ def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def all_gather(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None) -> torch.Tensor:
-    """All ranks' rows on every rank. Adjoint: reduce-scatter."""
+    """All ranks' rows on every rank; without `counts`, of as many on each. Adjoint: reduce-scatter."""
     counts = counts or (len(x),) * axis.size
     return with_adjoint(x, _new(rows_of_all), _new(rows_of_sum), axis, counts)
 
@@ -69,7 +69,7 @@ def reduce(x: torch.Tensor, axis: Axis, root: int = 0) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None, root: int = 0) -> torch.Tensor:
-    """All ranks' rows on the root, no rows elsewhere. Adjoint: scatter."""
+    """All ranks' rows on the root, no rows elsewhere; without `counts`, of as many on each. Adjoint: scatter."""
     counts = counts or (len(x),) * axis.size
     return with_adjoint(x, _new(rooted.gather), _new(rooted.scatter), axis, counts, root)
 

@@ -30,6 +30,7 @@ def rows_of_all(x: torch.Tensor, axis: Axis, counts: Sequence[int]) -> torch.Ten
     memory = shared_memory_for(x, axis, sum(counts) * row)
     if memory is None:
         return collectives.all_gather(x, axis, counts)
+    collectives.check_rows(x, axis, counts)
     return time_call(axis, "all_gather", _gather, x, axis, counts, memory)
 
 

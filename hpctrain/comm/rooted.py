@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.comm import buffers
 from hpctrain.comm.buffers import Work, deliver, done, message, reachable
+from hpctrain.comm.collectives import check_rows
 from hpctrain.comm.exchange import exchange
 from hpctrain.comm.reductions import all_reduce
 from hpctrain.comm.timing import timed
@@ -56,6 +57,7 @@ def gather(tensor: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None
     if axis.size == 1:
         return tensor
     counts = counts or (len(tensor),) * axis.size
+    check_rows(tensor, axis, counts)
     row = math.prod(tensor.shape[1:])
     nowhere = (0,) * axis.size
     to_root = tuple(row * counts[axis.rank] if rank == root else 0 for rank in range(axis.size))
@@ -72,6 +74,8 @@ def scatter(tensor: torch.Tensor, axis: Axis, counts: Sequence[int], root: int =
     if axis.size == 1:
         return tensor
     row = math.prod(tensor.shape[1:])
+    if axis.rank == root and len(tensor) != sum(counts):
+        raise ValueError(f"the root's {len(tensor)} rows are not those that counts give the ranks: {counts}")
     nowhere = (0,) * axis.size
     to_all = tuple(row * count for count in counts) if axis.rank == root else nowhere
     from_root = tuple(row * counts[axis.rank] if rank == root else 0 for rank in range(axis.size))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hpctrain.choices import MIXING_OPTIMIZERS
+from hpctrain.choices import check_by_elements
 from hpctrain.convert.arriving_gradients import check_summed
 from hpctrain.convert.saved_state import mark_saved
 from hpctrain.convert.weight_piece import mark_states
@@ -94,14 +94,9 @@ def _replicas(parameters) -> list:
 
 def check_elementwise(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
     """Raise ValueError where an optimizer mixes the elements of a weight and a rank holds a part of one."""
-    kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    mixing = [kind for kind in kinds if kind in MIXING_OPTIMIZERS]
-    if mixing and any(_has_part(parameter) for parameter in parameters):
-        raise ValueError(
-            f"optimizer must treat every element of a weight by itself, got {type(optimizer).__name__}, which needs "
-            f"{MIXING_OPTIMIZERS[mixing[0]]}; AdamW does, and the weights of modules in replicate=[...] of "
-            "ht.parallelize are whole on every rank"
-        )
+    if any(_has_part(parameter) for parameter in parameters):
+        instead = "AdamW does, and the weights of modules in replicate=[...] of ht.parallelize are whole on every rank"
+        check_by_elements(optimizer, instead)
 
 
 def _has_part(parameter) -> bool:

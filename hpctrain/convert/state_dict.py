@@ -8,7 +8,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.convert.arriving_gradients import check_summed
-from hpctrain.convert.steps import divided_replicas, grid_of, replicas_of
+from hpctrain.convert.steps import check_strategy, divided_replicas, grid_of, replicas_of
 from hpctrain.grid import Grid
 from hpctrain.layers.whole_parameters import counted, whole_parameters, whole_tensors
 from hpctrain.parameter import shard_of
@@ -93,12 +93,15 @@ def gather_gradients(model: torch.nn.Module, grid: Grid | None = None) -> dict[s
         grid: of a model that `parallelize` did not make.
 
     Raises:
-        ValueError: on every rank, when those of replicas are not summed, see `ht.sync_gradients`.
+        ValueError: on every rank, when those of replicas are not summed, see `ht.sync_gradients`, or a strategy spreads
+            the sums over them.
     """
     grid = grid_of(model, grid)
     if (replicas := replicas_of(model)) is not None:
         replicas.complete(step=True)
     with comm.together(grid.world):
+        if replicas is None:
+            check_strategy(model, "ht.gather_gradients")
         check_summed(list(model.parameters()), "ht.gather_gradients")
     names = {p: name for name, p in model.named_parameters()}
     with as_tensors():

@@ -8,6 +8,7 @@ from hpctrain.convert.arriving_gradients import check_summed
 from hpctrain.convert.averaging import sum_over_replicas
 from hpctrain.data_parallel.clipping import clip, local_squares, replica_totals
 from hpctrain.grid import Grid
+from hpctrain.parameter import Strategy
 from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard import check_shards
 
@@ -26,7 +27,7 @@ def sync_gradients(model: torch.nn.Module, grid: Grid | None = None) -> None:
 
     Raises:
         ValueError: on every rank, when the gradients are summed already, or a backward has added to sums; for a model
-            made with `zero`, whose gradients are averaged without.
+            made with `zero`, whose gradients are averaged without, and one that a strategy has.
     """
     grid = grid_of(model, grid)
     if replicas_of(model) is not None:
@@ -34,6 +35,11 @@ def sync_gradients(model: torch.nn.Module, grid: Grid | None = None) -> None:
             "ht.sync_gradients sums the gradients of replicas, and ht.parallelize(zero=...) averages them by itself, "
             "as torch's DistributedDataParallel does; leave the call out, and let the loss be the mean over the "
             "replica's own batch"
+        )
+    if (strategy := _strategy_of(model)) is not None:
+        raise ValueError(
+            f"ht.sync_gradients would sum once more what {type(strategy).__name__} sums: call "
+            "strategy.finish_grad_sync() instead"
         )
     if not sum_over_replicas(model, grid):
         raise ValueError(
@@ -51,7 +57,7 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, grid: Grid | None =
         grid: of a model that `parallelize` did not make.
 
     Raises:
-        ValueError: when the gradients of a parallelized model's replicas are not summed.
+        ValueError: when the gradients of a model's replicas are not summed, or a strategy spreads the sums over them.
     """
     grid = grid_of(model, grid)
     parameters = list(model.parameters())
@@ -59,12 +65,29 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, grid: Grid | None =
         replicas.complete(step=True)
         if replicas.divided:
             return replicas.clip(max_norm)
+    else:
+        check_strategy(model, "ht.clip_grad_norm_")
     check_summed(parameters, "ht.clip_grad_norm_")
     with as_tensors():
         nothing = torch.zeros((), dtype=torch.float64)
         norm = replica_totals(nothing, local_squares(parameters, grid.coords), grid)[1].sqrt()
         clip(parameters, norm.item(), max_norm)
     return norm
+
+
+def check_strategy(model: torch.nn.Module, name: str) -> None:
+    """Raise ValueError where a strategy has the sums of the gradients elsewhere than in `.grad`."""
+    strategy = _strategy_of(model)
+    if strategy is not None and not strategy.uses_grad:
+        raise ValueError(
+            f"{name} found no whole gradients, as {type(strategy).__name__} spreads their sums over the ranks; "
+            "strategy.loss_and_grad_norm(loss) gives the norm of all, and strategy.step(norm, max_norm) clips by it"
+        )
+
+
+def _strategy_of(model: torch.nn.Module) -> Strategy | None:
+    """One that has some of the parameters."""
+    return next((each for p in model.parameters() if (each := vars(p).get("strategy")) is not None), None)
 
 
 def replicas_of(model: torch.nn.Module):

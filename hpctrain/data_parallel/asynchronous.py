@@ -41,6 +41,7 @@ class AsyncParameterServer(ParameterServer):
     """
 
     alike = False
+    uses_grad = True  # a worker's own
 
     def __init__(
         self,
@@ -79,6 +80,8 @@ class AsyncParameterServer(ParameterServer):
         return total, norm
 
     def step(self, norm: float, max_norm: float) -> None:
+        self._stepped = True
+        self._check_step()
         self._steps += 1
         if self.serves:
             self._serve()

@@ -16,9 +16,10 @@ from hpctrain.data_parallel.buckets import (
     summed_over,
 )
 from hpctrain.data_parallel.strategy import DataParallelStrategy
+from hpctrain.grad_sync import GradState
 from hpctrain.grid import Axis, Grid
 from hpctrain.parameter import grad_sync_of, shard_of
-from hpctrain.rank_gradient import mark_gradient
+from hpctrain.rank_gradient import RankGradient, mark_gradient
 
 
 class DataParallel(DataParallelStrategy):
@@ -53,12 +54,16 @@ class DataParallel(DataParallelStrategy):
         groups = grouped(reversed(self.parameters), grid, bucket_bytes)
         self.buckets = [self._bucket(group, summed_over(group[0], grid)) for group in groups]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        # of ht.layers; what ht.parallelize divided knows of itself
-        layers = [p for p in self.parameters if not hasattr(p, "sharding")]
-        self._divided_weights = [p for p in layers if shard_of(p).divided]
+        # Of ht.layers, where code that is not ours computes with gradients: ht.parallelize's know of themselves.
+        layers = [p for p in self.parameters if "whole_shape" not in vars(p)]
+        self._marked = {p for p in layers if shard_of(p).divided or (optimizer is None and "unmanaged" in vars(p))}
+        # Where the sums are elsewhere, what is left here is of this rank's batch alone.
+        self._own_gradients = [] if self.uses_grad else [(p, _as_own(grad_sync_of(p).view)) for p in layers]
         self._launched = 0
         self._unused: set[torch.nn.Parameter] = set()  # in the last step
         self._take_parameters()
+        if not self.divides:
+            self._take_optimizer()
 
     def _bucket(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None) -> GradBucket:
         return AllReducedGradBucket(parameters, plane, self.grid.alike(shard_of(parameters[0])))
@@ -96,17 +101,25 @@ class DataParallel(DataParallelStrategy):
             if parameter.grad is None:  # nothing was computed from it
                 self._unused.add(parameter)
                 parameter.grad = grad_sync.view.zero_()
+            grad_sync.state = GradState.DONE
         for bucket in self.buckets[self._launched :]:
             bucket.launch()
         self._begin()
         for bucket in sorted(self.buckets, key=holders_of):
             bucket.sum_over_holders(self.grid.pipeline)
-        for parameter in self._divided_weights:
+        for parameter in self._marked:
             mark_gradient(parameter, summed=True)
+        for parameter, gradient in self._own_gradients:
+            parameter.grad = gradient
+        self._summed = True
 
     def _arrived(self, parameter) -> None:
         """The hook: a backward has added to the parameter's gradient, or its layer put that off."""
-        if not parameter.grad_sync.arrived(parameter):
+        self._summed = False
+        complete = parameter.grad_sync.arrived(parameter)
+        if self._optimizer is None and parameter in self._marked:
+            mark_gradient(parameter, summed=False)
+        if not complete:
             return
         self._bucket_of[parameter].missing -= 1
         # In order, whatever the order of arrival: the other replicas must start the same sums in the same order.
@@ -115,3 +128,10 @@ class DataParallel(DataParallelStrategy):
             self._launched += 1
         for bucket in self.buckets[: self._launched]:
             bucket.work.test()  # MPI makes little progress by itself
+
+
+def _as_own(gradient: torch.Tensor) -> torch.Tensor:
+    """To be refused by code that is not ours."""
+    own = gradient.as_subclass(RankGradient)
+    own.summed = False
+    return own

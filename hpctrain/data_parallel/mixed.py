@@ -19,7 +19,7 @@ class MixedDataParallel(Zero1):
     Args: as of `Zero1`.
     """
 
-    shards_state = False
+    shards_state, uses_grad = False, True
 
     def _bucket(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None) -> ReduceScatteredGradBucket:
         alike = self.grid.alike(shard_of(parameters[0]))

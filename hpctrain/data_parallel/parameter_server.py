@@ -42,6 +42,7 @@ class ParameterServer(DataParallel):
             where experts are spread over ranks.
     """
 
+    uses_grad, divides = False, True
     buckets: Sequence[ServedBucket]
 
     def __init__(
@@ -66,6 +67,7 @@ class ParameterServer(DataParallel):
         self.pieces = [piece for bucket in self.buckets for piece in bucket.pieces()] if self.serves else []
         if self.serves:
             shard_optimizer(optimizer, self.pieces)
+        self._take_optimizer()
         self.slices = [piece.local for piece in self.pieces]
 
     def _bucket(self, parameters: Sequence[torch.nn.Parameter], plane: Axis | None) -> ServedBucket:
@@ -80,6 +82,8 @@ class ParameterServer(DataParallel):
         return total, squared**0.5
 
     def step(self, norm: float, max_norm: float) -> None:
+        self._stepped = True
+        self._check_step()
         if self.serves:
             if max_norm:
                 clip(self.slices, norm, max_norm)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from hpctrain import comm
+from hpctrain.choices import check_by_elements
 from hpctrain.data_parallel import optimizer_state
 from hpctrain.data_parallel.clipping import clip, local_squares, replica_totals
 from hpctrain.grid import Grid
@@ -35,26 +36,35 @@ class DataParallelStrategy:
 
     Raises:
         ValueError: on every rank, for parameters without a `Shard`, and when the optimizer has other weights, as those
-            that an earlier ZeRO strategy gave it; from `zero_grad()`, when a later strategy has the parameters.
-        RuntimeError: from backward or `step()`, when a step was not begun by `zero_grad()` of the strategy.
+            that an earlier ZeRO strategy gave it, or mixes the elements of a weight of which it is given parts; from
+            `zero_grad()`, when a later strategy has the parameters, or one of them was frozen or unfrozen since.
+        RuntimeError: from backward or `step()`, when a step was not begun by `zero_grad()` of the strategy; from
+            `step()`, or that of the optimizer, without `finish_grad_sync()`, or when the optimizer should have parts of
+            weights and was given others since.
     """
 
     alike = True  # after an update all replicas have the same weights, to the bit
     # When a rank has the gradient of a step, all have had that of the step so many before, and nobody waits for it; 0
     # where all take the same step at about the same time.
     lag = 0
+    uses_grad = True  # `step` uses `.grad` as `finish_grad_sync` leaves it
+    divides = False  # the optimizer is given parts of the weights, flat, whose gradients `step` sets
+    _summed = True  # whatever gradients have come since `zero_grad()`
+    _stepped = False  # since `zero_grad()`
+    _optimized = 0  # how many weights the optimizer has, or parts of them
 
     def __init__(
         self, parameters: Iterable[torch.nn.Parameter], grid: Grid, optimizer: torch.optim.Optimizer | None = None
     ):
         given = list(parameters)
         self.parameters = [parameter for parameter in given if parameter.requires_grad]
+        self._frozen = [parameter for parameter in given if not parameter.requires_grad]
         self.grid, self._optimizer = grid, optimizer
         with comm.together(grid.world):  # ranks differ in what they hold
             self._check_parallelized(self.parameters)
             self._check_optimizer()
-        for hand_over in dict.fromkeys(vars(p)["hand_over"] for p in given if "hand_over" in vars(p)):
-            hand_over()
+        for earlier in dict.fromkeys(vars(p)["strategy"] for p in given if "strategy" in vars(p)):
+            earlier.hand_over()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -83,32 +93,76 @@ class DataParallelStrategy:
                 f"the first of shape {tuple(others[0].shape)}: make a new optimizer over model.parameters(), as an "
                 "earlier ZeRO strategy has put its parts of the weights into this one"
             )
+        if self.divides and self._optimizer is not None:
+            check_by_elements(self._optimizer)
 
     def _take_parameters(self) -> None:
         """From now on gradients go to this strategy."""
         for parameter in self.parameters:
             on_arrival(parameter, self._arrived)
-            annotate(parameter, hand_over=self.hand_over)
+            annotate(parameter, strategy=self)
+
+    def _take_optimizer(self) -> None:
+        """From now on it steps as `_check_step` lets it."""
+        if self._optimizer is not None:
+            self._optimized = _count(self._optimizer)
+            self._hook = self._optimizer.register_step_pre_hook(lambda *_: self._check_step())
+
+    def _check_step(self) -> None:
+        """Raise RuntimeError where the optimizer would change weights by other gradients than those of all ranks."""
+        kind = type(self).__name__
+        if not self._summed:
+            raise RuntimeError(
+                f"{kind} got gradients that are of this rank's batch alone: call strategy.finish_grad_sync() after the "
+                "last backward of a step, before the optimizer's"
+            )
+        if self.divides and not self._stepped:
+            raise RuntimeError(
+                f"{kind} gave the optimizer parts of the weights, which have no gradients but in "
+                "strategy.step(norm, max_norm): call that, not optimizer.step()"
+            )
+        if self.divides and self._optimizer is not None and _count(self._optimizer) != self._optimized:
+            raise RuntimeError(
+                f"{kind} gave the optimizer parts of the weights, and its groups were changed since, as by "
+                "add_param_group: make a new optimizer over the model's parameters, and a new strategy"
+            )
 
     def hand_over(self) -> None:
         """A later strategy takes the parameters: leave them as they would be without this one, with the weights of the
         trained model. Collective."""
+        if self._optimizer is not None:
+            self._hook.remove()
         for parameter in self.parameters:
             forget_strategy(parameter)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""
-        self._check_arrivals()
+        self._check_parameters()
+        self._summed, self._stepped = True, False
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _check_arrivals(self) -> None:
-        """Raise ValueError where gradients go to another strategy, whose buckets these are not."""
+    def _check_parameters(self) -> None:
+        """Raise ValueError where gradients go to another strategy, whose buckets these are not, or would not come."""
+        kind = type(self).__name__
         if any(vars(p)["arrival"] != self._arrived for p in self.parameters):
-            kind = type(self).__name__
             raise ValueError(
                 f"{kind} was given weights that a later strategy has now: use one strategy, or Trainer, of a model at "
                 f"a time, or make {kind}, its optimizer and its Trainer anew"
+            )
+        with as_tensors():  # a parallelized weight takes long to be asked
+            frozen = not all(p.requires_grad for p in self.parameters)
+            thawed = any(p.requires_grad for p in self._frozen)
+        after = "make the strategy, or the Trainer, and its optimizer, after freezing and unfreezing"
+        if frozen:
+            raise ValueError(
+                f"a weight that was trained when {kind} was made is frozen now, and would still decay and move by its "
+                f"momentum; {after}"
+            )
+        if thawed:
+            raise ValueError(
+                f"a weight that was frozen when {kind} was made requires its gradient now, which nobody would sum; "
+                f"{after}"
             )
 
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
@@ -157,6 +211,7 @@ class DataParallelStrategy:
 
     def step(self, norm: float, max_norm: float) -> None:
         """Change the weights by the gradient, scaled down to `max_norm` where that is not 0."""
+        self._check_step()
         if max_norm:
             with as_tensors():
                 clip(self.parameters, norm, max_norm)
@@ -213,6 +268,10 @@ class DataParallelStrategy:
 
     def loaded(self) -> None:
         """What `to_load` gave has been filled: bring it to wherever else it is held. Collective."""
+
+
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 @torch.no_grad()

@@ -29,13 +29,9 @@ class ZeroStrategy(DataParallelStrategy):
 
     buckets: Sequence[ZeroBucket]
     shards_state = True  # each rank has the master weights and the optimizer's state of its range, otherwise of all
+    uses_grad, divides = False, True
     scaling: LossScale | None = None
     _scaled = 1.0
-    _stepped = False  # since `zero_grad()`
-
-    def zero_grad(self) -> None:
-        super().zero_grad()
-        self._stepped = False
 
     @property
     def loss_scale(self) -> float:
@@ -70,6 +66,7 @@ class ZeroStrategy(DataParallelStrategy):
                 "optimizer.zero_grad(), which knows of this rank's ranges of the weights alone"
             )
         self._stepped = True
+        self._check_step()
         factor = (clipping_factor(norm, max_norm) if max_norm else 1.0) / self._scaled
         begun = [bucket.spread_start() for bucket in step_by_bucket(self.optimizer, self.buckets, factor)]
         for work in begun:
@@ -137,6 +134,7 @@ class Zero1(ZeroStrategy, DataParallel):
         self.precision, self.scaling = precision, scaling_of(precision)
         super().__init__(parameters, grid, optimizer, bucket_bytes)
         shard_optimizer(optimizer, self._pieces())
+        self._take_optimizer()
 
     def hand_over(self) -> None:
         super().hand_over()

@@ -32,7 +32,13 @@ class Zero2(ZeroStrategy):
     In a pipeline a backward starts a sum only where the one before is done, and waits for none: the replica that has
     not begun it may be waiting for a stage of its own that waits, in another bucket's sum, for a stage of this replica.
 
+    So a backward whose gradients are given up, by `zero_grad()` without `finish_grad_sync()`, must be one of every
+    replica.
+
     Args: as of `Zero1`.
+
+    Raises:
+        ValueError: from backward or `finish_grad_sync()`, when some replicas alone had one.
     """
 
     buckets: Sequence[ShardedGradBucket]
@@ -53,6 +59,7 @@ class Zero2(ZeroStrategy):
             for group in self._groups(bucket_bytes)
         ]
         shard_optimizer(optimizer, self._pieces())
+        self._take_optimizer()
         # Not the axis's own: under one loss of two models a sum of the other's strategy may be under way.
         workspaces: dict[tuple[Axis, bool], Workspace] = {}
         for bucket in self.buckets:
@@ -65,7 +72,8 @@ class Zero2(ZeroStrategy):
                 if over:
                     max(over, key=lambda bucket: bucket.nbytes).reserve()
         self._turn = 0  # of the buckets, in a round
-        self._round: comm.Work[torch.Tensor] | comm.Work[None] = comm.done()  # how many ranks have another round
+        self._round = comm.done(torch.zeros(2))  # how many ranks have another round, and the sum of their `_given_up`
+        self._given_up = self._reported = 0  # steps of which sums were begun; of these, as the round was
         self._summing: ShardedGradBucket | None = None  # the bucket whose sum is under way
         self._take_parameters()
 
@@ -83,6 +91,8 @@ class Zero2(ZeroStrategy):
         super().hand_over()
 
     def zero_grad(self) -> None:
+        if not self._summed and self.buckets[0].launches:
+            self._given_up += 1
         super().zero_grad()
         self._turn = 0  # anew, where the last backward failed on its way
         for bucket in self.buckets:
@@ -99,11 +109,13 @@ class Zero2(ZeroStrategy):
             if not bucket.launches:
                 bucket.gradient.zero_()
             sum_over_holders(bucket.gradient, holders_of(bucket), self.grid.pipeline)
+        self._summed = True
 
     def _is_unused(self, parameter):
         return not self._bucket_of[parameter].arrived[parameter]
 
     def _arrived(self, parameter) -> None:
+        self._summed = False
         self._bucket_of[parameter].arrived[parameter] += 1
         self._advance()
         if self._summing is not None:
@@ -128,11 +140,24 @@ class Zero2(ZeroStrategy):
     def _another_round(self) -> bool:
         """Whether any rank has gradients left that were not summed."""
         self._begin_round(any(p.grad is not None for p in self.parameters))
-        return bool(self._round.wait())
+        return bool(self._end_round())
 
     def _begin_round(self, mine: bool) -> None:
-        self._round.wait()
-        self._round = comm.all_reduce_start(torch.tensor([mine], dtype=torch.float64), self.grid.data)
+        self._end_round()
+        self._reported = self._given_up
+        numbers = torch.tensor([mine, self._given_up], dtype=torch.float64)
+        self._round = comm.all_reduce_start(numbers, self.grid.data)
+
+    def _end_round(self) -> float:
+        """How many ranks have one."""
+        count, given_up = self._round.wait().tolist()
+        if given_up != self._reported * self.grid.data.size:
+            raise ValueError(
+                f"{type(self).__name__} sums gradients as backward goes, and zero_grad() gave up those of a backward "
+                "that other replicas did not have: freeze weights whose gradients are not wanted, have all replicas "
+                "call backward, its loss times 0 where there is no batch, or finish_grad_sync() before zero_grad()"
+            )
+        return count
 
     def _launch_next(self) -> None:
         if self._turn == 0:

@@ -81,7 +81,7 @@ class Zero3(Zero2):
                 f"forward, and {len(self._parameters_of[model])} weights that are in no layer or in several: give it a "
                 "forward that computes all, or choose zero2"
             )
-        super().__init__(trained, grid, optimizer, bucket_bytes, precision)
+        super().__init__(model.parameters(), grid, optimizer, bucket_bytes, precision)
         self._tracker = ModuleTracker()
         self._backwards = 0  # that came to what is outside of the layers, in this step
         self._reached: list[_Layer] = []  # by the backward that is under way, and not left
@@ -229,6 +229,7 @@ class _Layer:
         # alike on all ranks, and not on gradients that a rank still waits for.
         self._in_use = False
         self._computing = False
+        self._entered = 0  # how many `with parameter.gathered:` the caller is in
         self._gathers: list[comm.Work] = []  # none where the weights are not there
 
     @property
@@ -252,7 +253,7 @@ class _Layer:
         self._free()
 
     def _free(self) -> None:
-        if self._in_use or any(count > 0 for count in self.awaited.values()):
+        if self._in_use or self._entered or any(count > 0 for count in self.awaited.values()):
             return
         for work, bucket in zip(self._gathers, self.buckets):
             work.wait()
@@ -260,9 +261,11 @@ class _Layer:
         self._gathers = []
 
     def __enter__(self) -> None:
+        self._entered += 1
         self.gather()
 
     def __exit__(self, *_) -> None:
+        self._entered -= 1
         self.release()
 
     def arrived(self, parameter) -> None:
