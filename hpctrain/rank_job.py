@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def ranks_command(launcher: str, ranks: int, module: str) -> list[str]:
+    """Starts one of hpctrain's modules on so many ranks; -P, as the working folder may hold somebody's torch.py."""
+    return [launcher, "-n", str(ranks), sys.executable, "-P", "-m", "mpi4py", "-m", module]
 
 
 def run_ranks(command: Sequence[str], timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess:

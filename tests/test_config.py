@@ -330,3 +330,8 @@ def test_token_slices_take_the_same_time(overrides, lengths):
 def test_the_main_job_s_configuration():
     config = load_config("jobs/train.toml")
     assert config.ranks == 8
+
+
+def test_sequence_ranks_of_any_number_are_divided_at_once():
+    shape = load_config(overrides=["grid.sequence=9223372036854775804", "model.heads=4"]).grid_shape
+    assert (shape["ring"], shape["ulysses"]) == (2305843009213693951, 4)

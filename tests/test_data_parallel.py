@@ -121,6 +121,29 @@ def test_buckets_start_in_one_order(world):
         assert torch.equal(parameter.grad, torch.full((3,), world.size * 10.0**i))
 
 
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_sums_of_zero2_where_some_ranks_have_no_backward(world, name, monkeypatch):
+    """They wait to hear that there is a sum while the others wait in it, whatever algorithm sums over the axis."""
+    monkeypatch.setattr(reducer, "MEASURED", (1024,))
+    grid = Grid(data=world.size)
+    comm.choose_all_reduce(grid.data, name)
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.shard = Shard((3,), (slice(0, 3),))
+    replicas = Zero2(parameters, grid, torch.optim.SGD(parameters), bucket_bytes=1)
+    for busy in (True, world.rank % 2 == 0):  # after the first step there is memory for sums, and none is waited for
+        replicas.zero_grad()
+        replicas.enable_grad_sync()
+        if busy:
+            parameters[-1].sum().backward()
+        world.barrier()
+        if busy:
+            torch.cat(parameters[:-1]).sum().backward()
+        replicas.finish_grad_sync()
+    _, norm = replicas.loss_and_grad_norm(torch.zeros((), dtype=torch.float64))
+    assert norm == pytest.approx(12**0.5 * ((world.size + 1) // 2))
+
+
 def test_a_parameter_used_nowhere_has_a_zero_gradient(world):
     grid = Grid(data=world.size)
     layers = model(grid)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hpctrain.rank_job import run_ranks
+from hpctrain.rank_job import ranks_command, run_ranks
 
 MACHINE = ["-m", "hpctrain", "machine", "--ranks=1", "-o"]
 LAUNCHER = """#!/bin/sh
@@ -62,3 +62,15 @@ def test_a_job_that_takes_too_long_ends():
     ended = run_ranks(["sh", "-c", "echo said; exit 3"], stdout=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "said\n", None)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_files_of_the_working_folder_are_not_imported(tmp_path, monkeypatch):
+    launcher = tmp_path / "mpirun"
+    launcher.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    launcher.chmod(0o755)
+    for name in ("torch", "numpy", "mpi4py"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run(ranks_command(str(launcher), 1, "hpctrain.doctor.ranks"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert '"size": 1' in done.stdout

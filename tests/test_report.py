@@ -146,6 +146,14 @@ def test_no_run(tmp_path, capsys):
     assert f"{tmp_path}/metrics.jsonl has no step yet" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["ranks.json", "plan.json"])
+def test_a_damaged_file_is_named(run, tmp_path, capsys, name):
+    run([record(1)])
+    (tmp_path / "mine" / name).write_text("{")
+    assert main(["report", str(tmp_path / "mine")]) == 2
+    assert f"{name} is damaged" in capsys.readouterr().err
+
+
 def test_the_picture_of_the_losses():
     """Its title is the run's name; raw and smoothed losses, validation and learning rate are in it."""
     records = [record(n, val_loss=4.0) if n % 10 == 0 else record(n) for n in range(1, 61)]

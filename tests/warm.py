@@ -241,13 +241,17 @@ def run(program):
 
         sys.argv, sys.executable = program, python(os.environ[SOCKET])
         return main()
+    if safe := arguments[0] == "-P":  # without the working folder
+        del arguments[0]
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
-        sys.path.insert(0, "")
+        if not safe:
+            sys.path.insert(0, "")
         exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
     elif arguments[0] == "-m":
         sys.argv = arguments[1:]
-        sys.path.insert(0, os.getcwd())
+        if not safe:
+            sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments

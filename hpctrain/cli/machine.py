@@ -8,7 +8,6 @@ import os
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from hpctrain import cores
 from hpctrain.doctor.findings import launcher_path
-from hpctrain.rank_job import run_ranks
+from hpctrain.rank_job import ranks_command, run_ranks
 
 SUMMARY = (
     "measure this machine: products, memory, reading of HDF5, MPI by size and number of ranks, for `hpctrain plan`"
@@ -129,7 +128,7 @@ def _measured(launcher: str, ranks: int, folder: Path, module: str, *arguments: 
         ValueError: where it fails, or takes too long.
     """
     out = folder / f"{module}-{ranks}.json"
-    command = [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", module, str(out), *arguments]
+    command = [*ranks_command(launcher, ranks, module), str(out), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     limit = LIMIT + EACH * ranks
     try:

@@ -134,7 +134,7 @@ def probe(device: torch.device) -> str | None:
     index = str(device.index or 0)
     try:
         child = subprocess.run(
-            [sys.executable, "-c", PROBE, index], env=environment, capture_output=True, text=True, timeout=60
+            [sys.executable, "-P", "-c", PROBE, index], env=environment, capture_output=True, text=True, timeout=60
         )
     except subprocess.TimeoutExpired:
         return "no answer in 60 s"

@@ -44,8 +44,8 @@ class SequenceChoice:
     def _candidates(self) -> list[int]:
         """Ulysses sizes that divide the ranks, and the query heads of the tensor rank with the most."""
         groups, queries = self.model.kv_heads, self.model.heads // self.model.kv_heads
-        heads = math.ceil(groups / self.columns) * queries
-        return [each for each in range(1, self.size + 1) if self.size % each == 0 and heads % each == 0]
+        common = math.gcd(self.size, math.ceil(groups / self.columns) * queries)
+        return [each for each in range(1, common + 1) if common % each == 0]
 
     def _elements(self, ulysses: int) -> float:
         return sum(self.model.sequence_elements(1.0, self.size // ulysses, ulysses, self.columns))

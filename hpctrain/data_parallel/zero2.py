@@ -72,8 +72,9 @@ class Zero2(ZeroStrategy):
                 if over:
                     max(over, key=lambda bucket: bucket.nbytes).reserve()
         self._turn = 0  # of the buckets, in a round
-        self._round = comm.done(torch.zeros(2))  # how many ranks have another round, and the sum of their `_given_up`
-        self._given_up = self._reported = 0  # steps of which sums were begun; of these, as the round was
+        # Whether any rank has another round, and the most and, negative, the fewest steps that a rank has given up.
+        self._round = comm.done(torch.zeros(3, dtype=torch.int64))
+        self._given_up = 0  # steps of which sums were begun
         self._summing: ShardedGradBucket | None = None  # the bucket whose sum is under way
         self._take_parameters()
 
@@ -144,20 +145,21 @@ class Zero2(ZeroStrategy):
 
     def _begin_round(self, mine: bool) -> None:
         self._end_round()
-        self._reported = self._given_up
-        numbers = torch.tensor([mine, self._given_up], dtype=torch.float64)
-        self._round = comm.all_reduce_start(numbers, self.grid.data)
+        # By MPI, whatever takes the sums of the axis: a rank that waits in a bucket's sum must let this one go on.
+        self._round = comm.all_reduce_start(
+            torch.tensor([mine, self._given_up, -self._given_up]), self.grid.data, "max"
+        )
 
-    def _end_round(self) -> float:
-        """How many ranks have one."""
-        count, given_up = self._round.wait().tolist()
-        if given_up != self._reported * self.grid.data.size:
+    def _end_round(self) -> int:
+        """Whether any rank has another."""
+        more, most, fewest = self._round.wait().tolist()
+        if most != -fewest:
             raise ValueError(
                 f"{type(self).__name__} sums gradients as backward goes, and zero_grad() gave up those of a backward "
                 "that other replicas did not have: freeze weights whose gradients are not wanted, have all replicas "
                 "call backward, its loss times 0 where there is no batch, or finish_grad_sync() before zero_grad()"
             )
-        return count
+        return more
 
     def _launch_next(self) -> None:
         if self._turn == 0:

@@ -15,6 +15,7 @@ from importlib import metadata
 
 from hpctrain import __version__, cores
 from hpctrain.home import home
+from hpctrain.rank_job import ranks_command
 
 SECONDS = 90  # for a job of two ranks to start
 MESSAGE = 300  # characters of a launcher's last message
@@ -53,7 +54,7 @@ def mpi() -> tuple[list[Finding], dict]:
     if launcher is None:
         advice = "source jobs/env.sh of a checkout, or load an MPI module"
         return [Finding("launcher", "error", "none: neither $MPIRUN nor mpirun", advice)], {}
-    command = [launcher, "-n", "2", sys.executable, "-m", "mpi4py", "-m", "hpctrain.doctor.ranks"]
+    command = ranks_command(launcher, 2, "hpctrain.doctor.ranks")
     named = os.environ.get("HPCTRAIN_LAUNCHER", shutil.which("mpirun") or "no mpirun")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL)

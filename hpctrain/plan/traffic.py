@@ -173,9 +173,9 @@ def step_traffic(
     each = sums * comm + gathers * (comm if method == "ddp" else itemsize)  # bytes of a parameter
     data = each * part(d) * parameters
     between = counted = of_step = 0.0
-    # The loss and the squared norm travel as float64, as does what precedes each round of sums, or none.
+    # The loss and the squared norm travel as float64; three int64 precede each round of sums, or none.
     scalars, own = 8, 1 / servers if serves else 0.0  # of the weights, what this rank serves
-    rounds = {"ddp": 1, "zero1": 2, "zero2": 2 + most + 1, "zero3": 2 + most + 1}.get(method, 0)
+    numbers_of_step = {"ddp": 1, "zero1": 2, "zero2": 2 + 3 * (most + 1), "zero3": 2 + 3 * (most + 1)}.get(method, 0)
     if method == "local_sgd":  # gradients are summed inside of a replica alone
         sequence += 2 * part(size_of(grid, "sequence")) * (sums * comm * parameters + scalars)
         data = 2 * part(grid["replica"]) * (averaged * itemsize * parameters + 2 * scalars)
@@ -214,7 +214,7 @@ def step_traffic(
     tied = shared * {"ddp": 1, "local_sgd": 1, "parameter_server": own}.get(method, 1 / d)
 
     return {
-        "data": data + 2 * part(d) * scalars * rounds + part(d * x * y * z / expert) * of_step,
+        "data": data + 2 * part(d) * scalars * numbers_of_step + part(d * x * y * z / expert) * of_step,
         "sequence": sequence + part(size_of(grid, "sequence")) * counted,
         "expert": between + 2 * part(expert) * scalars + part(expert) * of_step,
         "pipeline": itemsize * pipeline + reduce * tied + 2 * part(p) * 2 * scalars,

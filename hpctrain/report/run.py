@@ -48,13 +48,13 @@ class Run:
 def read(folder: Path) -> Run:
     """
     Raises:
-        ValueError: for a folder without metrics of a step.
+        ValueError: for a folder without metrics of a step, and a ranks.json that is damaged.
     """
     path = folder / "metrics.jsonl"
     records = read_metrics(path) if path.is_file() else []
     if not records:
         raise ValueError(f"{path} has no step yet; give a run folder, such as runs/gpt2")
-    about = json.loads((folder / "ranks.json").read_text(encoding="utf-8")) if (folder / "ranks.json").exists() else {}
+    about = _table(folder / "ranks.json")
     return Run(folder, records, about.pop("ranks", []), about)
 
 
@@ -68,6 +68,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError:
                 continue
     return records
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """Of a file of JSON; empty where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it, and the report goes without it") from error
 
 
 def read_job(folder: Path) -> tuple[Config, Sequence[dict[str, Any]]]:
@@ -184,10 +192,9 @@ PLAN_HEADER = ("", "predicted", "measured")
 def plan_rows(folder: Path) -> tuple[str, list[list[str]], list[str]]:
     """The machine of a run's plan, a line for each part of a step, for bytes and memory, and what the plan had wrong,
     where plan.json tells of them."""
-    path = folder / "plan.json"
-    if not path.exists():
+    outcome = _table(folder / "plan.json")
+    if not outcome:
         return "", [], []
-    outcome = json.loads(path.read_text(encoding="utf-8"))
     rows = [[part, *(f"{each:.4g} s" for each in both)] for part, both in outcome["seconds"].items() if any(both)]
     for axis, both in outcome["bytes"].items():
         rows.append([f"received on {axis}", *(f"{each / 2**20:,.3f} MiB" for each in both)])

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from pathlib import Path
 from hpctrain import __version__
 from hpctrain.config import Config
 from hpctrain.home import PACKAGE, home
-from hpctrain.rank_job import run_ranks
+from hpctrain.rank_job import ranks_command, run_ranks
 from hpctrain.scale.points import Point
 from hpctrain.scale.results import Results
 
@@ -82,7 +81,7 @@ def _launch(path, point: Point, folder: Path, steps: int, threads: int) -> dict:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".point-") as scratch:
         out = Path(scratch) / "figures.json"
         log = folder / f"ranks-{point.ranks}.log"
-        command = [launcher, "-n", str(point.ranks), sys.executable, "-m", "mpi4py", "-m", "hpctrain.scale.measure"]
+        command = ranks_command(launcher, point.ranks, "hpctrain.scale.measure")
         folders = [f"run.out={scratch}", "run.name=point", "run.checkpoint_every=0", "run.checkpoint_minutes=0"]
         data = _packed_once(point.config, folder)
         with log.open("w") as output:
