@@ -7,6 +7,7 @@ Knows nothing of tensors. Importing this file does not start MPI; building a `Gr
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,6 +19,7 @@ from hpctrain.grid_shape import (
     AXES,
     JOINED,
     TENSOR,
+    check_alike,
     check_boxes,
     check_expert,
     check_ranks,
@@ -72,6 +74,7 @@ class Transport:
         reducers: the `comm.algorithms.Reducer` of each axis for which `comm.choose_all_reduce` chose one.
         workspaces: scratch memory that `comm.workspace` made for an axis.
         repartitions: those that `comm.functional.reshard` made for pairs of layouts.
+        unfinished: transfers that nobody waited for, and whose memory MPI may still read and write.
         holdings: the handles of MPI's that are the grid's, for when nobody uses it any more.
     """
 
@@ -85,6 +88,7 @@ class Transport:
     reducers: dict = field(default_factory=dict)
     workspaces: dict = field(default_factory=dict)
     repartitions: dict = field(default_factory=dict)
+    unfinished: list = field(default_factory=list)
     holdings: Holdings = field(default_factory=Holdings)
 
 
@@ -179,11 +183,14 @@ class Grid:
         comm: MPI.Intracomm | None = None,
         boxes: Sequence[tuple[int, int, int]] | None = None,
     ):
-        self.shape = grid_shape(data, pipeline, tensor)
-        self.boxes = check_boxes(self.shape, boxes)
         from mpi4py import MPI  # starts MPI, so not at import
 
         comm = MPI.COMM_WORLD if comm is None else comm
+        if not (comm and hasattr(comm, "Create_cart")):
+            raise ValueError(f"comm must be a communicator of mpi4py with this rank in it, got {comm!r}")
+        check_alike(comm.allgather(json.dumps([data, pipeline, tensor, expert, expert_tensor, boxes], default=repr)))
+        self.shape = grid_shape(data, pipeline, tensor)
+        self.boxes = check_boxes(self.shape, boxes)
         check_expert(self.shape, expert, expert_tensor)
         check_ranks(self.shape, comm.size)
         reclaim(comm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 # Row-major, z fastest: tensor neighbours share a node before those of Ulysses do, which talk more than those of a ring.
@@ -104,6 +105,22 @@ def grid_arguments(shape: dict[str, int]) -> tuple[int | tuple[int, int, int], i
     replica, ring, ulysses = (shape[axis] for axis in JOINED["data"])
     x, y, z = (shape[axis] for axis in TENSOR)
     return replica if ring == ulysses == 1 else (replica, ring, ulysses), shape["pipeline"], (x, y, z)
+
+
+def check_alike(given: Sequence[str]) -> None:
+    """Raise ValueError unless all ranks were given the same: those of another grid would be waited for, for ever.
+
+    >>> check_alike(["[2, 1, 1, 1, 1, null]", "[1, 1, 2, 1, 1, null]"])
+    Traceback (most recent call last):
+    ValueError: all ranks must make one grid; data, pipeline, tensor, expert, expert_tensor and boxes are
+    [2, 1, 1, 1, 1, null] on rank 0 and [1, 1, 2, 1, 1, null] on rank 1
+    """
+    for rank, other in enumerate(given):
+        if other != given[0]:
+            raise ValueError(
+                "all ranks must make one grid; data, pipeline, tensor, expert, expert_tensor and boxes are "
+                f"{given[0]} on rank 0 and {other} on rank {rank}"
+            )
 
 
 def check_ranks(shape: dict[str, int], ranks: int) -> None:

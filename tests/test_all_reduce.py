@@ -147,6 +147,15 @@ def test_aliases(world):
         assert axis.transport.reducers[axis].name == name
 
 
+@pytest.mark.ranks(2, 3)
+def test_all_ranks_choose_one(world):
+    """Else each would wait for other messages, or take them for its own."""
+    axis = Grid(data=world.size).data
+    with pytest.raises(ValueError, match=r"all ranks of data must choose one algorithm, got by rank ring, shared"):
+        comm.choose_all_reduce(axis, "shared" if world.rank else "ring")
+    assert axis not in axis.transport.reducers
+
+
 @pytest.mark.ranks(2, 3, 4, 6)
 def test_auto_takes_the_fastest_of_its_table_alike_on_all_ranks(world):
     axis = _axis_with.__wrapped__("auto", "one", False)

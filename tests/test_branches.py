@@ -214,6 +214,15 @@ def test_stages_that_draw(world, kind):
         assert all(torch.equal(p, q) for p, q in zip(network.parameters(), before))
 
 
+class Returning(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, *given):
+        return self.what
+
+
 class Loss(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -225,6 +234,8 @@ class Loss(nn.Module):
 
 @pytest.mark.ranks(1, 2)
 def test_refusals(world):
+    from mpi4py import MPI
+
     grid = Grid(pipeline=world.size)
     last = world.size - 1
 
@@ -273,6 +284,14 @@ def test_refusals(world):
             network_alone(ready, lambda: nn.Linear(2, 5))(0, [], batch)
         with pytest.raises(ValueError, match="stage 0 gave 2 tensors for 1 edges"):
             network_alone(ready, lambda: Stage(2, False, True, None))(0, [], batch)
+        for nothing in (None, {"x": batch[0]}, (batch[0], 1)):
+            with pytest.raises(ValueError, match=r"stage 0 must return a tensor, or a tuple of one for each edge, got"):
+                network_alone(ready, lambda nothing=nothing: Returning(nothing))(0, [], batch)
+        alone = list_schedule(StageGraph(1), {(0, 0): 0}, 1)
+        for nothing, said in ((batch[0], r"one of shape \(3, 2\)"), (0.5, "0.5"), (None, "None")):
+            head = Network(Grid(comm=MPI.COMM_SELF), alone, [lambda nothing=nothing: Returning(nothing)])
+            with pytest.raises(ValueError, match=f"stage 0 must return the loss, a tensor of one number, got {said}"):
+                head(0, [], batch)
 
 
 @pytest.mark.ranks(2)

@@ -42,6 +42,15 @@ def test_operation_shape_type_and_line(world):
 
 
 @pytest.mark.ranks(2)
+def test_the_line_is_of_the_caller_of_autograd(world):
+    grid = Grid(tensor=2)
+    comm.CollectiveChecker(grid)
+    x, line = torch.zeros(2, requires_grad=True), caller().split(":")[1]
+    said = differing(grid, *(lambda axis, n=n: comm.functional.all_reduce(x[n:], axis) for n in (0, 1)))
+    assert said.count(f"test_check.py:{int(line) + 1}") == 2
+
+
+@pytest.mark.ranks(2)
 def test_rows_without_counts_are_alike(world):
     """Where none are given; those that are, say which rank has how many."""
     grid = Grid(tensor=2)

@@ -55,6 +55,20 @@ def test_max_and_min(line):
     assert comm.all_reduce(mine.clone(), line, "min").tolist() == [0, -top]
 
 
+@pytest.mark.ranks(2, 3, 4, 6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_max_and_min_are_nan_where_one_is(line, dtype):
+    """MPI's may drop it, and other ranks' numbers with it; which ones, goes by its algorithm for the length."""
+    low, high = torch.tensor([[-2.5, -torch.inf, 0.0, 0.0], [1e-40, torch.inf, 7.0, 0.0]], dtype=dtype).repeat(1, 300)
+    for odd in range(line.size):
+        mine = (high if line.rank == line.size - 1 else low).clone()
+        mine[-1] = -torch.nan if line.rank == odd else line.rank
+        for op, expected in (("max", high.clone()), ("min", low.clone())):
+            expected[-1] = torch.nan
+            for got in (comm.all_reduce(mine.clone(), line, op), comm.all_reduce_start(mine.clone(), line, op).wait()):
+                torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool])
 def test_types_that_cannot_be_summed_are_refused(line, dtype):
@@ -198,17 +212,49 @@ def test_nonblocking_transfers_keep_their_buffers(line):
         assert torch.equal(results[3 * n + 2][::1000], torch.arange(float(line.size)))
 
 
+@pytest.mark.ranks(2, 3)
+def test_what_nobody_waits_for_keeps_its_memory_until_it_is_there(line, world):
+    right, left, n = (line.rank + 1) % line.size, (line.rank - 1) % line.size, 20_000
+    for turn in range(3):
+        comm.send_start(torch.full((n,), float(turn)), line, right)
+    others = [torch.zeros(n) for _ in range(6)]  # where the memory would be free
+    assert len(line.transport.unfinished) == 3
+    world.barrier()
+    for turn in range(3):
+        assert torch.equal(comm.recv(torch.empty(n), line, left), others[0] + turn)
+    world.barrier()
+    comm.recv_start(torch.empty(n), line, left, tag=1)
+    comm.send_start(torch.empty(n), line, right, tag=1).wait()
+    assert len(line.transport.unfinished) == 1
+
+
 @pytest.mark.ranks(2, 3, 4, 6)
 def test_wrong_counts_are_refused_before_sending(line):
-    for x in (torch.zeros(3, 2), torch.zeros(3, 5000)):  # large ones go through shared memory
-        for gather in (comm.all_gather, functional.all_gather, functional.gather):
-            with pytest.raises(ValueError, match="holds 3 rows, but counts say"):
-                gather(x, line, counts=(2,) * line.size)
-    if line.rank == 0:
-        with pytest.raises(ValueError, match="the root's 3 rows are not those that counts give"):
-            comm.scatter(torch.zeros(3, 2), line, counts=(2,) * line.size)
+    p, of_own = line.size, f"and that of rank {line.rank} its tensor's [0-9]+ rows, got"
+    few, many = torch.zeros(7, 2), torch.zeros(10_000, 2)  # by messages; in shared memory, where there is a choice
+    for rows in (few, many):
+        for gather in (comm.all_gather, functional.all_gather, comm.gather, functional.gather):
+            for counts in ((2,) * p, (len(rows),) * (p - 1)):
+                with pytest.raises(ValueError, match=f"counts must be {p} numbers, .* {of_own}"):
+                    gather(rows, line, counts)
+        for scatter in (
+            comm.reduce_scatter, comm.reduce_scatter_start, functional.reduce_scatter, comm.all_to_all,
+            *[comm.scatter] * (line.rank == 0),
+        ):  # fmt: skip
+            for counts in ((len(rows),) * p, (1,) * p, (len(rows),)):
+                with pytest.raises(ValueError, match=f"counts must be {p} numbers, .* add up to the tensor's"):
+                    scatter(rows, line, counts)
     with pytest.raises(ValueError, match=f"{line.size + 1} rows do not divide evenly over {line.size} ranks"):
         comm.reduce_scatter(torch.zeros(line.size + 1), line)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("name", ["broadcast", "broadcast_start", "reduce", "gather", "scatter"])
+def test_roots_that_there_are_not(line, name):
+    counts = {"counts": (1,) * line.size} if name == "scatter" else {}
+    for root in (-1, line.size):
+        with pytest.raises(ValueError, match=f"root must be a rank of .*, from 0 to {line.size - 1}, got {root}"):
+            getattr(comm, name)(torch.zeros(line.size), line, root=root, **counts)
 
 
 def test_an_error_on_one_rank_is_raised_on_all(world):

@@ -34,6 +34,7 @@ CASES = {
         rows(sum(uneven(a)) if a.rank == a.size - 1 else 0, a),
         lambda x: f.scatter(x, a, uneven(a), root=a.size - 1),
     ),
+    "scatter, rows elsewhere": lambda a: (rows(2 * a.size, a), lambda x: f.scatter(x, a, (2,) * a.size, a.size - 1)),
     "all_to_all": lambda a: (rows(2 * a.size, a), lambda x: f.all_to_all(x, a)),
     "all_to_all uneven": lambda a: (
         # rank r sends r + s + 1 rows to rank s: as many as it receives from there

@@ -208,6 +208,26 @@ def test_bad_sizes_are_refused(world, sizes, option):
     assert str(refused.value) == option
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_all_ranks_make_the_same_grid(world):
+    """Else they would make other communicators, and wait for each other for ever."""
+    for sizes in ({"data": world.size}, {"data": world.size, "expert": world.size}, {"data": 0}):
+        mine = sizes if world.rank == 1 else {"tensor": [world.size, 1, 1]}
+        with pytest.raises(ValueError, match="all ranks must make one grid; data, .* on rank 0 and .* on rank 1$"):
+            Grid(**mine)
+    alike = (world.size, 1, 1) if world.rank == 1 else [world.size, 1, 1]
+    assert Grid(tensor=alike).tensor.size == world.size
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_is_no_communicator_is_refused(world):
+    from mpi4py import MPI
+
+    for given in (MPI.COMM_NULL, Grid(data=world.size).data):
+        with pytest.raises(ValueError, match="comm must be a communicator of mpi4py with this rank in it, got"):
+            Grid(data=world.size, comm=given)
+
+
 def test_describe(world):
     grid = Grid(data=world.size)
     lines = grid.describe().splitlines()

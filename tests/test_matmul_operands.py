@@ -116,6 +116,7 @@ def test_refused(world):
     for value, text in (
         ([[1.0]], "A must be a tensor, or an array of .*, got a list: it has no array protocol"),
         (np.array([["a"]]), r"A must be .*, got a ndarray of shape \(1, 1\) and type <U1: "),
+        (whole(2, 3).to_sparse(), r"A must be dense, got a tensor of torch.sparse_coo; use .to_dense\(\)"),
         (np.ones((2, 3), ">f8"), r"A must be .*, got a ndarray of shape \(2, 3\) and type >f8: "),
     ):
         with pytest.raises(ValueError, match=text):
@@ -128,6 +129,13 @@ def test_refused(world):
         mm(b, b)
     with pytest.raises(ValueError, match="B must be of real numbers, got torch.complex64; multiply its real"):
         mm.scatter(whole(3, 4), whole(4, 5).cfloat())
+    with pytest.raises(ValueError, match="A and B must have one dtype, got torch.float64 and torch.float32; convert"):
+        mm(*mm.scatter(whole(3, 4), whole(4, 5).float()))
+    with pytest.raises(ValueError, match="m, k and n must be at least 0, got 3, -4 and 5"):
+        mm.bind(3, -4, 5)
+    for axis in (mm.x, Grid(tensor=world.size)):
+        with pytest.raises(ValueError, match="tensor must be the tensor axis of a grid, grid.tensor, got"):
+            matmul.Agarwal(axis)
 
 
 def test_a_block_of_other_sizes_is_not_gathered(world):

@@ -19,7 +19,7 @@ def read(tmp_path, monkeypatch):
     started = []
 
     def run_ranks(command, **how):
-        out, _, path, *overrides = command[8:]
+        out, _, path, *overrides = command[command.index("hpctrain.scale.measure") + 1 :]
         started.append(load_config(path, overrides))
         Path(out).write_text(json.dumps(FIGURES))
         return SimpleNamespace(returncode=0)

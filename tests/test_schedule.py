@@ -123,6 +123,8 @@ def test_a_microbatch_belongs_to_one_replica():
 
 def test_graphs():
     assert Edge(0, 1, (3, 5), "float64").bytes == 120
+    with pytest.raises(ValueError, match="dtype of an edge must be one of float64, .*, got 'double'"):
+        Edge(0, 1, (3, 5), "double")
     for edges, match in (([(0, 3)], "leaves"), ([(0, 1), (0, 1)], "two edges"), ([(0, 1), (1, 2), (2, 1)], "cycle")):
         with pytest.raises(ValueError, match=match):
             StageGraph(3, edges)

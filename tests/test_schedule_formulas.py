@@ -201,8 +201,9 @@ def test_list_scheduler():
     for in_flight in (1, 2, 3):
         made = list_schedule(StageGraph.chain(3), {(0, s): s for s in range(3)}, 7, split=True, in_flight=in_flight)
         assert made.simulate().peak[0] == in_flight
-    with pytest.raises(ValueError, match="stage 3 of replica 0 is placed on no rank"):
-        list_schedule(diamond, {(0, s): 0 for s in range(3)}, 1)
+    for placement, stage in (({(0, s): 0 for s in range(3)}, 3), ({}, 0), ({(0, s): 1 - s for s in range(4)}, 2)):
+        with pytest.raises(ValueError, match=f"stage {stage} of replica 0 is placed on no rank, which are 0 and more"):
+            list_schedule(diamond, placement, 1)
     with pytest.raises(ValueError, match="in_flight=0"):
         list_schedule(diamond, places, 2, in_flight=0)
 

@@ -188,8 +188,8 @@ def wait(request: MPI.Request) -> None:
 
 
 class Work(Generic[R]):
-    """A transfer under way. It keeps the buffers alive; `wait()` completes it and returns the result: as a rule the
-    received tensor.
+    """A transfer under way; `wait()` completes it and returns the result: as a rule the received tensor. The buffers
+    stay alive until it is complete, also where nobody keeps the `Work`.
 
     `finish` is called once all messages are done; what it returns is the result, in place of `result`.
     """
@@ -210,6 +210,13 @@ class Work(Generic[R]):
         self._requests, self._result, self._finish, self._keep = requests, result, finish, keep
         # (axis, name of the operation, the one other rank or None), set by `timed`
         self.owner: tuple[Axis, str, int | None] | None = None
+
+    def __del__(self) -> None:
+        if self.owner is None or not any(self._requests):
+            return
+        unfinished = self.owner[0].transport.unfinished
+        unfinished[:] = [work for work in unfinished if not work.test()]
+        unfinished.append(self)
 
     def test(self) -> bool:
         """Let MPI progress; True once all messages are done (`wait` must still be called)."""

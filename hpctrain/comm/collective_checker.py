@@ -12,7 +12,7 @@ import torch
 from hpctrain.grid import Axis, Grid
 from hpctrain.reclaim import free_comm
 
-_HERE = str(Path(__file__).parent)
+_NOT_CALLERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))  # autograd calls our functions
 
 # Dims of the tensors in which ranks may differ, by the counts that are given, or that a buffer or workspace has.
 _FREE = {
@@ -88,8 +88,8 @@ def _flat(values: Iterable[object]) -> Iterator[object]:
 
 
 def caller() -> str:
-    """File and line of the innermost call from outside this folder."""
+    """File and line of the innermost call from outside this folder and torch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_CALLERS):
         frame = frame.f_back
     return f"{'/'.join(Path(frame.f_code.co_filename).parts[-3:])}:{frame.f_lineno}"

@@ -82,6 +82,7 @@ def reduce_scatter(
     if size == 1:
         return tensor
     counts = counts or even_rows(len(tensor), size)
+    check_counts(counts, axis, len(tensor))
     tensor = tensor.contiguous()
     row = math.prod(tensor.shape[1:])
     by_mpi = tensor.nbytes < _SMALL and tensor.dtype in buffers.REDUCED_BY_MPI
@@ -113,6 +114,7 @@ def reduce_scatter_start(
     if axis.size == 1:
         return done(tensor)
     counts = counts or even_rows(len(tensor), axis.size)
+    check_counts(counts, axis, len(tensor))
     tensor = tensor.contiguous()
     row = math.prod(tensor.shape[1:])
     local = counts[axis.rank]
@@ -164,6 +166,7 @@ def all_to_all_start(
     """Begin `all_to_all`."""
     if axis.size == 1:
         return done(tensor)
+    check_counts(send_counts, axis, len(tensor))
     row = math.prod(tensor.shape[1:])
     out = tensor.new_empty((sum(recv_counts), *tensor.shape[1:]))
     sends, receives = (tuple(row * count for count in counts) for counts in (send_counts, recv_counts))
@@ -176,6 +179,24 @@ def even_rows(rows: int, parts: int) -> tuple[int, ...]:
     return (rows // parts,) * parts
 
 
+def check_counts(counts: Sequence[int], axis: Axis, rows: int) -> None:
+    """Raise ValueError unless `counts` says for each rank of the axis how many of a tensor's rows are for it."""
+    if len(counts) != axis.size or sum(counts) != rows:
+        raise ValueError(
+            f"counts must be {axis.size} numbers, one for each rank of {axis.name}, that add up to the tensor's {rows} "
+            f"rows, got {tuple(counts)}"
+        )
+
+
+def check_own_count(counts: Sequence[int], axis: Axis, rows: int) -> None:
+    """Raise ValueError unless `counts` says of each rank of the axis how many rows it has, of this one `rows`."""
+    if len(counts) != axis.size or counts[axis.rank] != rows:
+        raise ValueError(
+            f"counts must be {axis.size} numbers, one for each rank of {axis.name}, and that of rank {axis.rank} its "
+            f"tensor's {rows} rows, got {tuple(counts)}"
+        )
+
+
 def _count(axis: Axis, name: str, like: torch.Tensor, sent: int, received: int) -> None:
     axis.transport.traffic.add(axis.name, name, sent * like.itemsize, received * like.itemsize)
 
@@ -184,12 +205,5 @@ def _rows_of_all(tensor: torch.Tensor, axis: Axis, counts: Sequence[int] | None)
     """A tensor for every rank's rows."""
     if counts is None:
         return tensor.new_empty((axis.size * len(tensor), *tensor.shape[1:]))
-    check_rows(tensor, axis, counts)
+    check_own_count(counts, axis, len(tensor))
     return tensor.new_empty((sum(counts), *tensor.shape[1:]))
-
-
-def check_rows(tensor: torch.Tensor, axis: Axis, counts: Sequence[int]) -> None:
-    """Raise ValueError unless `counts` are this rank's rows and those of the others."""
-    local = counts[axis.rank]
-    if local != len(tensor):
-        raise ValueError(f"rank {axis.rank} of {axis.name} holds {len(tensor)} rows, but counts say {local}: {counts}")

@@ -3,7 +3,7 @@
 An operation F takes the tensors x_r of all ranks to tensors y_r. Its backward applies the adjoint F*, defined by
 sum_r <(F x)_r, y_r> = sum_r <x_r, (F* y)_r> over all ranks (Hewett and Grady, "A linear algebraic approach to model
 parallelism in deep learning", 2020). A loss is understood as the sum of what the ranks compute from their outputs.
-Backward is collective as well: the result must be used on every rank, or on none.
+Backward is collective as well: x must require gradients on every rank, or on none, and so must the result be used.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def gather(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None, roo
 
 
 def scatter(x: torch.Tensor, axis: Axis, counts: Sequence[int], root: int = 0) -> torch.Tensor:
-    """This rank's rows of the root's tensor; elsewhere x has no rows. Adjoint: gather."""
+    """This rank's rows of the root's tensor; elsewhere x gives only dtype, device and the shape of a row. Adjoint:
+    gather, zeros elsewhere."""
+    x = x if axis.rank == root else x[:0]
     return with_adjoint(x, _new(rooted.scatter), _new(rooted.gather), axis, counts, root)
 
 

@@ -30,7 +30,6 @@ def rows_of_all(x: torch.Tensor, axis: Axis, counts: Sequence[int]) -> torch.Ten
     memory = shared_memory_for(x, axis, sum(counts) * row)
     if memory is None:
         return collectives.all_gather(x, axis, counts)
-    collectives.check_rows(x, axis, counts)
     return time_call(axis, "all_gather", _gather, x, axis, counts, memory)
 
 
@@ -88,6 +87,7 @@ def _pieces(sizes: Sequence[int]) -> Iterator[tuple[slice, tuple[int, ...]]]:
 
 
 def _gather(x, axis, counts, memory):
+    collectives.check_own_count(counts, axis, len(x))
     sizes = [count * math.prod(x.shape[1:]) for count in counts]
     out, flat = x.new_empty((sum(counts), *x.shape[1:])), x.reshape(-1)
     parts = out.view(-1).split(sizes)
@@ -98,6 +98,7 @@ def _gather(x, axis, counts, memory):
 
 
 def _reduce(x, axis, counts, memory):
+    collectives.check_counts(counts, axis, len(x))
     sizes = [count * math.prod(x.shape[1:]) for count in counts]
     out, parts = x.new_empty((counts[axis.rank], *x.shape[1:])), x.reshape(-1).split(sizes)
     for piece, lengths in _pieces(sizes):

@@ -11,7 +11,8 @@ from hpctrain.grid import Axis
 
 @timed
 def send(tensor: torch.Tensor, axis: Axis, dest: int, tag: int = 0) -> None:
-    """Send to rank `dest` of the axis; returns when the tensor may be changed."""
+    """Send to rank `dest` of the axis; returns when the tensor may be changed. Tags from 16384 on are those of
+    `comm` itself."""
     host = reachable(tensor.contiguous(), axis.transport.cuda_aware)
     (axis.comm.Ssend if axis.transport.synchronous else axis.comm.Send)(message(host), dest, tag)
     axis.transport.traffic.add(axis.name, "send", sent=tensor.nbytes)

@@ -48,6 +48,8 @@ class Matmul:
     layouts: Layouts
 
     def __init__(self, tensor: Axis):
+        if not isinstance(getattr(tensor, "x", None), Axis):  # of another axis it is not there
+            raise ValueError(f"tensor must be the tensor axis of a grid, grid.tensor, got {tensor!r}")
         self.tensor, self.x, self.y, self.z = tensor, tensor.x, tensor.y, tensor.z
         self.shape = (self.x.size, self.y.size, self.z.size)
         self._place = (self.x.rank, self.y.rank, self.z.rank)
@@ -66,6 +68,8 @@ class Matmul:
         `scatter_a` and `scatter_b` do it themselves; this is for blocks made otherwise. Blocks do not tell the sizes of
         the whole, and asking the other ranks at every product would cost more than a small product.
         """
+        if min(m, k, n) < 0:
+            raise ValueError(f"m, k and n must be at least 0, got {m}, {k} and {n}")
         self._a_shape, self._b_shape, self._together, self._bound = (m, k), (k, n), False, None
 
     def slices(
@@ -151,12 +155,14 @@ class Matmul:
         a, b = as_tensor("A", a), as_tensor("B", b)
         gemm.refuse_autocast(a, "ht.matmul computes in the type of its blocks", "give it those of A.bfloat16()")
         shapes, sizes = self._bound or self._bind()
-        if (a.shape, b.shape) != shapes or a.dtype != b.dtype:
+        if (a.shape, b.shape) != shapes:
             raise ValueError(
-                f"the blocks have shapes {tuple(a.shape)} and {tuple(b.shape)} and dtypes {a.dtype} and {b.dtype}, but "
-                f"rank {self._place} of {self.shape} holds {tuple(shapes[0])} and {tuple(shapes[1])}, of one dtype, of "
-                f"matrices of {self._a_shape} and {self._b_shape}: call bind(m, k, n) when the sizes change"
+                f"the blocks have shapes {tuple(a.shape)} and {tuple(b.shape)}, but rank {self._place} of {self.shape} "
+                f"holds {tuple(shapes[0])} and {tuple(shapes[1])} of matrices of {self._a_shape} and {self._b_shape}: "
+                "call bind(m, k, n) when the sizes change"
             )
+        if a.dtype != b.dtype:
+            raise ValueError(f"A and B must have one dtype, got {a.dtype} and {b.dtype}; convert one by .to(dtype)")
         if not self._together:
             return _Product.apply(a, b, self, sizes)
         batch = self._shapes().batch

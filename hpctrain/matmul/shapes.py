@@ -89,7 +89,8 @@ def as_tensor(name: str, array: Any) -> torch.Tensor:
     """A tensor as it is, and any other array by its protocol, in the same memory where that may be.
 
     Raises:
-        ValueError: naming the operand, where it is no array, of a type that no tensor has, or a single number.
+        ValueError: naming the operand, where it is no array, sparse, of a type that no tensor has, complex, or a single
+            number.
     """
     if isinstance(array, torch.Tensor):
         tensor = array
@@ -110,6 +111,8 @@ def as_tensor(name: str, array: Any) -> torch.Tensor:
                 f"{name} must be a tensor, or an array of NumPy, CuPy or another library with __dlpack__, "
                 f"__cuda_array_interface__ or __array_interface__, got {_said(array)}: {error}"
             ) from None
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} must be dense, got a tensor of {tensor.layout}; use .to_dense()")
     if tensor.is_complex():
         raise ValueError(f"{name} must be of real numbers, got {tensor.dtype}; multiply its real and imaginary parts")
     if tensor.dim() == 0:

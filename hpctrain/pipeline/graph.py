@@ -23,6 +23,10 @@ class Edge:
     shape: tuple[int, ...] = (0,)
     dtype: str = "float32"
 
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"dtype of an edge must be one of {', '.join(ITEMSIZE)}, got {self.dtype!r}")
+
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]

@@ -43,12 +43,12 @@ class _Greedy:
         self.graph, self.placement, self.microbatches = graph, placement, microbatches
         self.times, _ = costs.tables(graph.stages, 1)
         self.delay = [costs.latency + edge.bytes / costs.bandwidth for edge in graph.edges]
-        self.ranks = 1 + max(placement.values())
         self.kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (FORWARD, BACKWARD)
-        replicas = 1 + max(replica for replica, _ in placement)
-        for place in itertools.product(range(replicas), range(graph.stages)):
-            if place not in placement:
-                raise ValueError(f"stage {place[1]} of replica {place[0]} is placed on no rank")
+        replicas = 1 + max((replica for replica, _ in placement), default=0)
+        for replica, stage in itertools.product(range(replicas), range(graph.stages)):
+            if placement.get((replica, stage), -1) < 0:
+                raise ValueError(f"stage {stage} of replica {replica} is placed on no rank, which are 0 and more")
+        self.ranks = 1 + max(placement.values())
         self.admitted = min(microbatches, in_flight or microbatches)
         self.left = [graph.stages * len(self.kinds)] * microbatches  # actions of each microbatch to be done
         self.actions = [

@@ -44,7 +44,9 @@ class Network(torch.nn.Module):
 
     Args:
         grid: the process grid. With tensor axes, stages are made of `hpctrain.layers`.
-        schedule: gives the graph and the placement. The shape of an edge is that of a microbatch, samples first.
+        schedule: gives the graph and the placement. The shape of an edge is that of a microbatch, samples first. One
+            of `pipeline.schedule` has edges of float32 without shapes; of others, or with shapes, it is
+            `dataclasses.replace(schedule, graph=StageGraph.chain(stages, shape, dtype))`.
         stages: for each stage a function without arguments that makes its module; only called on the ranks that hold
             the stage. Its random numbers, drawn from torch's generator, are the same on every grid.
         key: names the initial weights; by default drawn from torch's generator on the first rank.
@@ -145,7 +147,10 @@ class Network(torch.nn.Module):
         module = self.stage[str(stage)]
         arguments = inputs if self.graph.into[stage] else [x]
         if not self.graph.out[stage]:
-            return self._draws.call(stage, self.training, module, *arguments, target)
+            loss = self._draws.call(stage, self.training, module, *arguments, target)
+            if not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
+                raise ValueError(f"stage {stage} must return the loss, a tensor of one number, got {_said(loss)}")
+            return loss
         y = self._draws.call(stage, self.training, module, *arguments)
         self._check(stage, y, microbatch)
         return y
@@ -161,6 +166,9 @@ class Network(torch.nn.Module):
     def _check(self, stage: int, y, microbatch) -> None:
         """What leaves is what the other ranks expect."""
         edges = self.graph.out[stage]
+        given = [y] if isinstance(y, torch.Tensor) else y
+        if not (isinstance(given, (list, tuple)) and all(isinstance(part, torch.Tensor) for part in given)):
+            raise ValueError(f"stage {stage} must return a tensor, or a tuple of one for each edge, got {_said(y)}")
         parts = [y] * len(edges) if isinstance(y, torch.Tensor) else y
         if len(parts) != len(edges):
             raise ValueError(
@@ -177,6 +185,10 @@ class Network(torch.nn.Module):
     def work(self, microbatches: list) -> StageWork:
         """That of these microbatches, pairs (input, target), for the executor."""
         return _Work(self, microbatches)
+
+
+def _said(y) -> str:
+    return f"one of shape {tuple(y.shape)}" if isinstance(y, torch.Tensor) else f"{y!r:.60}"
 
 
 class _Work(StageWork):

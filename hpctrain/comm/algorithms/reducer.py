@@ -15,6 +15,7 @@ from hpctrain.comm.algorithms.hierarchical import Hierarchy
 from hpctrain.comm.all_reduce_buffer import AllReduceBuffer
 from hpctrain.comm.all_reduce_table import CANDIDATES, CHOICES
 from hpctrain.comm.buffers import REDUCED_HERE, Work, check_contiguous, deliver, done, reachable, wait
+from hpctrain.comm.objects import all_gather_object
 from hpctrain.comm.reductions import all_reduce_by_mpi, all_reduce_by_mpi_start
 from hpctrain.grid import Axis
 from hpctrain.traffic import Traffic
@@ -39,7 +40,13 @@ def choose_all_reduce(axis: Axis, name: str) -> None:
     an element's place in the tensor, so that gradients have the same bits for any size of the buckets. "shared", which
     every axis begins with, sums gradients in shared memory where the axis is on one node, and all else by MPI. What is
     made for the axis before, such as the buckets of `DataParallel`, stays where it is.
+
+    Raises:
+        ValueError: on every rank, for a name that is none, or that is not that of all ranks.
     """
+    names = all_gather_object(name, axis)
+    if len({*names}) > 1:
+        raise ValueError(f"all ranks of {axis.name} must choose one algorithm, got by rank {', '.join(names)}")
     if name == "shared":
         axis.transport.reducers.pop(axis, None)
     else:
