@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -384,7 +383,7 @@ def test_a_signal_that_ends_the_processes(tmp_path, monkeypatch, own_handler):
         yield from ()
         next(pieces)
         signal.raise_signal(signal.SIGTERM)
-        raise BrokenProcessPool
+        raise ChildProcessError
 
     monkeypatch.setattr(sys.modules["hpctrain.data.pack"], "encoded", broken)
     with pytest.raises(SystemExit, match="143"):
@@ -426,9 +425,9 @@ def test_packing_in_a_thread(tmp_path):
     assert status == [0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
 def test_processes_end_with_their_parent(tmp_path, number):
-    """When it is killed; and at a signal to them all, which is no error of theirs."""
+    """When it is killed; and at a signal to them all, which is no error of theirs. It ends when they are killed."""
     (tmp_path / "a.txt").write_text("0123456789abcde\n" * 1_000_000)
     script = "import sys; from hpctrain.cli import main\nif __name__ == '__main__': sys.exit(main(sys.argv[1:]))"
     (tmp_path / "run.py").write_text(script)
@@ -443,9 +442,15 @@ def test_processes_end_with_their_parent(tmp_path, number):
         time.sleep(0.01)
     if number == signal.SIGKILL:
         job.kill()
-    else:
+    elif number:
         os.killpg(job.pid, number)
-    status = job.wait()
+    else:
+        for pid in started[1:]:  # the first ends with the others
+            os.kill(int(pid), signal.SIGKILL)
+    status = job.wait(60)
+    if number is None:
+        assert (status, list(tmp_path.glob("d*"))) == (2, [])
+        assert "processes that encode text was killed" in (tmp_path / "stderr").read_text()
     if number == signal.SIGTERM:
         assert status == 143, (tmp_path / "stderr").read_text()
         assert list(tmp_path.glob("d*")) == []

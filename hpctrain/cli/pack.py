@@ -44,8 +44,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from concurrent.futures.process import BrokenProcessPool
-
     from rich.progress import Progress
 
     from hpctrain import files
@@ -90,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
                 validation_sources=options.validation,
                 skip=skip,
             )
-        except BrokenProcessPool:  # the signal went to the whole process group
+        except ChildProcessError:  # the signal went to the whole process group
             signals.act()
             raise
     for why, places in skipped.items():

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
@@ -28,6 +29,7 @@ def encoded(pieces: Iterable[Piece], tokenizer: Tokenizer, processes: int = 1) -
 
     Raises:
         ValueError: for a text that the tokenizer cannot encode.
+        ChildProcessError: where one of the processes was killed.
     """
     if processes < 2:
         for piece in pieces:
@@ -45,6 +47,16 @@ def encoded(pieces: Iterable[Piece], tokenizer: Tokenizer, processes: int = 1) -
                 yield from _next(waiting)
         while waiting:
             yield from _next(waiting)
+    except BaseException as error:
+        # Where processes were killed, Python before 3.11.5 goes on writing to their pipe, for which `shutdown` waits;
+        # without this last end of it, the writing fails.
+        pool._call_queue._reader.close()  # type: ignore[attr-defined]
+        if isinstance(error, BrokenProcessPool):
+            raise ChildProcessError(
+                f"one of {processes} processes that encode text was killed, as the system does where memory is short; "
+                "use fewer processes"
+            ) from error
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
