@@ -85,8 +85,8 @@ def check_shards(model: torch.nn.Module) -> None:
         if not hasattr(parameter, "shard"):
             raise ValueError(
                 f"the weight {name!r} is of a layer that was added after parallelize, or that is none of ht.layers, or "
-                "it took the place of theirs; add layers before, and list them in replicate where they are to stay "
-                "whole, and of a weight of your own beside ht.layers, whole on every rank, say so: weight.shard = "
+                "it took the place of theirs; add it before, and list it in replicate where it is to stay whole, and "
+                "of a weight of your own beside ht.layers, whole on every rank, say so: weight.shard = "
                 'ht.Shard.whole(weight.shape, ("x", "y", "z"))'
             )
 
