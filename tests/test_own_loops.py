@@ -7,9 +7,16 @@ import torch
 from training_checks import by_messages
 
 import hpctrain as ht
+from hpctrain.convert.optimizers import watch_optimizers
 from hpctrain.data_parallel import DataParallel, ParameterServer, Zero1, Zero2, Zero3
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+
+
+@pytest.fixture(autouse=True)
+def another_model_was_parallelized():
+    """Optimizers are looked at from then on, before the strategies look."""
+    watch_optimizers()
 
 
 def own_loop(make, optimizer=torch.optim.SGD, given=True, frozen=None):
