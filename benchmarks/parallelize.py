@@ -167,6 +167,8 @@ def compared(case, sides, tokens, steps, products):
 def profile(side, steps):
     """Prints what the Python code of the first rank takes."""
     found = cProfile.Profile(time.process_time)
+    for _ in range(WARM_UP):
+        side.step()
     for _ in range(steps):
         MPI.COMM_WORLD.Barrier()
         found.enable()

@@ -16,7 +16,7 @@ from hpctrain.comm import functional
 from hpctrain.comm.out_of_place import sum_of_summands, summand_for
 from hpctrain.convert import boundary
 from hpctrain.convert.gathering_again import gathering_again
-from hpctrain.convert.linear import WeightAndBias, is_plain, linear, linears, products
+from hpctrain.convert.linear import WeightAndBias, gradient_of, is_plain, linear, linears, products
 from hpctrain.convert.refusals import check_recomputed
 from hpctrain.convert.sharded_activation import ShardedActivation, enter, gives_whole, leave, rows_of, sharded
 from hpctrain.convert.sharding import local
@@ -129,7 +129,7 @@ class _Leaving(torch.autograd.Function):
             return (
                 None,
                 gemm.mm(grad, weight) if needs_x else None,
-                gemm.mm(grad.t(), x) if needs_weight else None,
+                gradient_of(weight, grad, x) if needs_weight else None,
                 grad[:, ctx.features].sum(0) if needs_bias else None,
                 None,
             )

@@ -88,6 +88,12 @@ def is_plain(x: torch.Tensor, layers: Sequence[WeightAndBias]) -> bool:
     return torch._C._functorch.peek_interpreter_stack() is None
 
 
+def gradient_of(weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Of the weight by which x was multiplied, from that of the result; in the weight's order of memory, which is the
+    other one of Hugging Face's Conv1D, as autograd would copy what is in another order."""
+    return gemm.mm(grad.t(), x) if weight.stride(1) == 1 else gemm.mm(x.t(), grad).t()
+
+
 def _summed(way: Way, factors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """The sum of every rank's products a b."""
     if torch.is_grad_enabled():
@@ -119,9 +125,9 @@ class _Linears(torch.autograd.Function):
         with local():
             inside = way.inside(x) if any(needed[::2]) else x
             others: list[torch.Tensor | None] = []
-            for grad, needs_weight, needs_bias in zip(grads, needed[::2], needed[1::2]):
+            for weight, grad, needs_weight, needs_bias in zip(weights, grads, needed[::2], needed[1::2]):
                 known = grad is not None  # somebody went on with this product
-                others.append(gemm.mm(grad.t(), inside) if known and needs_weight else None)
+                others.append(gradient_of(weight, grad, inside) if known and needs_weight else None)
                 others.append(grad.sum(0) if known and needs_bias else None)
             factors = [(grad, weight) for grad, weight in zip(grads, weights) if grad is not None]
             return None, _summed(way, factors) if needs_x else None, *others

@@ -59,11 +59,26 @@ class Gathered(nn.Module):
         return self._with_weights(gather, *args, **kwargs)
 
     def _with_weights(self, gather, *args, **kwargs):
-        parts = self._parameters
-        with local():
-            found = {name: gather(parts[name], self.axis, counts, dim) for name, (dim, counts) in self.divided.items()}
-        with other_weights(self, found):
+        with other_weights(self, self._gathered(gather)):
             return super().forward(*args, **kwargs)
+
+    def _gathered(self, gather) -> dict[str, torch.Tensor]:
+        """Vectors that are divided alike, as a norm's weight and bias, in one message."""
+        alike: dict[Any, list[str]] = {}
+        for name, divided in self.divided.items():
+            part: Any = self._parameters[name]
+            key = (divided, part.dtype, part.requires_grad) if part.dim() == 1 else name
+            alike.setdefault(key, []).append(name)
+        found = {}
+        with local():
+            for names in alike.values():
+                dim, counts = self.divided[names[0]]
+                parts: list[Any] = [self._parameters[name] for name in names]
+                if len(parts) == 1:
+                    found[names[0]] = gather(parts[0], self.axis, counts, dim)
+                else:
+                    found |= zip(names, gather(torch.stack(parts, 1), self.axis, counts, dim).t().contiguous())
+        return found
 
 
 class GatheredByRows(Gathered):
@@ -109,13 +124,9 @@ class GatheredBatchNorm(Gathered, nn.modules.batchnorm._BatchNorm):
             return super().forward(input)
         input = whole(input)
         self._check_input_dim(input)
-        parts: dict[str, Any] = self._parameters
+        weights: dict[str, Any] = {**self._parameters, **self._gathered(gather)}
         with local():
-            weight, bias = (
-                gather(parts[name], self.axis, self.divided[name][1], 0) if name in self.divided else parts[name]
-                for name in ("weight", "bias")
-            )
-            return batch_norm(self, input, weight, bias, [self.data])
+            return batch_norm(self, input, weights["weight"], weights["bias"], [self.data])
 
 
 def split_norm(plan: Plan, module: torch.nn.Module) -> None:
