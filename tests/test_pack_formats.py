@@ -307,11 +307,11 @@ def test_prompts_are_marked(tmp_path):
         Fields("", "q")
 
 
-def _runs(pid):
+def _state(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "Z"
 
 
 @pytest.fixture
@@ -425,9 +425,10 @@ def test_packing_in_a_thread(tmp_path):
     assert status == [0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, "all are killed", "one is killed"])
 def test_processes_end_with_their_parent(tmp_path, number):
-    """When it is killed; and at a signal to them all, which is no error of theirs. It ends when they are killed."""
+    """When it is killed; and at a signal to them all, which is no error of theirs. It ends when they are killed, while
+    they send as well, for which it is stopped: nobody reads."""
     (tmp_path / "a.txt").write_text("0123456789abcde\n" * 1_000_000)
     script = "import sys; from hpctrain.cli import main\nif __name__ == '__main__': sys.exit(main(sys.argv[1:]))"
     (tmp_path / "run.py").write_text(script)
@@ -436,24 +437,32 @@ def test_processes_end_with_their_parent(tmp_path, number):
     job = subprocess.Popen(command, start_new_session=True, stderr=(tmp_path / "stderr").open("w"))
     children, deadline = f"/proc/{job.pid}/task/{job.pid}/children", time.monotonic() + 60
     started = []
-    while not list(tmp_path.glob("d-*")) or len(started) < 2:
+    while not list(tmp_path.glob("d-*")) or len(started) < 3:
         assert time.monotonic() < deadline
         started = open(children).read().split()
         time.sleep(0.01)
+    workers = started[1:]  # the first is Python's own, and ends with the others
     if number == signal.SIGKILL:
         job.kill()
-    elif number:
+    elif number == signal.SIGTERM:
         os.killpg(job.pid, number)
     else:
-        for pid in started[1:]:  # the first ends with the others
+        job.send_signal(signal.SIGSTOP)
+        waiting = 0
+        while waiting < 10:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            waiting = waiting + 1 if {_state(pid) for pid in workers} == {"S"} else 0
+        for pid in workers if number == "all are killed" else workers[:1]:
             os.kill(int(pid), signal.SIGKILL)
+        job.send_signal(signal.SIGCONT)
     status = job.wait(60)
-    if number is None:
+    if isinstance(number, str):
         assert (status, list(tmp_path.glob("d*"))) == (2, [])
         assert "processes that encode text was killed" in (tmp_path / "stderr").read_text()
     if number == signal.SIGTERM:
         assert status == 143, (tmp_path / "stderr").read_text()
         assert list(tmp_path.glob("d*")) == []
-    while any(_runs(pid) for pid in started):
+    while any(_state(pid) != "Z" for pid in started):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 
 import numpy as np
 
 from hpctrain.data.documents import Piece
 from hpctrain.data.tokenizers import Tokenizer, tokenizer_from_description
 
-Waiting = collections.deque[tuple[list[Piece], Future[list[np.ndarray]]]]
-
-_tokenizer: Tokenizer  # of a process that encodes
-
 TOGETHER = 1 << 20  # characters that a process is given at once
 
 
 def encoded(pieces: Iterable[Piece], tokenizer: Tokenizer, processes: int = 1) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Each piece with its tokens. With several processes a few batches of pieces are under way at a time, from as many
-    inputs as they reach into; what comes out is the same, in the same order.
+    """Each piece with its tokens. With several processes each has a batch of pieces at a time, from as many inputs as
+    they reach into; what comes out is the same, in the same order.
 
     Raises:
         ValueError: for a text that the tokenizer cannot encode.
@@ -35,35 +31,74 @@ def encoded(pieces: Iterable[Piece], tokenizer: Tokenizer, processes: int = 1) -
         for piece in pieces:
             yield piece, tokenizer.encode(piece.text)
         return
-    # not forked: h5py and others have threads and locks
-    pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), _begin, (tokenizer.description,)
-    )  # fmt: skip
-    waiting: Waiting = collections.deque()
+    workers = _Workers(processes, tokenizer)
     try:
+        under_way: collections.deque[list[Piece]] = collections.deque()
         for batch in _batches(pieces):
-            waiting.append((batch, pool.submit(_encode, [piece.text for piece in batch])))
-            if len(waiting) >= 2 * processes:
-                yield from _next(waiting)
-        while waiting:
-            yield from _next(waiting)
-    except BaseException as error:
-        # Where processes were killed, Python before 3.11.5 goes on writing to their pipe, for which `shutdown` waits;
-        # without this last end of it, the writing fails.
-        pool._call_queue._reader.close()  # type: ignore[attr-defined]
-        if isinstance(error, BrokenProcessPool):
-            raise ChildProcessError(
-                f"one of {processes} processes that encode text was killed, as the system does where memory is short; "
-                "use fewer processes"
-            ) from error
-        raise
+            done = workers.receive(under_way.popleft()) if len(under_way) == processes else ()
+            workers.send(batch)
+            under_way.append(batch)
+            yield from done
+        while under_way:
+            yield from workers.receive(under_way.popleft())
     finally:
-        pool.shutdown(cancel_futures=True)
+        workers.end()
 
 
-def _next(waiting: Waiting) -> Iterator[tuple[Piece, np.ndarray]]:
-    batch, future = waiting.popleft()
-    yield from zip(batch, future.result(), strict=True)
+class _Workers:
+    """Processes that encode, each with a pipe of its own, which ends with either side. Those of Python's pools share
+    theirs, so that one which was killed while it sent hangs the others."""
+
+    def __init__(self, processes: int, tokenizer: Tokenizer):
+        self._number, self._tokenizer = processes, tokenizer
+        self._pipes: list[Connection] = []
+        self._processes: list[SpawnProcess] = []
+        self._sent = self._received = 0  # batches, to the processes in turn
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # not forked: h5py and others have threads and locks
+        pipe, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs, self._tokenizer.description), daemon=True)
+        process.start()
+        theirs.close()
+        self._pipes.append(pipe)
+        self._processes.append(process)
+
+    def send(self, batch: list[Piece]) -> None:
+        """To a new process while there are fewer, then to the one that has sent the tokens of its last batch: it reads
+        at once."""
+        if len(self._pipes) < self._number:
+            self._start()
+        pipe = self._pipes[self._sent % self._number]
+        self._sent += 1
+        with self._while_alive():
+            pipe.send([piece.text for piece in batch])
+
+    def receive(self, batch: list[Piece]) -> Iterator[tuple[Piece, np.ndarray]]:
+        """The first batch that is under way, with its tokens."""
+        pipe = self._pipes[self._received % self._number]
+        self._received += 1
+        with self._while_alive():
+            found = pipe.recv()
+        if isinstance(found, Exception):
+            raise found
+        return zip(batch, found, strict=True)
+
+    @contextlib.contextmanager
+    def _while_alive(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            raise ChildProcessError(
+                f"one of {self._number} processes that encode text was killed, as the system does where memory is "
+                "short; use fewer processes"
+            ) from error
+
+    def end(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join()
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -79,24 +114,19 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _begin(description: str) -> None:
-    """In a process of its own, of which there is one a core."""
-    global _tokenizer
-    os.setpgrp()  # out of reach of signals to the parent's group: killed while it sends, it would hang the parent
+def _work(pipe: Connection, description: str) -> None:
+    """Of a process of its own, of which there is one a core, until the other end of its pipe is closed."""
+    os.setpgrp()  # out of reach of signals to the parent's group: the parent decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for number in (signal.SIGINT, signal.SIGHUP):  # which a terminal sends to all: the parent decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # which a terminal sends to all
         signal.signal(number, signal.SIG_IGN)
-    _tokenizer = tokenizer_from_description(description)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A killed parent cannot end its processes, and they would wait for work for good."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _encode(texts: list[str]) -> list[np.ndarray]:
-    return [_tokenizer.encode(text) for text in texts]
+    tokenizer = tokenizer_from_description(description)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            texts = pipe.recv()
+            found: list[np.ndarray] | Exception
+            try:
+                found = [tokenizer.encode(text) for text in texts]
+            except Exception as error:  # is raised by the parent
+                found = error
+            pipe.send(found)
