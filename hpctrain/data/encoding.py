@@ -33,14 +33,19 @@ def encoded(pieces: Iterable[Piece], tokenizer: Tokenizer, processes: int = 1) -
         return
     workers = _Workers(processes, tokenizer)
     try:
-        under_way: collections.deque[list[Piece]] = collections.deque()
+        under_way: collections.deque[tuple[Connection, list[Piece]]] = collections.deque()
         for batch in _batches(pieces):
-            done = workers.receive(under_way.popleft()) if len(under_way) == processes else ()
-            workers.send(batch)
-            under_way.append(batch)
+            done: Iterable[tuple[Piece, np.ndarray]] = ()
+            if len(under_way) < processes:
+                pipe = workers.start()
+            else:
+                pipe, earlier = under_way.popleft()
+                done = workers.receive(pipe, earlier)
+            workers.send(pipe, batch)
+            under_way.append((pipe, batch))
             yield from done
-        while under_way:
-            yield from workers.receive(under_way.popleft())
+        for pipe, batch in under_way:
+            yield from workers.receive(pipe, batch)
     finally:
         workers.end()
 
@@ -49,35 +54,27 @@ class _Workers:
     """Processes that encode, each with a pipe of its own, which ends with either side. Those of Python's pools share
     theirs, so that one which was killed while it sent hangs the others."""
 
-    def __init__(self, processes: int, tokenizer: Tokenizer):
-        self._number, self._tokenizer = processes, tokenizer
-        self._pipes: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
-        self._sent = self._received = 0  # batches, to the processes in turn
+    def __init__(self, most: int, tokenizer: Tokenizer):
+        self._most, self._tokenizer = most, tokenizer
+        self._started: list[tuple[Connection, SpawnProcess]] = []
 
-    def _start(self) -> None:
+    def start(self) -> Connection:
+        """One more."""
         context = multiprocessing.get_context("spawn")  # not forked: h5py and others have threads and locks
         pipe, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, self._tokenizer.description), daemon=True)
         process.start()
         theirs.close()
-        self._pipes.append(pipe)
-        self._processes.append(process)
+        self._started.append((pipe, process))
+        return pipe
 
-    def send(self, batch: list[Piece]) -> None:
-        """To a new process while there are fewer, then to the one that has sent the tokens of its last batch: it reads
-        at once."""
-        if len(self._pipes) < self._number:
-            self._start()
-        pipe = self._pipes[self._sent % self._number]
-        self._sent += 1
+    def send(self, pipe: Connection, batch: list[Piece]) -> None:
+        """To a process that has sent the tokens of its last batch: it reads at once."""
         with self._while_alive():
             pipe.send([piece.text for piece in batch])
 
-    def receive(self, batch: list[Piece]) -> Iterator[tuple[Piece, np.ndarray]]:
-        """The first batch that is under way, with its tokens."""
-        pipe = self._pipes[self._received % self._number]
-        self._received += 1
+    def receive(self, pipe: Connection, batch: list[Piece]) -> Iterator[tuple[Piece, np.ndarray]]:
+        """The batch that was sent there, with its tokens."""
         with self._while_alive():
             found = pipe.recv()
         if isinstance(found, Exception):
@@ -90,14 +87,14 @@ class _Workers:
             yield
         except (EOFError, OSError) as error:
             raise ChildProcessError(
-                f"one of {self._number} processes that encode text was killed, as the system does where memory is "
-                "short; use fewer processes"
+                f"one of {self._most} processes that encode text was killed, as the system does where memory is short; "
+                "use fewer processes"
             ) from error
 
     def end(self) -> None:
-        for pipe in self._pipes:
+        for pipe, _ in self._started:
             pipe.close()
-        for process in self._processes:
+        for _, process in self._started:
             process.join()
 
 
