@@ -43,8 +43,7 @@ class RngKey:
         """Numbers `start` to `start + count` of the stream at `step`, as uint64."""
         skip = start % _BLOCK
         counter = np.array([start // _BLOCK, step, 0, 0], np.uint64)
-        generator = np.random.Generator(np.random.Philox(key=self._key, counter=counter))
-        return generator.integers(0, 2**64, skip + count, np.uint64)[skip:]
+        return np.random.Philox(key=self._key, counter=counter).random_raw(skip + count)[skip:]
 
     def uniform(self, start: int, count: int, step: int = 0) -> torch.Tensor:
         """Numbers of the open interval (0, 1), float64."""
