@@ -1,6 +1,7 @@
 """What `hpctrain pack` reads: JSON Lines, Parquet, compressed files; documents for validation; what it leaves out."""
 
 import gzip
+import importlib
 import json
 import os
 import signal
@@ -13,12 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from word_tokens import END, by_words
 
 from hpctrain import files
 from hpctrain.cli import main
 from hpctrain.data import ShardedTokens, corpus, documents, pack
 from hpctrain.data.corpus import read_text
 from hpctrain.data.documents import Fields
+from hpctrain.data.encoding import encoded
 from hpctrain.data.pack import validation_output
 
 TEXTS = ["first\nof two lines", "zweiter: größer", "x", "the fourth " * 50, "last"]
@@ -98,6 +101,24 @@ def test_any_number_of_processes_gives_the_same(tmp_path, monkeypatch):
         found.append((counts, read(tmp_path / "data.h5"), starts))
     assert found[0] == found[1]
     assert found[0][0]["documents"] == 342
+
+
+WORDS = by_words({END: 0, "a": 1, "no such word": 2})
+
+
+@pytest.mark.parametrize(("tokenizer", "several"), [(None, False), (WORDS, True)], ids=["bytes", "file"])
+def test_processes_of_large_inputs(tmp_path, monkeypatch, tokenizer, several):
+    """One a core, where encoding takes longer than sending what is encoded."""
+    module = importlib.import_module("hpctrain.data.pack")
+    asked = []
+    monkeypatch.setattr(module, "LARGE", 2)
+    monkeypatch.setattr(module, "encoded", lambda pieces, _, n: asked.append(n) or encoded(pieces, _, 1))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5))
+    for text in ("a", "a a"):
+        (tmp_path / "text.txt").write_text(text)
+        pack([str(tmp_path / "text.txt")], tmp_path / "data.h5", tokenizer, processes=0)
+    assert {*asked[: len(asked) // 2]} == {1}
+    assert {*asked[len(asked) // 2 :]} == ({5} if several else {1})
 
 
 def _documents(path):

@@ -38,8 +38,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--validation", action="append", default=[], metavar="TEXT", help="or a file or directory for it; repeatable"
     )
     command.add_argument(
-        "--processes", type=int, default=0, metavar="N", help="that tokenize (one a core for large inputs)"
-    )
+        "--processes", type=int, default=0, metavar="N",
+        help="that tokenize (one a core for large inputs, but one in all where tokens are bytes)",
+    )  # fmt: skip
     command.add_argument("--shard-tokens", type=int, default=2**28, metavar="N", help="tokens a shard at most (2^28)")
 
 

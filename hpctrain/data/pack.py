@@ -52,7 +52,8 @@ def pack(
             all files; an exception it raises ends the packing.
         replace: whether to take the place of a packing that is there when this one is complete.
         fields: of JSON Lines (.jsonl, .ndjson, .json) and Parquet. Without them a JSON Lines file is one text.
-        processes: that encode; 0: one a core for more than LARGE bytes. What is written does not depend on it.
+        processes: that encode; 0: one a core for more than LARGE bytes, but one alone where tokens are bytes. What is
+            written does not depend on it.
         validation: part of the documents, evenly spread, that is packed apart, as `validation_output(output)`.
         validation_sources: files and directories that are packed there instead.
         skip: called for each file and record that is not packed, with the reason.
@@ -85,7 +86,9 @@ def pack(
     outputs = [output, validation_output(output)] if validation or apart else [output]
     older = [shard for each in outputs for shard in _shards_of(each)]
     total = _size(texts + apart)
-    processes = processes or (len(os.sched_getaffinity(0)) if total > LARGE else 1)
+    if not processes:  # bytes take longer to be sent than to be encoded
+        several = total > LARGE and not isinstance(tokenizer, ByteTokenizer)
+        processes = len(os.sched_getaffinity(0)) if several else 1
     how = f"{fields}{validation}{len(apart)}" if fields != Fields() or validation or apart else ""
     sources_are = fingerprint(texts + apart, tokenizer, how)
     with contextlib.ExitStack() as stack:
