@@ -5,9 +5,11 @@ import torch
 from training_checks import UNEVEN, fitting
 
 from hpctrain import Grid, RngKey
+from hpctrain.data_parallel import DataParallel, LocalSGD, ParameterServer, Zero1, Zero2, Zero3
+from hpctrain.data_parallel.alike import differing
 from hpctrain.digest import digest
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.train.alike import Speeds, differing
+from hpctrain.train.speeds import Speeds
 
 DIFFERS = "differs from that of the other 2 ranks with the same slice"
 
@@ -38,6 +40,26 @@ def test_a_flipped_bit(world):
         assert differing(names, grid) == said
         found = world.allgather(differing(names, grid))
         assert all(told == said for told in found)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kind", [DataParallel, Zero1, Zero2, Zero3, ParameterServer, LocalSGD])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_replicas_that_begin_with_other_weights(world, kind, frozen):
+    """Nothing would ever make them alike. All ranks refuse them; who begins alike goes on."""
+    grid = Grid(data=2, tensor=world.size // 2)
+    model = GPT2(grid, fitting(UNEVEN, 1), key=RngKey(3), dtype=torch.float64)
+    model.ln_f.bias.requires_grad_(not frozen)
+    optimizer = torch.optim.SGD(p for p in model.parameters() if p.requires_grad)
+    given = model if kind is Zero3 else [*model.parameters()]
+    with torch.no_grad():
+        model.ln_f.bias += grid.data.rank
+    with pytest.raises(ValueError, match="of shape .* differs between rank 0.* begin with the same weights"):
+        kind(given, grid, optimizer)
+    with torch.no_grad():
+        model.ln_f.bias -= grid.data.rank
+    kind(given, grid, optimizer).zero_grad()
 
 
 @pytest.mark.mpi

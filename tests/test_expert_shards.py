@@ -7,8 +7,8 @@ from expert_shard_checks import CLIP, GRIDS, STEPS, WIDTH, Run, Whole, batches, 
 
 import hpctrain as ht
 from hpctrain import Grid
+from hpctrain.data_parallel.alike import differing
 from hpctrain.shard import expert_shard, split_sizes
-from hpctrain.train.alike import differing
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(*GRIDS)]
 

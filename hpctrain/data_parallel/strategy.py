@@ -10,6 +10,7 @@ import torch
 from hpctrain import comm
 from hpctrain.choices import check_by_elements
 from hpctrain.data_parallel import optimizer_state
+from hpctrain.data_parallel.alike import differing
 from hpctrain.data_parallel.clipping import clip, local_squares, replica_totals
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate, forget_strategy, on_arrival, shard_of
@@ -35,7 +36,8 @@ class DataParallelStrategy:
         optimizer: over these parameters; its learning rate may be set before each step. None where the caller updates.
 
     Raises:
-        ValueError: on every rank, for parameters without a `Shard`, and when the optimizer has other weights, as those
+        ValueError: on every rank, for parameters without a `Shard`, for weights that differ between ranks that hold
+            the same slice, and when the optimizer has other weights, as those
             that an earlier ZeRO strategy gave it, or mixes the elements of a weight of which it is given parts; from
             `zero_grad()`, when a later strategy has the parameters, or one of them was frozen or unfrozen since.
         RuntimeError: from backward or `step()`, when a step was not begun by `zero_grad()` of the strategy; from
@@ -63,6 +65,8 @@ class DataParallelStrategy:
         with comm.together(grid.world):  # ranks differ in what they hold
             self._check_parallelized(self.parameters)
             self._check_optimizer()
+        with comm.together(grid.world):
+            self._check_alike(given)
         for earlier in dict.fromkeys(vars(p)["strategy"] for p in given if "strategy" in vars(p)):
             earlier.hand_over()
 
@@ -82,6 +86,16 @@ class DataParallelStrategy:
             raise ValueError(
                 f"{type(self).__name__} got {len(plain)} weights of a plain module, the first of shape "
                 f"{tuple(plain[0].shape)}: call model = ht.parallelize(model, grid) before the strategy is made"
+            )
+
+    def _check_alike(self, given: Iterable[torch.nn.Parameter]) -> None:
+        # Those that an earlier strategy has are its own to keep alike, and may differ between its steps.
+        new = {p: n for n, p in enumerate(given) if hasattr(p, "shard") and "strategy" not in vars(p)}
+        names = {p: f"weight {n} of shape {tuple(p.shape)}" for p, n in new.items()}
+        if wrong := differing(names, self.grid):
+            raise ValueError(
+                f"{wrong[0]}: begin with the same weights on every rank, as ht.layers do by themselves, or by "
+                "torch.manual_seed with one seed"
             )
 
     def _check_optimizer(self) -> None:

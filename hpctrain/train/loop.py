@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any
 
-from hpctrain.train.alike import differing
+from hpctrain.data_parallel.alike import differing
 from hpctrain.train.announce import introduce, job_facts, warn
 from hpctrain.train.finishing import finish
 from hpctrain.train.learning_rate import learning_rate

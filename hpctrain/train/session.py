@@ -26,7 +26,6 @@ from hpctrain.pipeline import Schedule
 from hpctrain.plan import predict
 from hpctrain.randomness import RngKey
 from hpctrain.train.agreement import Agreement
-from hpctrain.train.alike import Speeds
 from hpctrain.train.dtypes import dtypes
 from hpctrain.train.message_order import MessageOrder
 from hpctrain.train.optimizer import make_optimizer
@@ -35,6 +34,7 @@ from hpctrain.train.run_folder import RunFolder, goes_on
 from hpctrain.train.same_training import check_same_training, description
 from hpctrain.train.sanity import Sanity
 from hpctrain.train.signals import Interrupts
+from hpctrain.train.speeds import Speeds
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.training_data import TrainingData, open_data
 
