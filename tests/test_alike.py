@@ -4,7 +4,7 @@ import pytest
 import torch
 from training_checks import UNEVEN, fitting
 
-from hpctrain import Grid, RngKey
+from hpctrain import Grid, RngKey, Trainer, parallelize
 from hpctrain.data_parallel import DataParallel, LocalSGD, ParameterServer, Zero1, Zero2, Zero3
 from hpctrain.data_parallel.alike import differing
 from hpctrain.digest import digest
@@ -60,6 +60,23 @@ def test_replicas_that_begin_with_other_weights(world, kind, frozen):
     with torch.no_grad():
         model.ln_f.bias -= grid.data.rank
     kind(given, grid, optimizer).zero_grad()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_replicas_that_differ_in_an_earlier_strategy(world):
+    """Their weights are averaged as the later one takes them."""
+    grid = Grid(data=2)
+    torch.manual_seed(0)
+    model = parallelize(torch.nn.Linear(3, 2), grid)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    earlier = LocalSGD(model.parameters(), grid, optimizer, every=2)
+    trainer = Trainer(model, grid, optimizer, loss=lambda model, x: model(x).sum(), strategy=earlier)
+    trainer.step([torch.full((1, 3), 1.0 + world.rank)])
+    names = {p: name for name, p in model.named_parameters()}
+    assert differing(names, grid) == ["weight differs between rank 0 and rank 1"]
+    DataParallel(model.parameters(), grid, optimizer)
+    assert differing(names, grid) == []
 
 
 @pytest.mark.mpi
