@@ -21,6 +21,7 @@ from hpctrain.layers import (
 )  # fmt: skip
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+DROPOUT = "dropout must be at least 0 and below 1, in steps of 2^-16"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_autocast(world):
         (lambda g: BatchNorm2d(g, -1), "features must be an integer of at least 1, got -1"),
         (lambda g: Conv2d(g, 0, 3, 3), "in_channels must be an integer of at least 1, got 0"),
         (lambda g: Tokens.of(g, -1, 3), "sequences and length must be from 0 on, got -1 and 3"),
-        (lambda g: Dropout(g, 1.0, 4, key=KEY), "dropout must be at least 0 and below 1, got 1.0"),
+        *((lambda g, p=p: Dropout(g, p, 4, key=KEY), f"{DROPOUT}, got {p}") for p in (-0.5, 1.0, 1 - 2**-18)),
     ],
 )
 def test_bad_arguments(world, make, message):
