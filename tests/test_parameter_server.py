@@ -2,13 +2,14 @@
 
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from training_checks import UNEVEN, batches, fitting, in_turn, microbatches, serial
 
 from hpctrain import Grid, RngKey
-from hpctrain.checkpoint import Checkpointer, TrainingState, folder
+from hpctrain.checkpoint import Checkpointer, TrainingState, folder, load, save
 from hpctrain.data_parallel import AsyncParameterServer, DataParallel, ParameterServer
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
@@ -182,6 +183,44 @@ def test_nobody_is_too_far_ahead_of_the_slowest(world, staleness):
             assert answered[number] > slow[number - staleness]
         if staleness:
             assert answered[0] < slow[1]  # it did not wait
+
+
+@pytest.mark.ranks(2)
+def test_a_server_s_waiting_for_pushes_is_communication(world):
+    """Noted as such, and watched."""
+    grid = Grid(data=2)
+
+    def loss(model, number):
+        time.sleep(0.2)
+        return model[0].sum()
+
+    _, take, training = line(grid, AsyncParameterServer, [0.0], loss)
+    begun = []
+    watchdog = SimpleNamespace(begin=lambda axis, name, peer: begun.append(name), end=lambda: None)
+    grid.transport.watchdog = watchdog
+    take(0)
+    grid.transport.watchdog = None
+    assert ("probe" in begun) == training.strategy.serves
+    assert (grid.transport.traffic.seconds().get(("data", "probe"), 0) > 0.1) == training.strategy.serves
+
+
+@pytest.mark.ranks(4)
+def test_what_was_loaded_lacks_no_updates(world, tmp_path):
+    """Workers push in turn: the first lacks none, the second one by the first, the third two."""
+    root, grid = world.bcast(tmp_path), Grid(data=4)
+    _, take, training = line(grid, AsyncParameterServer, [0.0], lambda model, number: model[0].sum())
+    before = training.strategy.report()["staleness"]
+    for step in range(3):
+        if 0 < world.rank < 3:
+            world.recv(source=world.rank - 1)
+        take(step)
+        if world.rank < 2:
+            world.send(None, world.rank + 1)
+        after = world.bcast(training.strategy.report()["staleness"], 3)
+        assert [new - old for new, old in zip(after, before)] == [1, 1, 1, 0, 0, 0, 0]
+        before = after
+        save(root, step, training.model, training.strategy)
+        assert load(root, training.model, training.strategy).step == step
 
 
 @pytest.mark.ranks(2, 4, 8)

@@ -171,20 +171,26 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     return flat[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def wait(request: MPI.Request) -> None:
-    """MPI_Wait that leaves the core to others when it takes long.
+def until(look: Callable[[], R]) -> R:
+    """What `look` gives once it gives something; leaves the core to others when that takes long.
 
     An MPI that spins costs whoever shares the core: the other hardware thread, a rank or thread where there are more of
     them than cores. After a millisecond we sleep, each time a sixteenth of what was waited so far, so that at most that
     is lost, and never more than 10 ms.
     """
-    if request.Test():
-        return
+    if found := look():
+        return found
     start = perf_counter()
-    while not request.Test():
+    while not (found := look()):
         waited = perf_counter() - start
         if waited > 1e-3:
             sleep(min(waited / 16, 0.01))
+    return found
+
+
+def wait(request: MPI.Request) -> None:
+    """MPI_Wait, by `until`."""
+    until(request.Test)
 
 
 class Work(Generic[R]):

@@ -19,7 +19,7 @@ _FREE = {
     "all_gather": 0, "gather": 0, "gather_counted": 0, "scatter": 0, "all_to_all": 0, "rows_to_columns": 0,
     "gather_columns": 1, "columns_to_rows": 1, "rows_to_slices": 2, "slices_to_rows": 1, "rotate": 0,
 }  # fmt: skip
-_POINT_TO_POINT = ("send", "recv", "recv_any")
+_POINT_TO_POINT = ("send", "recv", "recv_any", "probe")
 _BETWEEN_NEIGHBOURS = ("exchange", "adjoint", "all_to_all", "read")  # counts and shapes are each rank's own
 
 

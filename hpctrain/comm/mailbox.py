@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter, sleep
 from typing import NamedTuple
 
 import torch
 
-from hpctrain.comm.buffers import Work
+from hpctrain.comm.buffers import Work, until
 from hpctrain.comm.point_to_point import arrived, recv, recv_start, send_start
 from hpctrain.comm.timing import timed_method
 from hpctrain.grid import Axis
@@ -78,13 +77,8 @@ class Mailbox:
 
     @timed_method
     def recv_any(self) -> list[Letter]:
-        """At least one letter; waits for it, and leaves the core to others when that takes long (`buffers.wait`)."""
-        start = perf_counter()
-        while not (found := self.poll()):
-            waited = perf_counter() - start
-            if waited > 1e-3:
-                sleep(min(waited / 16, 0.01))
-        return found
+        """At least one letter; waits for it."""
+        return until(self.poll)
 
     def finish(self) -> None:
         """Wait until everything posted has been received or, where MPI buffers it, has left."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.comm.buffers import Work, deliver, message, reachable
-from hpctrain.comm.timing import timed
+from hpctrain.comm.buffers import Work, deliver, message, reachable, until
+from hpctrain.comm.timing import time_call, timed
 from hpctrain.grid import Axis
 
 
@@ -43,10 +43,14 @@ def recv_start(out: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> Work
 
 def probe(axis: Axis, tag: int = 0) -> int:
     """Wait for a message with this tag from anybody; returns the rank that sent it, for `recv`."""
+    return time_call(axis, "probe", _probe, axis, tag)
+
+
+def _probe(axis: Axis, tag: int) -> int:
     from mpi4py import MPI
 
     status = MPI.Status()
-    axis.comm.Probe(MPI.ANY_SOURCE, tag, status)
+    until(lambda: axis.comm.Iprobe(MPI.ANY_SOURCE, tag, status))
     return status.source
 
 

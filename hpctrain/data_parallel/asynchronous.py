@@ -102,6 +102,9 @@ class AsyncParameterServer(ParameterServer):
 
     def weights_changed(self) -> None:
         super().weights_changed()
+        self.loaded()
+
+    def loaded(self) -> None:
         self._pulled = [self._updates] * self.workers
 
     def report(self) -> dict:
