@@ -37,6 +37,16 @@ def test_every_type_is_summed(line, dtype):
     assert torch.equal(comm.reduce_scatter_start(rows, line).wait(), expected[:2].view(1, 2))
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_16_bit_sums_are_given_in_another_type(line):
+    rows = torch.full((line.size,), 1.0, dtype=torch.bfloat16)
+    for total in (
+        comm.reduce_scatter(rows, line, dtype=torch.float32),
+        comm.reduce_scatter_start(rows, line, dtype=torch.float32).wait(),
+    ):
+        assert (total.dtype, total.tolist()) == (torch.float32, [line.size])
+
+
 @pytest.mark.ranks(3, 4, 6)
 def test_16_bit_sums_are_rounded_once(line):
     """256 + 1 + 1 + ... in bfloat16 stays 256 when every partial sum is rounded; in float32 it does not."""

@@ -80,7 +80,7 @@ def reduce_scatter(
     check_reducible(tensor.dtype, "sum")
     size, rank = axis.size, axis.rank
     if size == 1:
-        return tensor
+        return tensor.to(dtype or tensor.dtype)
     counts = counts or even_rows(len(tensor), size)
     check_counts(counts, axis, len(tensor))
     tensor = tensor.contiguous()
@@ -112,7 +112,7 @@ def reduce_scatter_start(
 ) -> Work[torch.Tensor]:
     check_reducible(tensor.dtype, "sum")
     if axis.size == 1:
-        return done(tensor)
+        return done(tensor.to(dtype or tensor.dtype))
     counts = counts or even_rows(len(tensor), axis.size)
     check_counts(counts, axis, len(tensor))
     tensor = tensor.contiguous()
