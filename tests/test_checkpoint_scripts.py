@@ -177,6 +177,22 @@ def test_running_statistics(world, tmp_path):
         ht.checkpoint.load(root, another.model, another.strategy)
 
 
+def test_a_buffer_in_other_memory(world, tmp_path):
+    """As of a module that assigns its statistics anew in each call: what is there when a job saves is saved."""
+    root, trainer = world.bcast(tmp_path) / "checkpoints", training(ht.Grid(data=world.size), 1)
+    module = trainer.model[0]
+    module.register_buffer("mean", torch.zeros(3))
+    state = ht.checkpoint.TrainingState(trainer.model, trainer.strategy)
+    saver = ht.checkpoint.Checkpointer(root, world)
+    for step in (1, 2):
+        module.mean = module.mean + step
+        assert saver.save(step, state, {}) is None
+    saver.finish()
+    module.mean = torch.zeros(3)
+    assert saver.resume(state).step == 2
+    assert module.mean.tolist() == [3.0] * 3
+
+
 @pytest.mark.ranks(1, 2, 4)
 def test_running_statistics_of_channels_that_ranks_divide(world, tmp_path):
     root = world.bcast(tmp_path) / "checkpoints"
