@@ -93,6 +93,18 @@ def test_a_slow_rank_is_named(world):
     assert speeds.slow() == []
 
 
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 4)
+def test_ranks_without_a_part_of_the_batch_are_compared_with_each_other(world):
+    """As servers of parameters, beside which a worker is slow."""
+    grid = Grid(data=world.size // 2, tensor=2) if world.size > 2 else Grid(data=2)
+    speeds, serves = Speeds(grid, 2.0, idle=1), grid.data.rank == grid.data.size - 1
+    speeds.add(1.0 if serves else 5.0)
+    assert speeds.slow() == []
+    speeds.add((1.0 if grid.tensor.rank else 9.0) if serves else 5.0)
+    assert bool(speeds.slow()) == (serves and grid.tensor.size == 2 and grid.tensor.rank == 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])
 def test_every_bit_counts(dtype):
     tensor = torch.randint(0, 2, (37,), generator=torch.Generator().manual_seed(0)).to(dtype)

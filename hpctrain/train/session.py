@@ -149,7 +149,8 @@ def build(config: Config, world: MPI.Intracomm, resume: str = "", interrupts: In
     sanity = Sanity(config.sanity.spike_factor)
     session = Session(
         config, grid, watched, device, transport, key, data, spec, model, schedule, trainer,
-        TrainingState(model, trainer.strategy), folder, checkpointer, sanity, Speeds(grid, config.sanity.straggler),
+        TrainingState(model, trainer.strategy), folder, checkpointer, sanity,
+        Speeds(grid, config.sanity.straggler, config.data_parallel.idle),
         Agreement(config, grid, trainer.strategy.lag, checkpointer, sanity, interrupts), resume,
         MessageOrder(config, grid, trainer),
     )  # fmt: skip

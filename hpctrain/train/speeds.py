@@ -11,10 +11,11 @@ from hpctrain.grid import Grid
 
 
 class Speeds:
-    """Seconds that each rank spends in work of its own, outside communication."""
+    """Seconds that each rank spends in work of its own, outside communication. The last `idle` ranks of the data axis,
+    which have no part of the batch, are compared with each other."""
 
-    def __init__(self, grid: Grid, ratio: float):
-        self.grid, self.ratio = grid, ratio
+    def __init__(self, grid: Grid, ratio: float, idle: int = 0):
+        self.grid, self.ratio, self.working = grid, ratio, grid.data.size - idle
         self._own, self._steps = 0.0, 0
 
     def add(self, seconds: float) -> None:
@@ -23,12 +24,13 @@ class Speeds:
         self._steps += 1
 
     def slow(self) -> list[str]:
-        """This rank, if it took `ratio` times as long as the median of the others of its stage, since the last call.
-        Collective over data and tensor axes."""
+        """This rank, if it took `ratio` times as long as the median of the others of its stage with the same work,
+        since the last call. Collective over data and tensor axes."""
         grid, mean = self.grid, self._own / max(1, self._steps)
         self._own, self._steps = 0.0, 0
         peers = comm.all_gather(comm.all_gather(torch.tensor([mean], dtype=torch.float64), grid.tensor), grid.data)
-        others = peers.tolist()
+        alike = slice(self.working) if grid.data.rank < self.working else slice(self.working, None)
+        others = peers.view(grid.data.size, -1)[alike].flatten().tolist()
         others.remove(mean)
         usual = statistics.median(others) if others else mean
         if not self.ratio or mean <= self.ratio * usual:
