@@ -111,7 +111,7 @@ def test_ranks_are_compared_before_a_stop_saves(config, monkeypatch):
     }  # fmt: skip
     for name, stub in stubs.items():
         monkeypatch.setattr(loop, name, stub)
-    agreement = SimpleNamespace(stop=0, save_by_clock=False, save_by_number=lambda step: False, finish=lambda: None)
+    agreement = SimpleNamespace(stop=0, save_due=lambda step: agreement.stop, finish=lambda: None)
     session = session_of(
         config, None, position=Position(), agreement=agreement, schedule=None, device=None,
         data=SimpleNamespace(samples=SimpleNamespace(validation_batches=lambda *_: [])),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from trained_here import losses, trainer_in
 
 from hpctrain import Grid, RngKey, models
+from hpctrain.cli import main
 from hpctrain.comm import together
 from hpctrain.config import load_config
 from hpctrain.data import ShardedTokens
@@ -213,6 +214,33 @@ def test_a_list_of_parts(world, train):
     """Cut into pipeline stages, with the same losses as on any other grid."""
     for number, (first, second) in enumerate(PIPELINES[world.size]):
         check_plain(world, train, "parts", str(number), first, second)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("method", ["ddp", "local_sgd"])
+def test_a_checkpoint_has_the_weights_of_the_export(world, train, method):
+    replicas = [f"grid.data={world.size}", f"data_parallel.method={method}", "data_parallel.average_every=0"]
+    assert train("model.kind=tiny_models:scaled", "run.name=run", "train.ema_decay=0.5", *replicas) == 0
+    if world.rank == 0:
+        run, out = train.folder / "run", train.folder / "out"
+        assert main(["checkpoint", "export", str(run), "-o", str(out)]) == 0
+        weights, of_checkpoint = (load_file(folder / "model.safetensors") for folder in (run / "model", out))
+        assert weights.keys() | {"kept"} == of_checkpoint.keys() > {"scale"}
+        assert all(torch.equal(weight, of_checkpoint[name]) for name, weight in weights.items())
+        assert of_checkpoint["kept"].all()
+    world.barrier()
+
+
+@pytest.mark.ranks(4)
+def test_a_stage_without_weights(world, train, capsys):
+    """Which would not know of a precision that the others' weights are converted to."""
+    check_plain(world, train, "weightless", "run", ["grid.pipeline=4"], ["grid.pipeline=2", "grid.data=2"])
+    check_plain(world, train, "weightless", "other", ["grid.data=4"], ["grid.pipeline=4", "sanity.check_every=1"])
+    stages = ["model.kind=tiny_models:weightless", "grid.pipeline=4"]
+    assert train(*stages, "data_parallel.method=local_sgd", "data_parallel.average_every=0") == 0
+    assert train(*stages, "precision.compute=bf16") == 2
+    if world.rank == 0:
+        assert "rank 1 has no weights to train, and does not know" in capsys.readouterr().err
 
 
 @pytest.mark.ranks(2)

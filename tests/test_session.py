@@ -1,6 +1,8 @@
 """What is checked before a job's parts are built, and where its weights are from."""
 
+import math
 import shutil
+import time
 
 import pytest
 from running import write_text
@@ -8,6 +10,7 @@ from trained_here import losses, trainer_in
 
 from hpctrain.config import load_config
 from hpctrain.train import session
+from hpctrain.train.loop import take_steps
 from hpctrain.train.session import build
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
@@ -39,6 +42,30 @@ def test_the_watchdog_is_the_configuration_s(world, tmp_path, seconds):
     config = load_config(None, [*MODEL, *files, f"comm.watchdog={seconds}"])
     watchdog = build(config, world).grid.transport.watchdog
     assert (watchdog.limit if watchdog else 0) == seconds
+
+
+def test_an_overflow_after_a_rollback(world, tmp_path):
+    """Which has waited for the save that was under way: nothing of that is left to be done."""
+    folder = world.bcast(tmp_path)
+    if world.rank == 0:
+        write_text(folder)
+    world.Barrier()
+    found = ["precision.compute=fp16", "sanity.nonfinite=rollback", "run.steps=4", f"run.out={folder}"]
+    job = build(load_config(None, [*MODEL, *found, f"data.text={folder}/text.txt"]), world)
+    compute, losses = job.trainer.forward_backward, []
+
+    def forward_backward(batch):
+        loss, norm, overflow = compute(batch)
+        losses.append(loss)
+        if len(losses) == 3:
+            while not job.checkpointer.phase_done:
+                time.sleep(0.01)
+            return math.nan, math.nan, False
+        return loss, norm, overflow or len(losses) == 4
+
+    job.trainer.forward_backward = forward_backward
+    assert take_steps(job) == ""
+    assert (job.position.step, job.checkpointer.saved, len(losses)) == (4, 4, 5)
 
 
 def test_a_resumed_run_needs_no_folder_that_it_once_started_from(world, tmp_path, capfd):

@@ -102,6 +102,12 @@ def parts(model):
     return [lambda: nn.Embedding(model.vocabulary, model.width), *inner, lambda: _head(model)]
 
 
+def weightless(model):
+    """Of which the second has no weights."""
+    first, _, inner, last = parts(model)
+    return [first, nn.GELU, inner, last]
+
+
 def _inner(model):
     return nn.Sequential(nn.LayerNorm(model.width), nn.Linear(model.width, 3 * model.width), nn.GELU(),
                          nn.Linear(3 * model.width, model.width))  # fmt: skip
@@ -150,6 +156,22 @@ def counting_parts(model):
     """Of which the second has the buffer."""
     first, _, *others = parts(model)
     return [first, lambda: Counting(_inner(model)), *others]
+
+
+class Scaled(nn.Sequential):
+    """Has a weight without dims, and a buffer that is no number."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("kept", torch.ones(1, dtype=torch.bool))
+
+    def forward(self, ids):
+        return super().forward(ids) * self.scale * self.kept
+
+
+def scaled(model):
+    return Scaled(*whole(model))
 
 
 def shared(model):

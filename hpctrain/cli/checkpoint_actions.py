@@ -10,7 +10,7 @@ from pathlib import Path
 from hpctrain import files, models
 from hpctrain.checkpoint import folder, index, reading
 from hpctrain.checkpoint.manifests import NAME
-from hpctrain.checkpoint.pieces import DTYPES, Corrupt
+from hpctrain.checkpoint.pieces import Corrupt
 from hpctrain.checkpoint.verify import verify as verified
 
 AVERAGE = "optimizer/ema"  # of the weights, in a checkpoint
@@ -81,8 +81,9 @@ def export(root: Path, steps: list[int], options: argparse.Namespace) -> int:
     averaged = options.weights == "ema"
     if options.weights is None:
         averaged = "export" in manifest.member("config", "train", "ema_use")
-    names = [name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")]
-    if averaged and not any(f"{AVERAGE}/{name}" in manifest.tensors for name in names):
+    stored = reading.described(manifest)
+    names = [name.removeprefix("model/") for name in stored if name.startswith("model/")]
+    if averaged and not any(f"{AVERAGE}/{name}" in stored for name in names):
         raise ValueError(f"step {manifest.step} has no moving average of the weights, as train.ema_decay makes one")
     sizes, method = manifest.member("config", "model"), manifest.member("config", "data_parallel", "method")
     spec = models.get(sizes["kind"])
@@ -91,10 +92,10 @@ def export(root: Path, steps: list[int], options: argparse.Namespace) -> int:
     for name in names:
         own, average = f"model/{name}", f"{AVERAGE}/{name}"
         # without one it was never trained, so that it is its average
-        weight = reading.whole(node, average if averaged and average in manifest.tensors else own)
-        if method == "local_sgd":
-            weight = weight.mean(0)  # of the replicas
-        writer.add(name, weight.to(DTYPES[manifest.tensors[own][0]]))
+        weight = reading.whole(node, average if averaged and average in stored else own)
+        if method == "local_sgd":  # of the replicas, which have the same where it is no weight
+            weight = weight.mean(0) if weight.is_floating_point() else weight[0]
+        writer.add(name, weight.to(stored[own].dtype))
     writer.close()
     tokenizer = _write_tokenizer(Path(options.run), target, shape.context) if (target / "config.json").exists() else ""
     what = "the moving average of the weights" if averaged else "the weights"

@@ -95,7 +95,7 @@ class LocalSGD(DataParallel):
     @contextlib.contextmanager
     def full_weights(self) -> Iterator[None]:
         """Within it the weights are the average; afterwards each replica has its own again."""
-        if self._steps == 0:
+        if self._steps == 0 or not self.parameters:
             yield
             return
         weights: list[torch.Tensor] = [*self.parameters]

@@ -93,10 +93,11 @@ class Agreement:
 
         return stop
 
-    def save_by_number(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step, by its number."""
+    def save_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step: by its number, by the clock or as all stop."""
         every = self.run.checkpoint_every
-        return bool(every) and (step % every == 0 or step == self.run.steps)
+        by_number = every and (step % every == 0 or step == self.run.steps)
+        return bool(by_number or self.save_by_clock or self.stop)
 
     def save_begins(self) -> None:
         """The minutes until the next save count from now."""

@@ -67,8 +67,7 @@ def take_steps(session: Session) -> str:
             if folder and progress:
                 folder.log(record)
                 progress.update(record)
-            saves = agreement.save_by_number(position.step) or agreement.save_by_clock or agreement.stop
-            if compare_every and (position.step % compare_every == 0 or saves):
+            if compare_every and (position.step % compare_every == 0 or agreement.save_due(position.step)):
                 compare_ranks(session)
             save_when_due(session)
         agreement.finish()
@@ -114,6 +113,7 @@ def train_step(session: Session) -> dict[str, Any] | None:
     elif leave_out(session, bad, rate):
         results = {"loss": None, "grad_norm": None, "skipped": str(bad)}
     else:
+        agreement.phase_done = False  # of a save that was waited for
         return None
 
     position.step += 1

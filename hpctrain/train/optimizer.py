@@ -52,7 +52,7 @@ def make_optimizer(
     kind = _eager(kind)
     if ema_decay:
         kind = _averaging(kind, ema_decay)
-    return kind([g for g in groups if g["params"]], **settings)
+    return kind(groups, **settings)
 
 
 def _eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

@@ -17,8 +17,7 @@ def save_when_due(session: Session) -> None:
     """
     agreement, checkpointer, position = session.agreement, session.checkpointer, session.position
     stopped = agreement.stop and (position.step < session.config.run.steps or position.unevaluated)
-    due = agreement.save_by_number(position.step) or agreement.save_by_clock or agreement.stop
-    if not due or checkpointer.saved == position.step:
+    if not agreement.save_due(position.step) or checkpointer.saved == position.step:
         return
     if session.folder:
         session.folder.sync()
