@@ -91,6 +91,20 @@ def test_one_save_is_due_by_the_clock(agreed, world):
     agreed.finish()
 
 
+@pytest.mark.ranks(1)
+def test_a_save_is_due(agreed):
+    """By a step's number, as all stop, or by the clock."""
+    run = agreed.run
+    run.steps, run.checkpoint_every = 7, 3
+    assert [step for step in range(1, 8) if agreed.save_due(step)] == [3, 6, 7]
+    run.checkpoint_every = 0
+    assert not any(map(agreed.save_due, range(1, 8)))
+    agreed.stop = 2
+    assert agreed.save_due(1)
+    agreed.stop, agreed.save_by_clock = 0, True
+    assert agreed.save_due(1)
+
+
 def test_a_spike_is_one_bad_step(agreed, world):
     """Of one rank: all hear of it in the same step, once for all that was begun before."""
     agreed.sanity.factor, agreed.sanity.losses = 3.0, [1.0] * 32
