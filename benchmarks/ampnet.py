@@ -28,7 +28,7 @@ from hpctrain.layers import Tokens
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.pipeline import schedule
 from hpctrain.train.batches import Microbatch
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 
 SHAPE = GPT2Shape(layers=4, width=128, heads=4, context=128, vocabulary=257, tied=False)
 COUNT, SEQUENCES = 8, 2
@@ -54,7 +54,7 @@ class Side:
     def __init__(self, grid, order, lengths):
         self.grid, self.order, self.lengths = grid, order, lengths
         self.model = GPT2(grid, SHAPE, None, order.placement, key=ht.RngKey(0), dtype=torch.float32)
-        self.trainer = ht.Trainer(self.model, grid, adamw(self.model.parameters(), 0.1), order)
+        self.trainer = ht.Trainer(self.model, grid, make_optimizer(self.model.parameters(), 0.1), order)
         for group in self.trainer.optimizer.param_groups:
             group["lr"] = 1e-3
 

@@ -31,7 +31,7 @@ from hpctrain.layers import Tokens
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.shard import split, subsplit
 from hpctrain.train.batches import Microbatch
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 GOAL = 1e-10
@@ -54,7 +54,9 @@ def trained(grid, method, layers, count, clip):
     """Losses and gradient norms of all steps."""
     shape = GPT2Shape(layers=layers, width=15, heads=3, context=8, vocabulary=23, dropout=0.1)
     model = GPT2(grid, shape, key=ht.RngKey(3), dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters()) if method == "local_sgd" else adamw(model.parameters(), 0.1)
+    optimizer = (
+        torch.optim.SGD(model.parameters()) if method == "local_sgd" else make_optimizer(model.parameters(), 0.1)
+    )
     how = data_parallel.make(DataParallelConfig(method=method, average_every=1), model, grid, optimizer)
     trainer = Trainer(model, grid, optimizer, count, max_norm=clip, strategy=how)
     for group in optimizer.param_groups:

@@ -25,7 +25,7 @@ from hpctrain.layers import Tokens
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.shard import split
 from hpctrain.train.batches import Microbatch
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 BUCKETS = (1 << 20, 4 << 20, 1 << 30)  # bytes; of the last there is one
@@ -39,7 +39,7 @@ def training(shape, messages, bucket_bytes, alone=False):
         comm.choose_all_reduce(grid.data, "direct")
     sizes = GPT2Shape(LAYERS, shape["width"], HEADS, shape["context"], VOCABULARY, tied=False)
     model = GPT2(grid, sizes, key=ht.RngKey(0), dtype=torch.float32)
-    optimizer = adamw(model.parameters(), 0.01)
+    optimizer = make_optimizer(model.parameters(), 0.01)
     replicas = DataParallel(model.parameters(), grid, optimizer, bucket_bytes)
     trainer = Trainer(model, grid, optimizer, strategy=replicas)
     generator = torch.Generator().manual_seed(0)

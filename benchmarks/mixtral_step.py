@@ -45,7 +45,7 @@ def ours(dispatch):
     for module in model.modules():
         if isinstance(module, ht.layers.Experts):
             module.dispatch = dispatch
-    trainer = Trainer(model, grid, optimizer.adamw(model.parameters(), 0.01))
+    trainer = Trainer(model, grid, optimizer.make_optimizer(model.parameters(), 0.01))
     part = split(SEQUENCES, grid.data.size, grid.data.rank)
 
     def step(number):

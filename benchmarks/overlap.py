@@ -33,7 +33,7 @@ from hpctrain.comm.workspace import LocalWorkspace
 from hpctrain.layers import Tokens, algorithm_of
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.train.batches import Microbatch
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 SHAPE = GPT2Shape(layers=2, width=512, heads=8, context=64, vocabulary=1024)
@@ -101,7 +101,7 @@ def training_step(box, windows, overlap):
         for axis in (grid.plane(*names) for count in (1, 2, 3) for names in combinations("xyz", count)):
             axis.one_node = False
     model = GPT2(grid, SHAPE, algorithm=algorithm_of(grid, "agarwal", overlap), key=ht.RngKey(0), dtype=torch.float32)
-    trainer = Trainer(model, grid, adamw(model.parameters(), 0.01), MICROBATCHES)
+    trainer = Trainer(model, grid, make_optimizer(model.parameters(), 0.01), MICROBATCHES)
     generator = torch.Generator().manual_seed(0)
     microbatches = []
     for m in range(MICROBATCHES):

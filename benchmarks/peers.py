@@ -52,7 +52,7 @@ from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.shard import split
 from hpctrain.train.batches import Microbatch
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 SHAPES = {
@@ -109,7 +109,7 @@ def ours(method, shape, batch, messages):
         axis.one_node &= not messages
     ht.comm.decide_cuda_aware(grid, batch.device)
     model = GPT2(grid, _sizes(shape), key=ht.RngKey(0), dtype=torch.float32, device=batch.device)
-    optimizer = adamw(model.parameters(), 0.01)
+    optimizer = make_optimizer(model.parameters(), 0.01)
     replicas = make(DataParallelConfig("ddp" if method == "tensor" else method), model, grid, optimizer)
     trainer = Trainer(model, grid, optimizer, strategy=replicas)
     part = split(len(batch), grid.data.size, grid.data.rank)

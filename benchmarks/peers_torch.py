@@ -62,7 +62,7 @@ class GPT(nn.Module):
 
 
 def adamw(parameters):
-    """The settings of hpctrain.train.optimizer.adamw."""
+    """The settings of hpctrain.train.optimizer.make_optimizer."""
     parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.01},

@@ -43,7 +43,7 @@ from hpctrain.layers import Tokens
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.pipeline import schedule
 from hpctrain.train.batches import Microbatch
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 MICROBATCHES, WARM_UP, TURNS = 4, 2, 3
@@ -73,7 +73,7 @@ class Ours:
     def __init__(self, grid, name, cut, batch):
         self.schedule = schedule(name, grid.pipeline.size, MICROBATCHES)
         self.model = GPT2(grid, SHAPE, cut, placement=self.schedule.placement, key=ht.RngKey(0), dtype=torch.float32)
-        self.trainer = Trainer(self.model, grid, adamw(self.model.parameters(), 0.01), self.schedule)
+        self.trainer = Trainer(self.model, grid, make_optimizer(self.model.parameters(), 0.01), self.schedule)
         rows, length = batch.shape[0] // MICROBATCHES, batch.shape[1] - 1
         self.microbatches = [
             Microbatch(

@@ -28,7 +28,7 @@ def ours(data, length):
     """A step, and a list of this rank's share of its loss, on a grid of (ring, Ulysses) ranks."""
     grid = ht.Grid(data=(1, *data))
     model = model_of(grid, length)
-    trainer = Trainer(model, grid, optimizer.adamw(model.parameters(), 0.01))
+    trainer = Trainer(model, grid, optimizer.make_optimizer(model.parameters(), 0.01))
     tokens, ids = Tokens.of(grid, 1, length), text(length)
     here = tokens.positions()
     batch = Microbatch(tokens, ids[0, here], ids[0, here + 1], 1 / length)

@@ -9,10 +9,10 @@ def shared_folder(world, tmp_path):
 
 
 def evaluate(model, grid, batch):
-    from hpctrain.train.optimizer import adamw
+    from hpctrain.train.optimizer import make_optimizer
     from hpctrain.train.trainer import Trainer
 
-    return Trainer(model, grid, adamw(model.parameters(), 0.0)).evaluate([microbatches(grid, batch, 0, 1)])
+    return Trainer(model, grid, make_optimizer(model.parameters(), 0.0)).evaluate([microbatches(grid, batch, 0, 1)])
 
 
 def transformers_loss(folder, batch):

@@ -20,7 +20,7 @@ from hpctrain.models.llama import LlamaShape
 from hpctrain.pipeline import AMPNet, Network, schedule
 from hpctrain.pipeline.ampnet import Loss, MessageGraph, MessageNetwork, Source, Transform
 from hpctrain.train.message_order import MESSAGES, MessageOrder
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
@@ -35,7 +35,7 @@ def shapes(ranks):
 def trained(grid, shape, order, groups):
     """Weights and losses after steps of these groups of microbatches."""
     model = made(grid, shape, None, order.placement)
-    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order)
+    trainer = Trainer(model, grid, make_optimizer(model.parameters(), 0.1), order)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 1e-2
     losses = [trainer.step(group)[0] for group in groups]
@@ -48,7 +48,7 @@ def serially(shape, steps, every):
 
     alone = Grid(comm=MPI.COMM_SELF)
     model, means = made(alone, shape), []
-    optimizer = adamw(model.parameters(), 0.1)
+    optimizer = make_optimizer(model.parameters(), 0.1)
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
     for step, batch in enumerate(steps):
@@ -89,7 +89,7 @@ def test_two_stages_on_a_rank(world):
     steps = [microbatches(grid, batch, step, 3) for step, batch in enumerate(batches(shape))]
     expected, losses, _ = serially(shape, batches(shape), 1)
     model = made(grid, shape, [1, 1, 1], {(0, 0): 0, (0, 1): 1, (0, 2): 0})
-    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), AMPNet(1))
+    trainer = Trainer(model, grid, make_optimizer(model.parameters(), 0.1), AMPNet(1))
     for group in trainer.optimizer.param_groups:
         group["lr"] = 1e-2
     assert [trainer.step(step)[0] for step in steps] == pytest.approx(losses, rel=1e-14)
@@ -219,7 +219,7 @@ def test_bytes_are_those_of_the_messages(world):
     steps = [microbatches(grid, batch, step, 3) for step, batch in enumerate(batches(shape, 1))]
     order = schedule("ampnet", size, 3)
     model = made(grid, shape, None, order.placement)
-    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order)
+    trainer = Trainer(model, grid, make_optimizer(model.parameters(), 0.1), order)
     grid.transport.traffic.clear()
     trainer.step(steps[0])
     table = grid.transport.traffic.table()

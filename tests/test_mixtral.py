@@ -13,7 +13,7 @@ from hpctrain.config import DataParallelConfig
 from hpctrain.data_parallel import Precision, make
 from hpctrain.models.mixtral import Mixtral, MixtralShape
 from hpctrain.pipeline import schedule
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(*CORNERS)]
@@ -167,7 +167,7 @@ def test_a_step_that_is_left_out(world):
         found = []
         for left_out in (0, 2):
             model = made(grid, shape)
-            trainer = Trainer(model, grid, adamw(model.parameters(), 0.0), 2)
+            trainer = Trainer(model, grid, make_optimizer(model.parameters(), 0.0), 2)
             for _ in range(left_out):
                 trainer.forward_backward(microbatches(grid, batches(shape)[1], 0, 2))
                 assert "experts" not in trainer.report()
@@ -185,7 +185,7 @@ def test_terms_of_a_scaled_loss(world):
     with Grid(world.size) as grid:
         for precision in (Precision(), Precision(torch.float16, torch.float32, torch.float32, loss_scale=256.0)):
             model = Mixtral(grid, shape, key=RngKey(3), dtype=torch.float32)
-            optimizer = adamw(model.parameters(), 0.0)
+            optimizer = make_optimizer(model.parameters(), 0.0)
             strategy = make(DataParallelConfig("ddp"), model, grid, optimizer, precision)
             trainer = Trainer(model, grid, optimizer, 1, strategy=strategy)
             trainer.step(microbatches(grid, batches(shape)[0], 0, 1))

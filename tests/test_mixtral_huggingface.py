@@ -17,7 +17,7 @@ from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.export import export, to_hugging_face
 from hpctrain.models.mixtral import MixtralShape
 from hpctrain.models.pretrained import load
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -159,7 +159,7 @@ def test_loss_and_gradients(world, case, kind, tmp_path):
             load(SPEC, ours, folder / f"{number}-theirs")
             assert evaluate(ours, grid, batch) > 0
             export(SPEC, ours, grid, folder / f"{number}-ours")
-            trainer = Trainer(ours, grid, adamw(ours.parameters(), 0.0), 1)
+            trainer = Trainer(ours, grid, make_optimizer(ours.parameters(), 0.0), 1)
             loss, _, _ = trainer.forward_backward(microbatches(grid, batch, 0, 1))
             for p in ours.parameters():  # their gradients travel as weights do
                 p.data = torch.zeros_like(p) if p.grad is None else p.grad.view(p.shape)
@@ -198,7 +198,7 @@ def test_auxiliary_loss(sequences, tmp_path):
     grid = Grid()
     ours = made(grid, shape)
     load(SPEC, ours, tmp_path)
-    trainer = Trainer(ours, grid, adamw(ours.parameters(), 0.0), 1)
+    trainer = Trainer(ours, grid, make_optimizer(ours.parameters(), 0.0), 1)
     trainer.step(microbatches(grid, batch, 0, 1))
     found = trainer.report()["aux_loss"] * shape.top_k / shape.aux_loss
     assert found == pytest.approx(sum(each) / sequences, rel=1e-6)  # theirs are counted in float32

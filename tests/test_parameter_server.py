@@ -14,7 +14,7 @@ from hpctrain.data_parallel import AsyncParameterServer, DataParallel, Parameter
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.shard import Shard
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4, 8)]
@@ -23,7 +23,7 @@ SEVERAL = pytest.mark.ranks(4, 8)  # servers, of which two ranks would leave no 
 
 def gpt2(grid, make, shape, clip, count=1):
     model = GPT2(grid, shape, key=RngKey(3), dtype=torch.float64)
-    optimizer = adamw(model.parameters(), 0.1)
+    optimizer = make_optimizer(model.parameters(), 0.1)
     method = make(list(model.parameters()), grid, optimizer)
     for group in optimizer.param_groups:
         group["lr"] = 1e-2

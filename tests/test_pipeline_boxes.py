@@ -15,7 +15,7 @@ from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.pipeline import schedule
 from hpctrain.plan.job import read
 from hpctrain.plan.prediction import received_by
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(4, 8)]
@@ -72,7 +72,7 @@ def test_checkpoints_are_of_any_boxes(world, tmp_path):
     for boxes in ([(2, 1, 1), (1, 2, 1)], [(1, 1, 2), (2, 1, 1)]):
         grid = Grid(1, 2, 2, boxes=boxes)
         model = made(grid, shape, None, order.placement)
-        trainer = Trainer(model, grid, adamw(model.parameters(), 0.1), order)
+        trainer = Trainer(model, grid, make_optimizer(model.parameters(), 0.1), order)
         first, second = (microbatches(grid, batch, step, 2) for step, batch in enumerate(batches(shape, 2)))
         if not found:
             trainer.step(first)

@@ -25,7 +25,7 @@ from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.pipeline import StageGraph, list_schedule, schedule
 from hpctrain.train.batches import Samples
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4, 8)]
@@ -209,7 +209,13 @@ def test_delayed_schedules_refuse_what_joins_stages(world):
         shape = dataclasses.replace(UNEVEN, tied=tied)
         model = GPT2(grid, shape, key=RngKey(3), dtype=torch.float64)
         with pytest.raises(ValueError, match=message):
-            Trainer(model, grid, adamw(model.parameters(), 0.1), schedule("pipedream", world.size, 2), max_norm=clip)
+            Trainer(
+                model,
+                grid,
+                make_optimizer(model.parameters(), 0.1),
+                schedule("pipedream", world.size, 2),
+                max_norm=clip,
+            )
 
 
 @pytest.mark.ranks(2)
@@ -219,9 +225,9 @@ def test_what_computes_blocks_once_more(world, name, slices):
     grid, shape = Grid(pipeline=2), dataclasses.replace(fitting(UNEVEN, 2), tied=False)
     order = schedule(name, 2, 2)
     models = {recompute: made(grid, shape, recompute=recompute) for recompute in ("attention", "block")}
-    Trainer(models["attention"], grid, adamw(models["attention"].parameters(), 0.1), order, slices=slices)
+    Trainer(models["attention"], grid, make_optimizer(models["attention"].parameters(), 0.1), order, slices=slices)
     with pytest.raises(ValueError, match=f"{name} .* recompute='block' .*; use recompute='none' or 'attention'"):
-        Trainer(models["block"], grid, adamw(models["block"].parameters(), 0.1), order, slices=slices)
+        Trainer(models["block"], grid, make_optimizer(models["block"].parameters(), 0.1), order, slices=slices)
 
 
 @pytest.mark.ranks(2)
@@ -230,7 +236,7 @@ def test_slices_are_of_whole_sequences(world):
     model, parts = made(grid, shape), microbatches(grid, batches(shape, 1)[0], 0, 2)
 
     def trainer(order, slices):
-        return Trainer(model, grid, adamw(model.parameters(), 0.1), order, slices=slices)
+        return Trainer(model, grid, make_optimizer(model.parameters(), 0.1), order, slices=slices)
 
     for order, slices in ((schedule("terapipe", 2, 2), [2, 3]), (2, [4]), (2, [LENGTH + 1])):
         message = rf"must add up to the tokens of every sequence, {sum(slices)}, got sequences of {LENGTH}$"
@@ -247,4 +253,4 @@ def test_the_model_must_be_placed_as_scheduled(world):
     grid = Grid(pipeline=world.size)
     model = GPT2(grid, UNEVEN, key=RngKey(3))
     with pytest.raises(ValueError, match="make the model with placement=schedule.placement"):
-        Trainer(model, grid, adamw(model.parameters(), 0.1), schedule("zb-v", world.size, 2))
+        Trainer(model, grid, make_optimizer(model.parameters(), 0.1), schedule("zb-v", world.size, 2))

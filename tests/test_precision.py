@@ -18,7 +18,7 @@ from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.shard import Shard
 from hpctrain.train.dtypes import dtypes
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 METHODS = ("ddp", "zero1", "zero2", "zero3")
@@ -27,7 +27,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def trainer_on(grid, method, precision, shape=UNEVEN, count=2, clip=1.0):
     model = GPT2(grid, shape, key=RngKey(3), dtype=FP32)
-    optimizer = adamw(model.parameters(), 0.1)
+    optimizer = make_optimizer(model.parameters(), 0.1)
     replicas = make(DataParallelConfig(method), model, grid, optimizer, precision)
     for group in optimizer.param_groups:
         group["lr"] = 1e-2

@@ -12,7 +12,7 @@ from hpctrain.config import DataParallelConfig
 from hpctrain.data_parallel import make
 from hpctrain.layers import algorithm_of
 from hpctrain.models.gpt2 import GPT2
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -28,7 +28,7 @@ GRIDS = {
 def trained(grid, shape, recompute, method="ddp"):
     made = algorithm_of(grid, "agarwal", DEFAULT_OVERLAP if method == "zero3" else OVERLAPS)
     model = GPT2(grid, shape, algorithm=made, recompute=recompute, key=RngKey(3), dtype=torch.float64)
-    optimizer = adamw(model.parameters(), 0.1)
+    optimizer = make_optimizer(model.parameters(), 0.1)
     trainer = Trainer(
         model, grid, optimizer, 2, max_norm=1.0, strategy=make(DataParallelConfig(method), model, grid, optimizer)
     )

@@ -17,7 +17,7 @@ from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.shard import Shard, split
 from hpctrain.shard_entries import Described
-from hpctrain.train.optimizer import adamw, make_optimizer
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4, 8)]
@@ -41,7 +41,7 @@ def made(method, model, *arguments, **options):
 
 def trained(method, grid, shape, count, clip, bucket_bytes=20_000, dtype=torch.float64, **how):
     model = GPT2(grid, shape, key=RngKey(3), dtype=dtype)
-    optimizer = adamw(model.parameters(), 0.1)
+    optimizer = make_optimizer(model.parameters(), 0.1)
     replicas = made(method, model, grid, optimizer, bucket_bytes, **how)
     trainer = Trainer(model, grid, optimizer, count, max_norm=clip, strategy=replicas)
     for group in optimizer.param_groups:
@@ -175,7 +175,7 @@ def test_saved_training_goes_on_alike(world, method):
             assert torch.equal(saved[f"model/{name}"], whole)
 
     again = GPT2(grid, SMALL, key=RngKey(4), dtype=torch.float64)
-    optimizer = adamw(again.parameters(), 0.1)
+    optimizer = make_optimizer(again.parameters(), 0.1)
     other = made({"zero1": "zero2", "zero2": "zero3", "zero3": "zero1"}[method], again, grid, optimizer, 3000)
     described = {name: Described(tuple(whole.shape), whole.dtype) for name, whole in saved.items()}
     for entry in other.to_load({p: name for name, p in again.named_parameters()}, described):
@@ -202,7 +202,7 @@ def test_changed_weights_reach_every_replica(world, method):
     by_messages(grid)
     weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
     weight.shard = Shard((5,), (slice(0, 5),))
-    replicas = made(method, torch.nn.ParameterList([weight]), grid, adamw([weight], 0.1))
+    replicas = made(method, torch.nn.ParameterList([weight]), grid, make_optimizer([weight], 0.1))
     for bucket in replicas.buckets:
         bucket.masters.master.fill_(1 + world.rank)
     replicas.weights_changed()

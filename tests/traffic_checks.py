@@ -15,7 +15,7 @@ from hpctrain.models.mixtral import Mixtral, MixtralShape
 from hpctrain.pipeline import one_f_one_b
 from hpctrain.train.batches import Microbatch
 from hpctrain.train.dtypes import dtypes
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.time_split import PART
 from hpctrain.train.trainer import Trainer
 
@@ -43,7 +43,7 @@ def counted(
     count = order.microbatches
     how = {"algorithm": made, "recompute": recompute, "key": RngKey(0), "dtype": dtype}
     model = KINDS[type(shape)](grid, shape, placement=order.placement, **how)
-    optimizer = adamw(model.parameters(), 0.1)
+    optimizer = make_optimizer(model.parameters(), 0.1)
     options = DataParallelConfig(method, **options)
     replicas = make(options, model, grid, optimizer, precision)
     trainer = Trainer(model, grid, optimizer, order, slices=slices, strategy=replicas)

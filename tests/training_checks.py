@@ -21,7 +21,7 @@ from hpctrain.models.mixtral import Mixtral, MixtralShape
 from hpctrain.pipeline import schedule
 from hpctrain.shard import split, subsplit
 from hpctrain.train.batches import Microbatch
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 # The second step needs the weights and the state of the optimizer that the first leaves; what follows is more of it.
@@ -108,7 +108,7 @@ def train_on(
     products = algorithm_of(grid, algorithm, overlap)
     order = schedule(pipeline, grid.pipeline.size, count, slices=len(slices) or None)
     model = made(grid, shape, layers_per_stage, order.placement, algorithm=products, recompute=recompute)
-    optimizer = adamw(model.parameters(), 0.1)
+    optimizer = make_optimizer(model.parameters(), 0.1)
     if momentum is not None:
         optimizer = torch.optim.SGD(optimizer.param_groups, lr=1e-2, momentum=momentum)
     trainer = Trainer(model, grid, optimizer, order, max_norm=clip, slices=slices)
@@ -239,7 +239,7 @@ def check_equal(got, strategy, model, grid, expected):
 def check_strategy(method, model, grid, shape, count, expected, order=None):
     """Steps of `count` microbatches with a strategy of the data axis give the losses, norms and weights of `serial`;
     in the `order` of a schedule, by default Trainer's."""
-    optimizer = adamw(model.parameters(), 0.1)
+    optimizer = make_optimizer(model.parameters(), 0.1)
     strategy = make(DataParallelConfig(method), model, grid, optimizer)
     trainer = Trainer(model, grid, optimizer, order or count, max_norm=1.0, strategy=strategy)
     for group in optimizer.param_groups:

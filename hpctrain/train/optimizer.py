@@ -79,7 +79,3 @@ def _averaging(kind: type[torch.optim.Optimizer], decay: float) -> type[torch.op
         return result
 
     return type(kind.__name__, (kind,), {"step": step})
-
-
-def adamw(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> torch.optim.Optimizer:
-    return make_optimizer(parameters, weight_decay)

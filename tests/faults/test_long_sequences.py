@@ -14,7 +14,7 @@ from hpctrain.comm.windows import Window
 from hpctrain.layers import Tokens
 from hpctrain.models.gpt2 import GPT2, GPT2Shape
 from hpctrain.train.batches import Microbatch
-from hpctrain.train.optimizer import adamw
+from hpctrain.train.optimizer import make_optimizer
 from hpctrain.train.trainer import Trainer
 
 LENGTH, LIMIT = 2048, 50 << 20
@@ -24,7 +24,7 @@ def begin():
     grid = ht.Grid(data=SHAPE)
     shape = GPT2Shape(layers=12, width=64, heads=2, context=LENGTH, vocabulary=64)
     model = GPT2(grid, shape, key=ht.RngKey(0), dtype=torch.float32)
-    trainer = Trainer(model, grid, adamw(model.parameters(), 0.1))
+    trainer = Trainer(model, grid, make_optimizer(model.parameters(), 0.1))
 
     def step(length):
         tokens = Tokens.of(grid, 1, length)
