@@ -105,6 +105,7 @@ class GradSync:
             return False  # put off, so that this is not the last backward
         if parameter.grad.data_ptr() != self.view.data_ptr():
             parameter.grad = self.view.copy_(parameter.grad)
+        self._written = True  # also where no layer wrote it: another that shares the weight would write over it
         if self.state is GradState.ACCUMULATING:
             return False
         self.state = GradState.DONE

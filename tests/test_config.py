@@ -240,6 +240,8 @@ def test_bad_files_are_refused(tmp_path, text, message):
 def test_a_missing_file():
     with pytest.raises(ValueError, match="the configuration cannot be read: .*nowhere.toml"):
         load_config("nowhere.toml")
+    with pytest.raises(ValueError, match=r"'run.steps=3'; a file comes first, then what is section.key=value"):
+        load_config("run.steps=3")
 
 
 def test_what_is_written_is_read_back(tmp_path):

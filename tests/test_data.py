@@ -128,6 +128,11 @@ def test_damage_is_named(texts, tmp_path, damage, message):
         ShardedTokens(tmp_path / "data.h5")
 
 
+def test_a_folder_in_place_of_the_index(tmp_path):
+    with pytest.raises(ValueError, match="is no file; restore it, or pack the text again"):
+        ShardedTokens(tmp_path)
+
+
 def test_a_shard_of_another_packing_is_refused(texts, tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

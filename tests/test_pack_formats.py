@@ -180,6 +180,12 @@ def test_what_is_skipped_is_listed(tmp_path, capsys):
     assert list(tmp_path.glob("e*")) == []
 
 
+def test_what_is_skipped_is_listed_where_nothing_is_left(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    assert main(["pack", str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "a.h5"), "--field", "txet"]) == 2
+    assert f"skipped, no field txet: line 1 of {tmp_path}/a.jsonl\n" in capsys.readouterr().err
+
+
 NUMBERS = "".join(f"{n} squared is {n * n}\n" for n in range(3000)).encode()
 
 

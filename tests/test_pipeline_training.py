@@ -61,6 +61,14 @@ def test_equals_serial(world, case, name, change, count, synchronous):
         check(grid, dataclasses.replace(UNEVEN, layers=layers, **change), count, 1.0, pipeline=name)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["zb-v", "dualpipev"])
+def test_a_table_whose_product_was_put_off(world, name):
+    """Cannon's product writes to no bucket by itself: the embedding of the same rank, which does, comes after it."""
+    shape = dataclasses.replace(UNEVEN, layers=schedule(name, 2, 3).graph.stages + 1)
+    check(Grid(pipeline=2), shape, 3, 1.0, pipeline=name, algorithm="cannon")
+
+
 @pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize(("slices", "change"), [([7], {}), ([4, 1, 2], {"dropout": 0.3, "tied": False}), ([1] * 7, {})])
 def test_token_slices(world, case, slices, change):

@@ -41,6 +41,12 @@ def leases(folder):
     return sorted(path.name for path in folder.parent.glob(f".{folder.name}.lease.*"))
 
 
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "a").write_text("")
+    with pytest.raises(ValueError, match="run.out = .*/a cannot be written: .*File exists: .*; use another"):
+        RunFolder(load_config(overrides=[f"run.out={tmp_path}/a"]))
+
+
 def test_one_job_at_a_time(tmp_path):
     first = Lease(tmp_path / "a")
     said = rf"another job is writing .*/a \(process {os.getpid()} on .*, seen \d s ago\); wait for it"

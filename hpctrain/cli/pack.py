@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"{path} exists; --force takes its place, or choose another output")
     skipped: dict[str, list[str]] = {}
     tokenizer = tokenizer_from_option(options.tokenizer)
-    with deferred_signals() as signals, Progress(disable=not sys.stdout.isatty()) as bar:
+    with _told(skipped), deferred_signals() as signals, Progress(disable=not sys.stdout.isatty()) as bar:
         task, shown = bar.add_task("packing"), -1
 
         def advance(done: int, total: int) -> None:
@@ -92,10 +92,18 @@ def run(options: argparse.Namespace) -> None:
         except ChildProcessError:  # the signal went to the whole process group
             signals.act()
             raise
-    for why, places in skipped.items():
-        more = f", and {len(places) - SHOWN:,} more" if len(places) > SHOWN else ""
-        print(f"skipped, {why}: {', '.join(places[:SHOWN])}{more}", file=sys.stderr)
     print(", ".join(f"{count:,} {what}" for what, count in counts.items()) + f" in {output}")
+
+
+@contextlib.contextmanager
+def _told(skipped: dict[str, list[str]]) -> Iterator[None]:
+    """In the end what was skipped is shown, and why, also where nothing was left."""
+    try:
+        yield
+    finally:
+        for why, places in skipped.items():
+            more = f", and {len(places) - SHOWN:,} more" if len(places) > SHOWN else ""
+            print(f"skipped, {why}: {', '.join(places[:SHOWN])}{more}", file=sys.stderr)
 
 
 class DeferredSignals:

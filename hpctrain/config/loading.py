@@ -119,7 +119,8 @@ def _read(path: str | os.PathLike) -> dict:
     try:
         return tomllib.loads(files.read_bounded(path, LARGEST).decode())
     except OSError as error:
-        raise ValueError(f"the configuration cannot be read: {error}") from error
+        hint = "; a file comes first, then what is section.key=value" if "=" in str(path) else ""
+        raise ValueError(f"the configuration cannot be read: {error}{hint}") from error
     except (ValueError, RecursionError) as error:  # integers of more than 4,300 digits among them
         raise ValueError(f"{path} is not valid TOML: {error}") from error
 

@@ -40,8 +40,8 @@ class RunFolder:
         ranks: what `write_ranks` was told.
 
     Raises:
-        ValueError: when another job has the folder, there is nothing to go on with, or a package that metrics are to be
-            logged by is not there.
+        ValueError: when another job has the folder, nothing can be written beside it, there is nothing to go on with,
+            or a package that metrics are to be logged by is not there.
     """
 
     def __init__(self, config: Config, resume: str = ""):
@@ -50,8 +50,11 @@ class RunFolder:
         check_installed(config)
         if resume == "must":
             check_resumable(self.path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lease = Lease(self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lease = Lease(self.path)
+        except OSError as error:
+            raise ValueError(f"run.out = {config.run.out} cannot be written: {error}; use another") from error
         jobs = jobs_of(self.path)
         self.resumes = goes_on(self.path, resume)
         if files.status(self.path) and not self.resumes:
