@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from parallelize_checks import CLOSE
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hpctrain as ht
@@ -270,6 +270,38 @@ def test_trainer(world, folder, tmp_path_factory, capsys):
         torch.testing.assert_close(tensor, load_file(own / "checkpoint-2/model.safetensors")[name], **CLOSE)
     _, _, model = trained(transformers.Trainer, gpt2(), own, str(folder / "checkpoint-2"))
     torch.testing.assert_close(dict(model.state_dict()), weights, **CLOSE)
+
+
+class Prompted(GPT2LMHeadModel):
+    """As peft's models with learned prompts, which compute what they save."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.prompt_encoder = torch.nn.ModuleDict({"default": torch.nn.Embedding(2, 12)})
+
+    def get_prompt_embedding_to_save(self, name):
+        return self.prompt_encoder[name](torch.arange(2)).detach()
+
+    def save_pretrained(self, folder, *arguments, **options):
+        super().save_pretrained(folder, *arguments, **options)
+        save_file({"prompts": self.get_prompt_embedding_to_save("default")}, Path(folder) / "adapter.safetensors")
+
+
+def test_prompts_that_a_trainer_saves(world, folder):
+    from transformers import TrainingArguments
+
+    from hpctrain.integrations.transformers import GridTrainer
+
+    grid = ht.Grid(tensor=2)
+    model = Prompted(gpt2().config).double()
+    prompts = model.prompt_encoder["default"].weight.detach().clone()
+    arguments = TrainingArguments(folder, report_to=[])
+    trainer = GridTrainer(ht.parallelize(model, grid), arguments, train_dataset=DATA, grid=grid)
+    for _ in range(2):
+        trainer.save_model(folder)
+    world.Barrier()
+    assert torch.equal(load_file(folder / "adapter.safetensors")["prompts"], prompts)
+    assert torch.equal(model.get_prompt_embedding_to_save("default"), prompts)  # computed again
 
 
 def test_workers_of_a_trainer(world, folder):

@@ -114,6 +114,8 @@ class ZeroGradients:
                 vars(self._pieces[p].local).update(part=self._parts[p], whole_shape=vars(p)["whole_shape"])
                 self._memory[p] = _memory(p, level)
                 annotate(p, replicas=self, unmanaged=of_copies)
+            else:
+                annotate(p, replicas=self)  # a step asks whether it was thawed
         # As of the last mean: which parameters have a gradient. Since then: whether a backward came, and a step.
         self._present: set[torch.nn.Parameter] = set()
         self._came, self._stepped = False, True
