@@ -262,6 +262,35 @@ def test_a_module_as_the_loss(world):
     assert made(Grid(tensor=2), torch.nn.Linear(1, 1).requires_grad_(False)).mean_loss.weight.shard
 
 
+class Named(torch.nn.Module):
+    """Gives its logits in a dict, as Hugging Face's models do."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, ids):
+        return {"logits": self.module(ids), "ids": ids}
+
+
+@pytest.mark.ranks(1)
+def test_a_replica_without_a_sequence(world):
+    """Of a module that gives more than a tensor, to a loss of its own."""
+    shape = PlainShape(layers=4, width=12, context=8, vocabulary=258, options={})
+
+    def make():
+        return Named(tiny_models.whole(shape)), lambda output, targets: F.cross_entropy(output["logits"], targets)
+
+    model = PlainModel(Grid(), shape, make, kind="named", key=RngKey(0))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    loss = model.loss(model(nothing, model.tokens(0, 8)), nothing, 1.0)
+    loss.backward()
+    assert loss == 0
+    assert not any(p.grad.any() for p in model.parameters())
+    with pytest.raises(ValueError, match="by logits, .*, and model.kind = named gives a dict; use run.sample=0"):
+        model.last_logits(model(nothing, model.tokens(0, 8)), model.tokens(0, 8))
+
+
 @pytest.mark.ranks(2)
 def test_sequences_of_plain_modules_come_whole(world):
     grid, shape = Grid(pipeline=2), PlainShape(layers=4, width=12, context=8, vocabulary=258, options={})

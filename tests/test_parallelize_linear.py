@@ -94,6 +94,20 @@ def test_several_products_of_one_input(used):
             torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
 
 
+def test_complex_numbers():
+    """Whose gradients are of conjugates."""
+    x, layers = several()
+    x, *pair = (
+        each.detach().to(torch.complex128).mul_(1 + 2j).requires_grad_() for each in (x, layers[0][0], layers[1][0])
+    )
+    found = []
+    for function in (one_by_one, linears):
+        loss = sum(y.abs().square().sum() for y in function(x, [(weight, None) for weight in pair]))
+        found.append(torch.autograd.grad(loss, (x, *pair)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a)
+
+
 def test_several_products_are_one_node():
     x, layers = several()
     nodes = {y.grad_fn.next_functions[0][0] for y in linears(x, layers)}

@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import hpctrain as ht
+from hpctrain.convert import pipeline as stages
 from hpctrain.pipeline import gpipe
 
 pytestmark = pytest.mark.mpi
@@ -285,6 +286,22 @@ REFUSED = {
     Writes: "the forward writes activations of another stage of the pipeline into a tensor",
     Dropping: "the model has a Dropout of torch, whose masks depend on the grid",
 }
+
+
+@pytest.mark.ranks(2)
+def test_microbatches_with_numbers_of_their_own(world, monkeypatch):
+    """What is known of them, beside their shapes, does not grow from step to step."""
+    monkeypatch.setattr(stages, "KNOWN", 3)
+    torch.manual_seed(0)
+    grid = ht.Grid(pipeline=2)
+    model = ht.parallelize(Residual().double(), grid)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = ht.Trainer(model, grid, optimizer, MICROBATCHES, loss=loss_of_image)
+    for step in range(4):
+        trainer.step([(*image(0), f"image {step}.{number}") for number in range(MICROBATCHES)])
+    known = model.hpctrain_pipeline
+    assert len(known._entry) <= 3 + MICROBATCHES
+    assert len(known._progress.outputs) <= 3 + MICROBATCHES
 
 
 @pytest.mark.ranks(2)

@@ -247,6 +247,7 @@ def lacking():
         ({"machine": lacking()}, r"machine cpu-cluster has no peak\.fp32 \(flop/s\)"),
         ({"example": torch.ones(2, 5)}, r"a plan of Linear: it does not run with the example \(RuntimeError: "),
         ({"model": Constant(4, 4)}, "a plan of Constant: what it returns for the example depends on no weights"),
+        ({"model": nn.Tanh()}, "a plan of Tanh: what it returns for the example depends on no weights"),
         ({"model": nn.Linear(4, 4).to(torch.float8_e5m2)}, r"of models of torch\.float64, .* got torch\.float8_e5m2"),
         ({"pipeline": 2}, "a plan of a model is of its tensor axis, got a grid with pipeline=2; leave plan out"),
         ({"replicate": ["x"]}, "replicate: no module has the path or type 'x'"),

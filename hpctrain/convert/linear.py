@@ -78,8 +78,8 @@ def products(
 
 
 def is_plain(x: torch.Tensor, layers: Sequence[WeightAndBias]) -> bool:
-    """Not what another library follows from operation to operation, or torch would cast."""
-    if x.dim() < 2 or type(x) is not torch.Tensor or torch.is_autocast_enabled(x.device.type):
+    """Of real numbers, and not what another library follows from operation to operation, or torch would cast."""
+    if x.dim() < 2 or type(x) is not torch.Tensor or x.is_complex() or torch.is_autocast_enabled(x.device.type):
         return False
     if any(each is not None and each.dtype is not x.dtype for layer in layers for each in layer):
         return False

@@ -23,6 +23,7 @@ from hpctrain.pipeline.executor import StageWork
 from hpctrain.pipeline.partitioners import LayerCosts, check_counts, partition
 
 CHECKED = 3  # steps in which the ranks compare their microbatches
+KNOWN = 64  # kinds of microbatches that are remembered: each shape makes one, and each number or name in one
 
 
 class PipelineStages:
@@ -229,6 +230,9 @@ class PipelineStages:
         """Of what the stage before sends."""
         key = _shapes(microbatch), self.model.training
         if key not in self._entry:
+            if len(self._entry) >= KNOWN:
+                self._entry.clear()
+                self._progress.outputs.clear()
             self._call(microbatch, None)
         return self._entry[key]
 

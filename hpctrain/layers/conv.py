@@ -177,12 +177,7 @@ def _convolve_backward(layer, grad, x, weight, wanted):
 
 def _scatter_rows(summand, rows):
     """This rank's rows of the sum over the axis of matrices of any number of dims."""
-    workspace = comm.workspace(rows.axis, summand)
-    row = summand.shape[1:].numel()
-    buffer = workspace.buffer(summand.numel(), summand)
-    buffer.view(summand.shape).copy_(summand)
-    mine = workspace.reduce(buffer, tuple(count * row for count in rows.sizes))
-    return mine.view(rows.sizes[rows.axis.rank], *summand.shape[1:])
+    return rows.sum(summand.flatten(1)).unflatten(1, summand.shape[1:])
 
 
 def _check_groups(groups, in_channels, out_channels, ranks):

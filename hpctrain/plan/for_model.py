@@ -135,7 +135,7 @@ def unit_graph(
     from hpctrain.plan.call_trace import trace
     from hpctrain.plan.unit_rules import UnitGraph
 
-    dtype = str(next(model.parameters()).dtype)
+    dtype = next((str(parameter.dtype) for parameter in model.parameters()), "torch.float32")
     if dtype not in PRECISIONS:
         raise ValueError(f"a plan is of models of {', '.join(PRECISIONS)}, got {dtype}")
     units = divided_units(model, grid, replicate, shards)

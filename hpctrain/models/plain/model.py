@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 from hpctrain import comm
 from hpctrain.convert import divide
@@ -219,10 +220,16 @@ class PlainModel(StagedModel[WholeSequences]):
         """The mean of the microbatch's losses, times the number of its targets and `scale`."""
         targets = targets.view(-1, self.shape.context)
         if not targets.numel():  # a replica may have no sequence; the mean of none is no number
-            return output.sum() * 0.0
+            given = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+            return sum((x.sum() * 0.0 for x in given), start=torch.zeros((), device=targets.device))
         return self.mean_loss(output, targets) * (targets.numel() * scale)
 
-    def last_logits(self, output: torch.Tensor, tokens: WholeSequences) -> torch.Tensor:
+    def last_logits(self, output: Any, tokens: WholeSequences) -> torch.Tensor:
+        if not isinstance(output, torch.Tensor):
+            raise ValueError(
+                f"a text is written by logits, (sequences, length, vocabulary), and model.kind = {self.kind} gives a "
+                f"{type(output).__name__}; use run.sample=0"
+            )
         return output[-1, -1].cpu()
 
     def message_spec(
