@@ -86,6 +86,39 @@ class Recomputed(nn.Sequential):
         return self[2](torch.tanh(self[0](x))) * (self[0].weight.norm() + self[2].weight.square().sum())
 
 
+class Adapted(nn.Module):
+    """Frozen blocks, recomputed, with a low-rank sum beside them, as of LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, 12), nn.Linear(12, 3)
+        self.block = nn.Sequential(
+            nn.TransformerEncoderLayer(12, 3, 24, dropout=0, batch_first=True), nn.Linear(12, 20), nn.GELU(),
+            nn.Linear(20, 12), nn.LayerNorm(12), nn.Conv1d(5, 5, 1),
+        )  # fmt: skip
+        self.block.requires_grad_(False)
+        self.down, self.up = nn.Linear(12, 2, bias=False), nn.Linear(2, 12, bias=False)
+
+    def forward(self, x):
+        x = self.enter(x)
+        return self.leave(checkpoint(lambda h: self.block(h) + self.up(self.down(h)), x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_frozen_weights_of_a_checkpoint(world, shards):
+    """torch compares what both forwards saved: of a weight that is frozen, the weight itself."""
+    torch.manual_seed(0)
+    serial, x = Adapted().double(), torch.randn(2, 5, 6, dtype=torch.float64)
+    model = ht.parallelize(copy.deepcopy(serial), ht.Grid(tensor=world.size), shard_activations=shards)
+    for each in (serial, model):
+        optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+    check(serial, model, world)
+
+
 def test_inputs_of_backward_and_grad(world):
     """Gradients of some weights alone, from a checkpoint, whose forward in backward sees whole weights as well."""
     models = Recomputed().double(), ht.parallelize(Recomputed().double(), ht.Grid(tensor=world.size))

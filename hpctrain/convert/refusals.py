@@ -93,6 +93,11 @@ def by_package(frame: types.FrameType | None) -> bool:
     return caller(frame) == "hpctrain"
 
 
+def compared(frame: types.FrameType | None) -> bool:
+    """Whether torch.utils.checkpoint asks, of what the first forward saved (under `local()`) and the second one."""
+    return frame is not None and frame.f_code.co_name == "_default_meta_extractor"
+
+
 def caller(frame: types.FrameType | None) -> str:
     """The package that calls a torch function."""
     while frame is not None and frame.f_code.co_name == "__torch_function__":  # of a mode

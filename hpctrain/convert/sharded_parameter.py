@@ -30,7 +30,16 @@ from hpctrain.convert.gradients import (
     part_of_weight,
     unsummed,
 )
-from hpctrain.convert.refusals import by_package, by_user, check_function, place, refused, unpicklable, wants_whole
+from hpctrain.convert.refusals import (
+    by_package,
+    by_user,
+    check_function,
+    compared,
+    place,
+    refused,
+    unpicklable,
+    wants_whole,
+)
 from hpctrain.convert.replicated_parameter import ReplicatedParameter
 from hpctrain.convert.sharded_activation import whole as whole_activation
 from hpctrain.convert.sharding import ATTRIBUTES, METADATA, POINTWISE, VIEWS, Sharding, hooked, local
@@ -59,7 +68,7 @@ class Sharded(torch.Tensor):
             if name == "__get__":
                 if func == _DATA:
                     return _detached(args[0], func, sys._getframe(1))
-                of_part = func.__self__ not in _OF_THE_WHOLE
+                of_part = func.__self__ not in _OF_THE_WHOLE or compared(sys._getframe(1))
             elif name == "__set__":
                 return _set(func, args[0], whole_activation(args[1]))
             elif func is torch.autograd.grad:
