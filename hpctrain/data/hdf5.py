@@ -43,9 +43,9 @@ def opened(path: Path, **how: Any) -> h5py.File:
         ValueError: where there is none, or it is not HDF5, naming it.
     """
     with reading(path):
-        regular, there = files.regular(path), files.status(path)
+        regular = files.regular(path)
     if not regular:
-        wrong = "is no file" if there else "does not exist"
+        wrong = "is no file" if path.exists() else "does not exist"
         raise ValueError(f"{path} {wrong}; restore it, or pack the text again with `hpctrain pack`")
     try:
         return h5py.File(path, "r", **how)
