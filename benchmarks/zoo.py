@@ -111,11 +111,11 @@ def tried(name, grid, zero=None, times=0, shard_activations=False, device="cpu")
         if not largest < 100 * result["rounding"]:
             result["wrong"] = place
     result["difference"] = float(f"{largest:.2g}")
-    result["bytes"] = [grid.comm.allreduce(held(model), MPI.MAX), held(serial)]
+    result["bytes"] = [grid.comm.allreduce(weight_bytes(model), MPI.MAX), weight_bytes(serial)]
     return {**result, **(cost(model, serial, inputs, grid, times) if times else {})}
 
 
-def held(model):
+def weight_bytes(model):
     """Bytes of the memory that the weights take here: those of `ht.parallelize` have the shape of the whole."""
     storages = (parameter.untyped_storage() for parameter in model.parameters())
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

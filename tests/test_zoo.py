@@ -30,8 +30,8 @@ def test_model(world, monkeypatch, name):
     assert result.keys() == {"divided", "whole", "difference", "bytes"}, result
     assert result["difference"] < 1e-11
     assert result["divided"] >= 0.8
-    held, whole = result["bytes"]
-    assert held < 0.7 * whole
+    of_rank, whole = result["bytes"]
+    assert of_rank < 0.7 * whole
 
 
 @pytest.mark.ranks(2)

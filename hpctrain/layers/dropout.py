@@ -14,7 +14,7 @@ from hpctrain.shard import split
 class Dropout(torch.nn.Module):
     """Zero elements with probability `p` while training, and scale the others by 1 / (1 - p).
 
-    `p` is rounded in steps of 2^-16. Works on (rows, width) in the residual layout.
+    `p` is rounded to a multiple of 2^-16. Works on (rows, width) in the residual layout.
 
     Args:
         width: features of the whole activation, of which this rank holds its part over y.
