@@ -49,9 +49,7 @@ def make(
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = comm.all_gather_object(parameters[0].dtype if parameters else None, grid.world)  # some have no weights
     dtype = next(filter(None, found), None)
-    if dtype is None:
-        raise ValueError("the model has no weights to train")
-    if None in found and precision.compute not in (None, dtype):
+    if dtype is not None and None in found and precision.compute not in (None, dtype):
         raise ValueError(
             f"rank {found.index(None)} has no weights to train, and does not know that others compute in "
             f"{precision.compute}; use precision.master=compute, or fewer pipeline stages"
@@ -60,7 +58,10 @@ def make(
     if options.method == "zero3":
         return Zero3(model, grid, optimizer, precision=precision)
     given = {"parameters": parameters, "grid": grid, "optimizer": optimizer}
-    return _MAKERS[options.method](options, precision if mixed else None, given)
+    made = _MAKERS[options.method](options, precision if mixed else None, given)
+    if dtype is None:
+        raise ValueError("the model has no weights to train")
+    return made
 
 
 def is_mixed(method: str, dtype: torch.dtype | None, precision: Precision) -> bool:
