@@ -52,7 +52,8 @@ class Chatter:
 
     def finish(self, said: bool = False) -> None:
         """To the end of what was written until now; `said` where it is known otherwise what happened."""
-        self._said |= said
+        if said:
+            self._said = True
         os.close(self._wake)
         self._thread.join(5)  # others may have the file, and write for ever
 
@@ -60,13 +61,15 @@ class Chatter:
         while True:
             waits = self._held or self._block or self._line[self._passed :]
             ready, _, _ = select.select([self._source, self._woken], [], [], PATIENCE if waits else None)
-            if self._source in ready:
+            if ready == [self._woken]:  # select looks at one after the other, and the last word may have come meanwhile
+                ready, _, _ = select.select([self._source], [], [], 0)
+                if not ready:
+                    break
+            if ready:
                 data = os.read(self._source, 65536)
                 if not data:
                     break
                 self._take(data)
-            elif ready:
-                break
             else:
                 self._settle()
         select.select([self._woken], [], [], PATIENCE)  # what is known otherwise is known soon
@@ -75,7 +78,8 @@ class Chatter:
     def _take(self, data: bytes) -> None:
         *lines, self._line = re.split(rb"(?<=[\n\r\0])", self._line + data)
         for line in lines:
-            self._said |= SAID.search(line) is not None
+            if SAID.search(line):
+                self._said = True  # it is never taken back: two threads set it
             if self._passed:
                 self._pass_on(line[self._passed :])
                 self._passed = 0

@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+import select
 import time
+import types
 
 import pytest
 from running import ROOT
@@ -142,6 +144,18 @@ def test_a_report_beside_a_table():
     error, report = REPORTS["Open MPI 5, a status"]
     assert passed_on([TABLE, error, report]) == TABLE + error
     assert passed_on([error, RULE + "\n", report, RULE + "\n"]) == error + RULE + "\n" + RULE + "\n"
+
+
+def test_the_last_word_comes_while_files_are_looked_at(monkeypatch):
+    """select has looked at the source already when both the last word and the end come."""
+
+    def looked_before(files, *others):
+        time.sleep(0.02 * (len(files) > 1))
+        ready, *rest = select.select(files, *others)
+        return files[1:] if ready == files[:2] and len(files) > 1 else ready, *rest
+
+    monkeypatch.setattr(chatter, "select", types.SimpleNamespace(select=looked_before))
+    assert passed_on([ERROR]) == ERROR
 
 
 def test_nothing_waits_for_long(monkeypatch):
