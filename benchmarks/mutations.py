@@ -191,7 +191,7 @@ def run(folder: Path, tests: list[str], ranks: int, limit: float, no_bytecode: s
         mpirun = str(folder / "jobs/mpirun.sh")
         command = [mpirun, "-n", str(ranks), *python, "-m", "mpi4py", *command[len(python) :], "--only-mpi"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": no_bytecode}
-    environment["MPIRUN"] = str(folder / "jobs/mpirun.sh")
+    environment |= {"MPIRUN": str(folder / "jobs/mpirun.sh"), "HPCTRAIN_TESTS": "all"}
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,

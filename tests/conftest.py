@@ -1,9 +1,10 @@
 """MPI tests run as `mpirun -n N python -m mpi4py -m pytest --only-mpi`; the others start no MPI, or jobs of their own.
 
 `@pytest.mark.ranks(2, 8)` names the numbers of ranks that a test or a module is for; without it these are 1, 2 and 4. A
-run collects the tests of its own number alone. `@pytest.mark.each_value(8)`: of all combinations of a test's parameters
-there are on 8 ranks only so many that every value occurs; HPCTRAIN_TESTS=all runs them all. jobs/test.sbatch starts a
-run for each number that is named, and checks afterwards that every test passed on every number it names
+run collects the tests of its own number alone. Of the numbers above 1 every value of a parameter takes half, its
+neighbour the others; of several parameters there are on more than 2 ranks only so many combinations that every value
+occurs. HPCTRAIN_TESTS=all runs them all on every number, and what `@pytest.mark.slow` is put at. jobs/test.sbatch
+starts a run for each number that is named, and checks afterwards that every test passed where it was to run
 (`ranks_named.py`).
 
 A failure on one rank ends the whole job at once: its report is printed with the rank, then MPI is aborted. Waiting
@@ -40,7 +41,6 @@ hypothesis.settings.load_profile(PROFILE)
 def pytest_configure(config):
     gc.disable()  # until all tests are collected
     config.addinivalue_line("markers", "ranks(*numbers): the numbers of ranks that an MPI test is for; else 1, 2 and 4")
-    config.addinivalue_line("markers", "each_value(*numbers): on these, each value of each parameter, not all together")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all; failures go to stderr
     torch.set_num_threads(1)
@@ -77,6 +77,10 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
+    if not ranks_named.ALL:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in {*slow}]
     mpi = {item: ranks_named.of(item) for item in items if item.get_closest_marker("mpi")}
     if not config.getoption("--only-mpi"):
         others = set(mpi)
@@ -130,12 +134,8 @@ def line(world):
 
 @pytest.fixture
 def case(request):
-    """A number that is another one for neighbouring cases of a test's parameters: such that take grids in turn. Where
-    not all combinations run, they are counted: the sum of two equal numbers would be even in all of them."""
-    lists = ranks_named.places(request.node)
-    if ranks_named.takes_few(request.node, RANKS):
-        return max(lists, key=lambda places: places[1])[0]
-    return sum(at for at, _ in lists)
+    """A number that is another one for neighbouring cases of a test's parameters: such that take grids in turn."""
+    return ranks_named.turn(request.node, RANKS)
 
 
 @pytest.fixture

@@ -17,21 +17,37 @@ from pathlib import Path
 
 UNNAMED = {1, 2, 4}  # where a test names none
 FOLDER = os.environ.get("HPCTRAIN_TESTS_RAN")
-ALL = os.environ.get("HPCTRAIN_TESTS") == "all"  # combinations of parameters and of grids, on all ranks
+ALL = os.environ.get("HPCTRAIN_TESTS") == "all"  # combinations of parameters and of grids on all ranks, and slow tests
 outcomes = {}  # of this run's tests: "passed", "failed", or why it was skipped
 
 
-def of(item):
+def named(item):
     """The numbers of ranks that a test names by its marks and its parameters'; without any, its module's."""
     marks = [mark for mark in item.own_markers if mark.name == "ranks"] or list(item.iter_markers("ranks"))
-    numbers = set.intersection(*(set(mark.args) for mark in marks)) if marks else UNNAMED
-    return {number for number in numbers if not takes_few(item, number) or _one_of_few(item)}
+    return set.intersection(*(set(mark.args) for mark in marks)) if marks else UNNAMED
 
 
-def takes_few(item, number):
-    """Whether not all combinations of the test's parameters run on this number of ranks."""
-    some = item.get_closest_marker("each_value")
-    return some is not None and not ALL and number in some.args
+def of(item):
+    """The numbers of ranks that it runs on."""
+    return {number for number in named(item) if turn(item, number) is not None}
+
+
+def turn(item, number):
+    """Which of the combinations of a test's parameters it is among those that run on this number of ranks; None where
+    it is not among them."""
+    lists = places(item)
+    which = sum(at for at, _ in lists)
+    if ALL or number == 1 or not lists:
+        return which
+    if number > 2 and len(lists) > 1:
+        # as many as the longest list has values: the first values of all lists, the second ones, and so on, lists that
+        # end begun anew
+        turns = range(max(length for _, length in lists))
+        return next((turn for turn in turns if all(at == turn % length for at, length in lists)), None)
+    several = sorted(named(item) - {1})
+    if len(several) == 1 or any(mark.name == "ranks" for mark in item.callspec.marks):  # a value's own numbers
+        return which
+    return which // 2 if which % 2 == several.index(number) % 2 else None
 
 
 def places(item):
@@ -46,14 +62,6 @@ def places(item):
         each = [v.values if isinstance(v, type(pytest.param())) else v if len(names) > 1 else (v,) for v in values]
         found.append((next(n for n, v in enumerate(each) if all(a is b for a, b in zip(v, given))), len(each)))
     return found
-
-
-def _one_of_few(item):
-    """Whether it is among as many combinations of its parameters as the longest list has values, which have them all:
-    the first values of all lists, the second ones, and so on, lists that end begun anew."""
-    lists = places(item)
-    longest = max(length for _, length in lists)
-    return any(all(at == turn % length for at, length in lists) for turn in range(longest))
 
 
 def may_have_tests(path, ranks):

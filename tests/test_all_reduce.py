@@ -182,7 +182,6 @@ def test_auto_keeps_no_memory_of_what_it_measured(world):
     assert len(axis.transport.resources) == 1
 
 
-@pytest.mark.each_value(3, 4, 6)
 @pytest.mark.ranks(2, 3, 4, 6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.bfloat16])
 @pytest.mark.parametrize(("name", "nodes"), CASES)

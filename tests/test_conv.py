@@ -36,7 +36,6 @@ CASES = {
 }
 
 
-@pytest.mark.each_value(3, 6)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("batch", [3, 1])
 def test_against_torch(grids, case, batch):

@@ -26,7 +26,6 @@ WINDOWS = [
 SIZES = [(8, 8), (11, 6), (4, 5)]
 
 
-@pytest.mark.each_value(4)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("window", [*WINDOWS, {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": (1, 2)}])
 def test_max(grids, window, size):
@@ -35,7 +34,6 @@ def test_max(grids, window, size):
         check(grid, MaxPool2d(grid, **window), torch.nn.MaxPool2d(**window), (3, 5, *size), offset=-100.0)
 
 
-@pytest.mark.each_value(4)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("pads", [True, False])
@@ -45,7 +43,6 @@ def test_average(grids, window, size, pads):
         check(grid, AvgPool2d(grid, **options), torch.nn.AvgPool2d(**options), (3, 5, *size))
 
 
-@pytest.mark.each_value(4)
 @pytest.mark.parametrize("size", [*SIZES, (1, 1)])
 @pytest.mark.parametrize("output", [1, (3, 2), 7])
 def test_adaptive(grids, output, size):

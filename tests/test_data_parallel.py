@@ -62,7 +62,6 @@ def alone():
     return MPI.COMM_SELF
 
 
-@pytest.mark.each_value(4)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("bucket_bytes", [1, 500, 1 << 20])

@@ -36,7 +36,6 @@ def test_variants(world, case, change, count, clip):
         check(Grid(data, pipeline, tensor), fitting(shape, pipeline), count, clip)
 
 
-@pytest.mark.each_value(3, 6, 8)
 @pytest.mark.parametrize(
     ("change", "synchronous"),
     [

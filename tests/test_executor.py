@@ -91,7 +91,6 @@ COUNTS = {3: (1, 3, 17), 4: (1, 3, 4, 17), 6: (1, 9), 8: (3, 9)}  # of microbatc
 EVEN = pytest.mark.ranks(2, 4, 6, 8)  # as chimera takes an even number of ranks
 
 
-@pytest.mark.each_value(3, 6, 8)
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=EVEN) if name in ("chimera", "dualpipe") else name for name in EXACT + ROUNDING]

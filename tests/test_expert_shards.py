@@ -13,7 +13,6 @@ from hpctrain.shard import expert_shard, split_sizes
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(*GRIDS)]
 
 
-@pytest.mark.each_value(3, 6, 8)
 @pytest.mark.parametrize(("experts", "grids"), [(5, 8), (3, 1), (1, 2)])
 @pytest.mark.parametrize("method", ["ddp", "mixed", "zero1", "zero2", "zero3"])
 def test_equals_one_rank(world, method, experts, grids):

@@ -35,7 +35,6 @@ def test_kinds_of_mixtures(world, kind):
         check(grid, 4, 5, KINDS[kind])
 
 
-@pytest.mark.each_value(3, 4)
 @pytest.mark.parametrize("dispatch", ["auto", "all_to_all", "gather", "once"])
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 def test_dispatches(world, dispatch, way):
@@ -43,7 +42,6 @@ def test_dispatches(world, dispatch, way):
         check(grid, 3, 5, {"dispatch": dispatch, "top_k": 3})
 
 
-@pytest.mark.each_value(3, 4)
 @pytest.mark.parametrize("dispatch", ["all_to_all", "gather", "once"])
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 @pytest.mark.parametrize("policy", ["probability", "position"])
@@ -60,7 +58,6 @@ def test_nothing_is_dropped_in_evaluation(world):
         assert layer.router.record.counts.sum() == 0
 
 
-@pytest.mark.each_value(3, 4)
 @pytest.mark.parametrize("dispatch", ["all_to_all", "gather", "once"])
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 def test_adversarial_routing(world, case, dispatch, way):
@@ -146,7 +143,6 @@ def test_what_is_computed_while_rows_travel(world, monkeypatch):
     assert log == ["to experts", *["shared"] * 2, "there", "to tokens", *["weight gradient"] * 2, "there"]
 
 
-@pytest.mark.each_value(4)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dispatch", ["all_to_all", "gather", "once"])
 @pytest.mark.parametrize("way", ["shared memory", "messages"])

@@ -53,7 +53,6 @@ def train(grid, layer, x, parts=1, recompute=False):
     return torch.cat([block.grad for block in blocks])
 
 
-@pytest.mark.each_value(3, 4)
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
@@ -85,7 +84,6 @@ def test_auxiliary_losses(world, parts, recompute, scores):
         assert again.aux_loss == again.dropped == 0
 
 
-@pytest.mark.each_value(3, 4)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_auxiliary_losses_of_a_step(world, recompute, scores):

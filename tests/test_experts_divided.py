@@ -15,7 +15,6 @@ KINDS = [
 ]
 
 
-@pytest.mark.each_value(3, 4)
 @pytest.mark.parametrize("dispatch", ["all_to_all", "gather", "once"])
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 def test_equals_one_rank(world, way, dispatch):

@@ -56,7 +56,6 @@ def test_who_gets_a_replica(world, load, of_rank, most, expected):
     assert chosen_replicas(load, of_rank, most) == expected
 
 
-@pytest.mark.each_value(3, 4)
 @pytest.mark.parametrize("dispatch", ["all_to_all", "gather", "once"])
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 def test_equals_one_rank(world, always, way, dispatch):

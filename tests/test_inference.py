@@ -181,7 +181,6 @@ def by_hand(theirs, path, documents, masked):
 NUMBERS = re.compile(r"loss (\S+) nats a token, perplexity (\S+), (\S+) bits per byte, (\S+) tokens, (\S+) bytes")
 
 
-@pytest.mark.each_value(4)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_evaluation_is_that_of_transformers(world, case, run, data, capfd, documents, masked):

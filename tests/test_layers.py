@@ -20,7 +20,6 @@ from hpctrain.shard import split
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4, 6, 8)]
 
 
-@pytest.mark.each_value(3, 4, 6, 8)
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 @pytest.mark.parametrize(("sequences", "length"), [(4, 6), (3, 5), (1, 1)])
 @pytest.mark.parametrize(("n_in", "n_out", "unit"), [(8, 16, 1), (7, 5, 1), (3, 1, 1), (12, 6, 3)])

@@ -25,7 +25,6 @@ def shares(layout, layer, logits, targets, scale):
     return layout.grid.comm.allreduce(share.item()), block.grad
 
 
-@pytest.mark.each_value(4)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("ignore_index", [-100, 1])  # outside and inside the vocabulary
 @pytest.mark.parametrize("vocabulary", [32, 13, 2])
@@ -73,7 +72,6 @@ def test_all_rows_ignored(world):
         assert not gradient.any()
 
 
-@pytest.mark.each_value(4)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("ignore_index", [-100, 1])
 @pytest.mark.parametrize("anything", [math.nan, math.inf, -math.inf])

@@ -129,7 +129,6 @@ def test_bytes_are_the_volume(world, way):
             assert ledger.total("received") == pytest.approx(8 * mm.volume_backward(m, k, n), rel=1e-12, abs=0)
 
 
-@pytest.mark.each_value(3, 6, 8)
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_other_dtypes(world, way, dtype, tolerance):

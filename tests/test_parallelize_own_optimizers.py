@@ -37,7 +37,6 @@ class TrustRatio(torch.optim.Optimizer):
             p.add_(update * (p.norm() + state["first"]) / (rms + g.abs().max()), alpha=-0.001)
 
 
-@pytest.mark.each_value(4)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("together", [False, True])

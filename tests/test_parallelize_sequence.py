@@ -64,7 +64,6 @@ def loss_of(logits, labels):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-@pytest.mark.each_value(4, 8)
 @pytest.mark.parametrize("length", [103, 17])
 @pytest.mark.parametrize("case", MODELS)
 def test_loss_logits_and_gradients(world, case, length):
@@ -98,7 +97,6 @@ def test_seven_tokens(world):
             model(ids(1))
 
 
-@pytest.mark.each_value(4, 8)
 @pytest.mark.parametrize("case", ["gpt2", "llama with one key head"])
 @pytest.mark.parametrize("way", ["loop", "trainer"])
 def test_three_steps(world, case, way):
@@ -210,7 +208,6 @@ DROPOUT = {
 }
 
 
-@pytest.mark.each_value(4)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("case", DROPOUT)

@@ -80,7 +80,6 @@ def weights_agree(model, serial, grid, **close):
             torch.testing.assert_close(gathered[name], tensor, msg=lambda text, name=name: f"{name}: {text}", **close)
 
 
-@pytest.mark.each_value(3, 4)
 @pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize("zero", LEVELS)
 @pytest.mark.parametrize(

@@ -102,7 +102,6 @@ def line(grid, make, values, loss, lr=0.5, max_norm=0.0):
     return parameter, lambda number: training.step([] if strategy.serves else [number]), training
 
 
-@pytest.mark.each_value(4, 8)
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1, 3])

@@ -36,7 +36,10 @@ def grids(world):
         yield Grid(data, len(boxes), boxes[0], boxes=boxes)
 
 
-@pytest.mark.parametrize(("name", "count"), [("1f1b", 3), pytest.param("zb-v", 2, marks=pytest.mark.ranks(4))])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [pytest.param("1f1b", 3, marks=pytest.mark.ranks(4, 8)), pytest.param("zb-v", 2, marks=pytest.mark.ranks(4))],
+)
 def test_equals_serial(world, name, count):
     """Three steps with dropout, clipping and uneven microbatches, some of them without a sequence."""
     for grid in grids(world):

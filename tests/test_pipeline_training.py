@@ -43,7 +43,6 @@ EVEN = pytest.mark.ranks(2, 4, 8)  # as chimera takes an even number of ranks
 DELAYED = ("pipedream", "pipedream-2bw")
 
 
-@pytest.mark.each_value(3, 8)
 @pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize(
     ("change", "count", "synchronous"),
@@ -136,7 +135,6 @@ def delayed_reference(name, shape, logits_of, stages, weights, count, replicas):
     return losses, now
 
 
-@pytest.mark.each_value(3, 8)
 @pytest.mark.ranks(*GRIDS)
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("name", DELAYED)

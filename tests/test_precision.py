@@ -62,7 +62,6 @@ def test_loss_scale_doubles_after_many_good_steps_and_has_an_end():
             scaling.overflows(1.0, math.nan)
 
 
-@pytest.mark.each_value(4)
 @pytest.mark.mpi
 @pytest.mark.parametrize("way", ["windows", "messages"])
 @pytest.mark.parametrize("method", METHODS)

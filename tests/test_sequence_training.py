@@ -42,7 +42,6 @@ def test_equals_one_rank(world, case, shape):
         check(Grid(data, pipeline, tensor), fitting(shape, pipeline), count=2, clip=1.0)
 
 
-@pytest.mark.each_value(4)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("momentum", [0.9, None])
 @pytest.mark.parametrize("shape", [GPT, LLAMA])

@@ -11,6 +11,7 @@ PARTS = sorted(path.stem.removeprefix("ten_thousand_") for path in (ROOT / "benc
 RANKS = {"checkpoint": 1_000}  # a save and a resume of 10,000 take minutes: by the command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_below_the_limits(part):
     ranks = RANKS.get(part, 10_000)

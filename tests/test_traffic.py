@@ -218,7 +218,6 @@ PLANES = [
 ]  # fmt: skip
 
 
-@pytest.mark.each_value(4, 8)
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("algorithm", "place"),

@@ -20,7 +20,6 @@ def axis(world):
     return Grid(tensor=world.size).tensor.x
 
 
-@pytest.mark.each_value(3, 4, 6)
 @pytest.mark.parametrize("numel", [0, 1, 5, 200_001])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_sum_in_place(axis, numel, dtype):

@@ -123,6 +123,7 @@ def write_wheel(folder, name, version):
         wheel.writestr(f"{info}/RECORD", "")
 
 
+@pytest.mark.slow
 def test_packages_from_a_folder_of_wheels(tmp_path):
     """By uv, by pip, and where one is missing; no index is asked."""
     checkout, wheels = tmp_path / "a checkout", tmp_path / "wheels"

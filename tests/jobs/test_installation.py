@@ -104,6 +104,7 @@ def test_mpirun_itself_starts_it(bash):
     assert len((bash.folder / "runs/plain/metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_the_other_commands(bash):
     """doctor, submit and scale find the jobs of the folder."""
     (bash.folder / "mine/jobs/sites/ours.env").write_text("# nothing to set\n")

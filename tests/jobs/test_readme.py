@@ -80,7 +80,9 @@ elif "machine" in sys.orig_argv:
 """
 
 
-@pytest.mark.parametrize("title", COMMANDS)
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=pytest.mark.slow) if title == "Plan" else title for title in COMMANDS]
+)
 def test_commands(checkout, title):
     """The first indented block of the section, run as a script, beside the program that stands there."""
     fence = r"```python\n(.*?)```\n"

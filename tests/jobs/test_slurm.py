@@ -41,6 +41,7 @@ def test_submit_over_two_nodes(shell, small, jobs):
     assert "sbatch refused the job" in shell(hpctrain, "submit", script, "--time=soon", status=2)
 
 
+@pytest.mark.slow
 def test_a_study_as_jobs(shell, small, ended, tmp_path):
     """One job a point; the second waits for the first; both are in the report."""
     (tmp_path / "job.toml").write_text("")
@@ -59,6 +60,7 @@ def test_a_study_as_jobs(shell, small, ended, tmp_path):
     assert "add --submit, or begin with salloc" in shell(hpctrain, *study, status=2)  # not on the login node
 
 
+@pytest.mark.slow
 def test_jobs_that_end_early(sbatch, ended, shell, small, jobs, tmp_path):
     """A warned job saves, is requeued, and ends with the losses of one that was left alone; one over its time limit and
     a cancelled one say so; the tasks of an array have their own seeds."""
@@ -95,6 +97,7 @@ def test_jobs_that_end_early(sbatch, ended, shell, small, jobs, tmp_path):
     assert ended(limited)[0] == "TIMEOUT"
 
 
+@pytest.mark.slow
 def test_studies_and_products_as_jobs(sbatch, ended, small, jobs, tmp_path):
     """The ranks of the studies follow the allocation. The least of the products' benchmark: 2 ranks, one round."""
     (tmp_path / "job.toml").write_text("")

@@ -39,6 +39,7 @@ def train(shell, tmp_path):
     return str(checkout / "jobs/train.sbatch")
 
 
+@pytest.mark.slow
 def test_srun_starts_the_ranks(train, sbatch, ended, shell, small, tmp_path):
     """One over two nodes is warned, saves, is requeued, and ends with the losses of one that was left alone."""
     # one thread a rank on two nodes and on one: products of other threads are rounded otherwise
