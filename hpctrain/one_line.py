@@ -51,10 +51,11 @@ def parallelize(
 
     Divided are: nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.MultiheadAttention,
     nn.TransformerEncoderLayer and DecoderLayer, nn.Conv*d, nn.ConvTranspose*d, nn.BatchNorm*d, nn.Bilinear,
-    nn.EmbeddingBag, nn.LSTM, nn.GRU and nn.RNN (their weights, not their work), and what inherits from linear layers,
-    embeddings and convolutions. A module of any other type keeps its own parameters and buffers whole on every rank,
-    with whole gradients, and its children are divided; one line is logged that says what stays whole. Where a buffer of
-    such a module takes statistics of one replica's batch, the call that changes it is refused.
+    nn.EmbeddingBag, nn.LSTM, nn.GRU, nn.RNN and their cells (the weights, not the work), what
+    torch.nn.utils.parametrize computes weights from, and what inherits from linear layers, embeddings and convolutions.
+    A module of any other type keeps its own parameters and buffers whole on every rank, with whole gradients, and its
+    children are divided; one line is logged that says what stays whole. Where a buffer of such a module takes
+    statistics of one replica's batch, the call that changes it is refused.
 
     Between layers activations are whole, but for feed-forward blocks and attention: pairs in nn.Sequential; modules of
     any class that compute down(f(up(x))) or down(f(gate(x)) up(x)); attention of Hugging Face's models, of separate,

@@ -1,10 +1,12 @@
-"""torch's recurrent layers, transposed convolutions, bilinear layers and bags of embeddings: divided, and equal."""
+"""torch's recurrent and parametrized layers, transposed convolutions, bilinear layers and bags: divided, and equal."""
 
 import pytest
 import torch
 from parallelize_checks import compare, held_once, numbers, tensor_grids
 from test_parallelize_refusals import on_every_rank
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 from transformers.pytorch_utils import Conv1D
 
 import hpctrain as ht
@@ -28,12 +30,20 @@ def outputs(model, x, *state):
     return (y, *last) if isinstance(last, tuple) else (y, last)
 
 
+def channels_last(model, x):
+    return model(x.to(memory_format=torch.channels_last))
+
+
 CASES = {  # what: (module, shapes of its inputs, how it is called)
     "lstm": (lambda: nn.LSTM(5, 3, 2, dropout=0.3, bidirectional=True), [(4, 2, 5)], outputs),
     "lstm with projections": (lambda: nn.LSTM(5, 4, proj_size=2, batch_first=True), [(2, 4, 5)], outputs),
     "lstm with a state": (lambda: nn.LSTM(5, 3), [(4, 2, 5), (1, 2, 3), (1, 2, 3)], outputs),
     "gru": (lambda: nn.GRU(5, 1, 2, bias=False), [(4, 2, 5), (2, 2, 1)], outputs),
     "rnn": (lambda: nn.RNN(2, 3, nonlinearity="relu"), [(4, 2)], outputs),
+    "lstm cell": (lambda: nn.LSTMCell(5, 3), [(2, 5), (2, 3), (2, 3)], lambda m, x, *state: m(x, state)),
+    "gru cell": (lambda: nn.GRUCell(5, 1, bias=False), [(2, 5)], None),
+    "weight norm": (lambda: weight_norm(nn.Conv1d(3, 5, 2, bias=False)), [(2, 3, 4)], None),
+    "spectral norm": (lambda: spectral_norm(nn.Linear(3, 5, bias=False)), [(2, 3)], lambda m, x: m(x) + m(2 * x)),
     "transposed": (lambda: nn.ConvTranspose2d(3, 5, 3, 2, 1, output_padding=1), [(2, 3, 4, 5)], None),
     "transposed to one channel": (lambda: nn.ConvTranspose1d(3, 1, 2, bias=False), [(2, 3, 4)], None),
     "transposed, of a size": (
@@ -46,6 +56,17 @@ CASES = {  # what: (module, shapes of its inputs, how it is called)
     "convolution by name": (lambda: nn.Conv2d(3, 5, 2), [(2, 3, 4, 5)], lambda m, x: m(input=x)),
     "transposed by name": (lambda: nn.ConvTranspose1d(3, 4, 2), [(2, 3, 4)], lambda m, x: m(input=x)),
     "GPT-2's by name": (lambda: Conv1D(5, 3), [(4, 3)], lambda m, x: m(x=x)),
+    "masks where channels lie last": (
+        lambda: nn.Sequential(nn.Conv2d(4, 6, 2, groups=2), nn.Dropout(), nn.Conv2d(6, 1, 2)), [(2, 4, 3, 4)],
+        channels_last,
+    ),
+    "masks where those of the weights do": (
+        lambda: nn.Sequential(nn.Conv2d(2, 5, 2), nn.Dropout()).to(memory_format=torch.channels_last),
+        [(2, 2, 3, 4)], None,
+    ),
+    "masks of what is transposed": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(2, 3, 2), nn.Dropout()), [(2, 2, 3, 4)], channels_last,
+    ),
     "bag": (bag("mean"), [], in_bags),
     "bag of one feature": (bag("sum", 1), [], in_bags),
     "bag of the largest": (bag("max"), [], in_bags),
@@ -62,6 +83,20 @@ def test_layers(world, case):
     inputs = [numbers(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     for grid in tensor_grids(world):
         held_once(compare(make, grid, inputs, run), grid)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def test_parametrized_scalars_stay_whole(world):
+    for grid in tensor_grids(world):
+        compare(lambda: register_parametrization(Scaled(), "scale", nn.Softplus()), grid, [numbers(2, 3)])
 
 
 def test_several_calls(world):
@@ -84,5 +119,5 @@ def test_weights_are_not_laid_out_for_cudnn(world, monkeypatch):
 def test_refused(world):
     text = r"itself \(EmbeddingBag\): max_norm is not supported"
     on_every_rank(world, lambda: nn.EmbeddingBag(4, 3, max_norm=1.0), text)
-    model = ht.parallelize(nn.Sequential(nn.LSTMCell(3, 3)), ht.Grid(tensor=world.size))
+    model = ht.parallelize(nn.Sequential(nn.InstanceNorm1d(3, affine=True)), ht.Grid(tensor=world.size))
     assert all(parameter.shard.replicated for parameter in model.parameters())

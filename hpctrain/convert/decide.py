@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from hpctrain.convert import (
     attention,
@@ -42,6 +43,7 @@ _OWNERS: dict[type | str, Callable[[Plan, Any], None]] = {
     ),
     nn.Bilinear: products.split_bilinear,
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), recurrent.split_recurrent),
+    **dict.fromkeys((nn.LSTMCell, nn.GRUCell, nn.RNNCell, ParametrizationList), norms.split_gathered),
     nn.Embedding: tables.split_embedding,
     nn.EmbeddingBag: tables.split_embedding_bag,
     **dict.fromkeys((nn.LayerNorm, nn.GroupNorm, nn.PReLU), norms.split_norm),

@@ -132,7 +132,11 @@ class GatheredBatchNorm(Gathered, nn.modules.batchnorm._BatchNorm):
 def split_norm(plan: Plan, module: torch.nn.Module) -> None:
     by_rows = isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) == 1
     by_rows |= type(module).__name__ == "LlamaRMSNorm"
-    mixin = GatheredByRows if by_rows else Gathered
+    split_gathered(plan, module, GatheredByRows if by_rows else Gathered)
+
+
+def split_gathered(plan: Plan, module: torch.nn.Module, mixin: type[Gathered] = Gathered) -> None:
+    """Each parameter along its longest dim; what has none stays whole."""
     plan.swap_class(module, mixin, axis=plan.axis, divided=divide_longest(plan, module))
 
 
@@ -202,7 +206,9 @@ def divide_longest(plan: Plan, module: torch.nn.Module) -> dict[str, tuple[int, 
     """Divide each parameter along its longest dim; {name: (dim, counts by rank)}."""
     divided = {}
     for name, parameter in module._parameters.items():
-        if parameter is not None:
+        if parameter is not None and not parameter.dim():
+            plan.whole_parameter(module, name)
+        elif parameter is not None:
             dim = max(range(parameter.dim()), key=lambda d: parameter.shape[d])
             plan.split(module, name, dim)
             divided[name] = dim, split_sizes(parameter.shape[dim], plan.axis.size)

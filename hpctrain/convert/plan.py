@@ -129,9 +129,14 @@ class Plan:
         """Every rank keeps the module's own parameters whole, and computes their whole gradients."""
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                slices = tuple(slice(0, length) for length in parameter.shape)
-                self._keep(module, name, Shard(tuple(parameter.shape), slices, TENSOR, partial=False))
+                self.whole_parameter(module, name)
         self.claimed.add(module)
+
+    def whole_parameter(self, module: torch.nn.Module, name: str) -> None:
+        """As `whole`, of one."""
+        parameter: Any = module._parameters[name]
+        shape = tuple(parameter.shape)
+        self._keep(module, name, Shard(shape, tuple(slice(0, length) for length in shape), TENSOR, partial=False))
 
     def keep(self, module: torch.nn.Module) -> None:
         """Of a module of which nobody knows what it does with its own parameters: they stay whole.
@@ -147,8 +152,7 @@ class Plan:
             if id(parameter) in self._shardings:
                 self._places[id(parameter)].append((module, name))
             else:
-                slices = tuple(slice(0, length) for length in parameter.shape)
-                self._keep(module, name, Shard(tuple(parameter.shape), slices, TENSOR, partial=False))
+                self.whole_parameter(module, name)
         self.claimed.add(module)
         self.kept.append(module)
 

@@ -117,6 +117,16 @@ class SplitLinear(nn.Module):
         return weight
 
 
+def channels_last(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The same numbers; those along `dim` lie side by side in memory."""
+    return x.movedim(dim, -1).contiguous().movedim(-1, dim)
+
+
+def _has_channels_last(weight) -> bool:
+    """Of kernels of one element, which lie in either way, torch takes the other one for granted."""
+    return weight.dim() > 3 and weight.stride(1) == 1 and weight[0, 0].numel() > 1
+
+
 def pair_pays(up: Any, down: Any) -> bool:
     """Whether ranks receive less for each token where two linear layers, one after the other, are divided together.
 
@@ -163,25 +173,37 @@ class SplitConv(SplitLinear, nn.modules.conv._ConvNd):
     Attributes:
         local_groups: those of this rank.
         input_counts: input channels by rank where there are groups, else None.
+        channels_last: whether those of the weight lay last in memory, so that torch puts those of the output there.
     """
 
     by_output, enters, leaves = True, True, True
     local_groups: int
     input_counts: tuple[int, ...] | None
+    channels_last: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return SplitLinear.forward(self, input)  # which stands behind nn.Conv1d where an heir's forward calls this
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, enters: bool):
+    def _run(self, x, enters, leaves):
         inside = self.enter(x)
         with gathering_again(inside):
-            return self.convolve(inside, bias)
+            y = self.convolve(inside, self._parameters["bias"])
+        return self.leave(y, inside)
 
     def enter(self, x: torch.Tensor):
         if self.input_counts is None:
-            return enter(x, self.axis)
-        x = whole(x)
-        return take(x, self.axis, self.input_counts, x.dim() + self.feature_dim)
+            inside = enter(x, self.axis)
+        else:
+            x = whole(x)
+            inside = take(x, self.axis, self.input_counts, x.dim() + self.feature_dim)
+        return channels_last(inside, self.feature_dim) if self.channels_last else inside
+
+    def leave(self, y: torch.Tensor, inside: torch.Tensor):
+        """The whole output. Its channels lie last in memory where torch puts them there, as masks of dropout follow the
+        memory; a rank that makes none goes by its input."""
+        made = gather(y, self.axis, self.counts, y.dim() + self.feature_dim)
+        last = (y if y.numel() else inside).stride(self.feature_dim) == 1
+        return channels_last(made, self.feature_dim) if last else made
 
     def convolve(self, x: torch.Tensor, bias: torch.Tensor | None):
         groups, self.groups = self.groups, self.local_groups
@@ -220,7 +242,7 @@ class SplitConvTranspose(SplitConv, nn.modules.conv._ConvTransposeNd):
                 y = convolve(inside, weight, self._parameters["bias"])
             else:
                 y = self._no_channels(inside, convolve)
-            return gather(y, self.axis, self.counts, inside.dim() + self.feature_dim)
+            return self.leave(y, inside)
 
 
 class SplitBilinear(nn.Bilinear):
@@ -294,7 +316,7 @@ def split_convolution(plan: Plan, module: nn.modules.conv._ConvNd) -> None:
         module, SplitConv, axis=plan.axis, counts=tuple(p.stop - p.start for p in parts),
         local_groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,
         input_counts=split_sizes(module.in_channels, size, module.in_channels // groups) if groups > 1 else None,
-        feature_dim=-1 - len(module.kernel_size),
+        feature_dim=-1 - len(module.kernel_size), channels_last=_has_channels_last(module.weight),
     )  # fmt: skip
 
 
@@ -314,7 +336,7 @@ def split_transposed_convolution(plan: Plan, module: nn.modules.conv._ConvTransp
         module, SplitConvTranspose, axis=plan.axis, counts=tuple(p.stop - p.start for p in parts),
         local_groups=max(1, (part.stop - part.start) // unit) if groups > 1 else 1,
         input_counts=split_sizes(module.in_channels, size, inputs) if groups > 1 else None,
-        feature_dim=-1 - len(module.kernel_size),
+        feature_dim=-1 - len(module.kernel_size), channels_last=_has_channels_last(module.weight),
     )  # fmt: skip
 
 

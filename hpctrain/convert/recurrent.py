@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hpctrain.convert.norms import Gathered, divide_longest
+from hpctrain.convert.norms import Gathered, split_gathered
 from hpctrain.convert.sharding import local
 
 if TYPE_CHECKING:
@@ -32,4 +32,4 @@ class GatheredRecurrent(Gathered, nn.RNNBase):
 
 
 def split_recurrent(plan: Plan, module: nn.Module) -> None:
-    plan.swap_class(module, GatheredRecurrent, axis=plan.axis, divided=divide_longest(plan, module))
+    split_gathered(plan, module, GatheredRecurrent)
