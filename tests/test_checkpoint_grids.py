@@ -179,6 +179,20 @@ def test_replicas_of_ranks_that_share_sequences(world, tmp_path):
         Checkpointer(folder, world).resume(Run(Grid((1, 2, 2)), "local_sgd", average_every=3).state)
 
 
+@pytest.mark.ranks(4)
+def test_replicas_of_other_ranks(world, tmp_path):
+    """Local SGD goes on with as many replicas, whatever divides each; the optimizer's numbers are saved once."""
+    folder = world.bcast(tmp_path)
+    source = Run(Grid(2, 1, 2), "local_sgd", average_every=3)
+    source.steps(0, 2)
+    assert Checkpointer(folder, world, background=False).save(2, source.state, {}) is None
+    losses = source.steps(2, 3)
+    for grid in (source.grid, Grid(2, 2, 1)):
+        other = Run(grid, "local_sgd", average_every=3)
+        Checkpointer(folder, world).resume(other.state)
+        assert other.steps(2, 3) == (losses if grid is source.grid else pytest.approx(losses, rel=1e-12))
+
+
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.parametrize("method", ["ddp", "zero1", "parameter_server"])
 def test_another_optimizer_is_refused(world, tmp_path, method):

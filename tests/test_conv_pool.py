@@ -1,5 +1,7 @@
 """Pooling and flattening against torch's, on every tensor grid of the ranks there are."""
 
+import warnings
+
 import pytest
 import torch
 from image_checks import assembled, block, check, close, tensor_grids, whole
@@ -98,6 +100,19 @@ def test_flatten(grids, shape):
         seed = whole(shape, "seed")
         y.backward(seed.flatten(1)[residual])
         close(x.grad, block(grid, seed))
+
+
+@pytest.mark.ranks(2)
+def test_flatten_warns_of_nothing(grids):
+    """On ranks with one row each of images of one column; torch says most of its warnings once in a process."""
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for grid in grids:
+                Flatten(grid, 3)(block(grid, whole((2, 3, 2, 1))))
+    finally:
+        torch.set_warn_always(False)
 
 
 @pytest.mark.ranks(1, 2)

@@ -1,13 +1,16 @@
 """Local SGD against independent serial runs whose weights are averaged by hand."""
 
 import functools
+from copy import deepcopy
 from functools import partial
 
 import pytest
 import torch
 from replica_checks import ROWS, STEPS, X, Y, grid_of, layers_on, train
+from torch import nn
 from training_checks import UNEVEN, batches, fitting, microbatches
 
+import hpctrain as ht
 from hpctrain import Grid, RngKey
 from hpctrain.data_parallel import DataParallel, LocalSGD
 from hpctrain.grid_shape import all_grids
@@ -144,6 +147,45 @@ def test_stages_of_a_pipeline_and_tied_tables(world):
         results[-1].append((trainer.evaluate([microbatches(grid, batches(shape)[0], 0, 3)]), 0.0))
     for one, two in zip(*results):
         assert one == pytest.approx(two, rel=1e-12)
+
+
+@pytest.mark.ranks(4)
+def test_a_plain_module_that_a_tensor_axis_divides(world):
+    """Averages in training and for an evaluation in between, after which each replica has its own weights again."""
+    torch.manual_seed(0)
+    serial = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)).double()
+    copies = [deepcopy(serial) for _ in range(2)]
+    grid = grid_of(2, 2)
+    model = ht.parallelize(deepcopy(serial), grid)
+    optimizer = sgd(model.parameters())
+
+    def loss(model, part):
+        step, rows = part
+        return (model(X[step, rows]) - Y[step, rows]).square().sum() / ROWS
+
+    def average(models):
+        with torch.no_grad():
+            for same in zip(*(each.parameters() for each in models)):
+                torch._foreach_copy_(same, [torch.stack(same).mean(0)] * 2)
+
+    mine = split(ROWS, 2, grid.data.rank)
+    method = LocalSGD(model.parameters(), grid, optimizer, every=2)
+    trainer = Trainer(model, grid, optimizer, loss=loss, strategy=method)
+    optimizers = [sgd(each.parameters()) for each in copies]
+    for step in range(4):
+        expected = 0.0
+        for rank, (each, own) in enumerate(zip(copies, optimizers)):
+            own.zero_grad()
+            share = loss(each, (step, split(ROWS, 2, rank)))
+            (2 * share).backward()
+            own.step()
+            expected += share.item()
+        assert trainer.step([(step, mine)])[0] == pytest.approx(expected, rel=1e-12)
+        if step == 1:
+            average(copies)
+        average(apart := deepcopy(copies))
+        expected = loss(apart[0], (4, slice(0, ROWS))).item()
+        assert trainer.evaluate([[(4, mine)]]) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("state", [False, True])

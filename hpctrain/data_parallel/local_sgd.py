@@ -135,7 +135,7 @@ class LocalSGD(DataParallel):
         replica = self.grid.replica
         if replica.size == 1:
             return
-        with torch.no_grad():
+        with torch.no_grad(), as_tensors():
             for dtype in dict.fromkeys(t.dtype for t in tensors):
                 same = [t for t in tensors if t.dtype == dtype]
                 sizes = [t.numel() for t in same]

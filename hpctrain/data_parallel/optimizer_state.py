@@ -77,11 +77,13 @@ def _parameters(names, grid):
 
 
 def _states(names, optimizer, grid):
+    """Numbers on the rank that has the first element of their parameter."""
     return [
         Entry(f"optimizer/{key}/{name}", shard_of(p) if value.dim() else Shard((), ()), value)
         for p, name in names.items()
         if shard_of(p).owned(grid.coords)
         for key, value in _state_of(optimizer, p)
+        if value.dim() or not any(part.start for part in shard_of(p).slices)
     ]
 
 

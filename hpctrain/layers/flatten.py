@@ -45,7 +45,7 @@ class Flatten(torch.nn.Module):
         columns = [split(features, y.size, r) for r in range(y.size)]
         # The features of each rank of the plane, in increasing order: those for one range of columns are together.
         local = [
-            numbers[split(self.channels, x.size, i), split(height, y.size, j)].reshape(-1)
+            numbers[split(self.channels, x.size, i), split(height, y.size, j)].reshape(-1).contiguous()
             for i in range(x.size)
             for j in range(y.size)
         ]
