@@ -411,6 +411,17 @@ def test_lightning(world, folder, tmp_path_factory):
         lightened(ht.parallelize(make(), grid), folder, strategy=GridStrategy(grid), plugins=[environment])
 
 
+def test_a_checkpoint_that_lightning_cannot_write(world, folder):
+    """Of a callback that keeps weights of its own, as averages; the first rank alone comes to write them."""
+    pytest.importorskip("lightning")
+    from hpctrain.integrations.lightning import GridStrategy
+
+    grid = ht.Grid(tensor=2)
+    weights = ht.parallelize(torch.nn.Linear(4, 4), grid).state_dict()
+    with pytest.raises(ValueError, match="is divided over ranks of a grid, which a file cannot hold"):
+        GridStrategy(grid).save_checkpoint({"callbacks": {"average": weights}}, folder / "average.ckpt")
+
+
 def without_dropout(module):
     if isinstance(module, torch.nn.Dropout):
         module.p = 0.0

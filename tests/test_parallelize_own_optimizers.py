@@ -63,6 +63,54 @@ def test_trust_ratios(world, zero, together):
         weights_agree(model, serial, grid, **CLOSE)
 
 
+class Growing(torch.optim.Optimizer):
+    """Steps whose length is among its groups' options; it may raise in one of them."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"length": 0.0})
+        self.is_broken = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            group["length"] += 0.01
+            for p in group["params"]:
+                if p.grad is not None:
+                    if self.is_broken:
+                        raise ArithmeticError("broken")
+                    p.sub_(p.grad, alpha=group["length"])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_step_that_is_broken_off(world, zero):
+    """The optimizer's groups have its weights, and the next steps are right."""
+    grid = ht.Grid(data=2)
+    serial, model = parallel(grid, zero)
+    for m, where in ((serial, None), (model, grid)):
+        optimizer = Growing(m.parameters())
+        for step in range(4):
+
+            def closure(m=m, where=where, step=step, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss_of(m, where, step).backward()
+
+            closure()
+            optimizer.is_broken = step == 1
+            if step == 1:
+                with pytest.raises(ArithmeticError):
+                    optimizer.step()
+                optimizer.param_groups[0]["length"] = 0.02
+            else:
+                optimizer.step(closure if step == 3 else None)
+            assert {*optimizer.param_groups[0]["params"]} == {*m.parameters()}
+        assert optimizer.param_groups[0]["length"] == pytest.approx(0.04)
+    weights_agree(model, serial, grid, **CLOSE)
+
+
 def alone(code):
     """Of an optimizer that does this, and nothing else."""
 

@@ -64,15 +64,6 @@ class MeanGradients:
                 _refuse_mixed(self._model, found, "look at them after the last backward of a step, or use zero=1")
             _sum(found, self._grid, replicas)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing is left to do."""
-
-    def pause_step(self) -> None:
-        """Nothing is to be undone."""
-
-    def after_step(self) -> None:
-        """Nothing is left to do."""
-
     def __deepcopy__(self, memo):
         return None  # a copy is no replica that anybody trains
 

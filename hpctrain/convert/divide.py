@@ -20,7 +20,7 @@ from hpctrain.convert.first_steps import FirstSteps
 from hpctrain.convert.initial import check_model, give_buffers
 from hpctrain.convert.optimizers import watch_optimizers
 from hpctrain.convert.plan import Plan
-from hpctrain.convert.pretrained import DividedPretrained, is_pretrained
+from hpctrain.convert.pretrained import DividedAdapters, DividedPretrained, has_prompts, is_pretrained
 from hpctrain.convert.replica_buffers import watch_buffers
 from hpctrain.convert.sequence import CutSequences, check_sequence
 from hpctrain.convert.sequence_dropout import CurrentSpans, use_whole_masks
@@ -87,6 +87,9 @@ def divide(
             else:
                 together = plan.spreads and hasattr(module, "generate")
                 plan.swap_class(module, SpreadPretrained if together else DividedPretrained, hpctrain_grid=grid)
+        for module in model.modules():
+            if has_prompts(module) and not is_pretrained(module):
+                plan.swap_class(module, DividedAdapters, hpctrain_grid=grid)
     if stages is None:
         _check_equal(model, grid)
     key = drawn_key(grid, None) if meta else None

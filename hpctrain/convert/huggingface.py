@@ -63,7 +63,7 @@ def split_gpt2_attention(plan: Plan, module: Any) -> None:
         for projection, times in fused.items():
             split_up(plan, projection, entered, times, width)
         split_down(plan, module.c_proj, entered, width)
-        divide_heads(plan, module, heads)
+        divide_heads(plan, module, heads, heads, module.num_heads)
         part = heads[plan.axis.rank]
         enclose(plan, module, entered, [*fused, module.c_proj])
         plan.change(module, split_size=(part.stop - part.start) * width)
@@ -76,7 +76,8 @@ def split_gpt2_attention(plan: Plan, module: Any) -> None:
         plan.change(projection, padding=0 if local else times * width)
     split_matrix(plan, module.c_proj, HeadsBack, 1, 0, by_output=False, parts=parts, enters=False)
     share_entry(plan, module, [[projection] for projection in fused])
-    divide_heads(plan, module, heads)
+    keys = [part if part.stop > part.start else slice(0, 1) for part in heads]  # a head of zeros
+    divide_heads(plan, module, heads, keys, module.num_heads)
     plan.change(module, split_size=local or width)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hpctrain.choices import check_by_elements
 from hpctrain.convert.arriving_gradients import check_summed
@@ -23,6 +24,7 @@ def watch_optimizers() -> None:
     A model does not know its optimizers, so that this is the hook that there is.
     """
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _check_loaded(optimizer, parameters):
@@ -55,36 +57,63 @@ def _before_step(optimizer, arguments, options):
         mark_states(optimizer)
         return None
 
+    spread = [each for each in replicas if each.divided]
+    stepping = _stand_in(optimizer) if spread else optimizer
+
     def begin():
         for each in replicas:
             each.complete(step=True)
         check_summed(parameters, "optimizer.step()")
-        for each in replicas:
-            each.before_step(optimizer)
-        mark_states(optimizer)
-
-    def end(*_):
-        handle.remove()
-        for each in reversed(replicas):
-            each.after_step()
+        for each in spread:
+            stepping.groups = each.in_pieces(optimizer, stepping.groups)
+        mark_states(stepping)
 
     def wrapped(closure):
-        """Its gradients are completed too; meanwhile the optimizer is as the user knows it."""
+        """Its gradients are completed too."""
 
         def call():
-            for each in reversed(replicas):
-                each.pause_step()
+            if spread:
+                _end(optimizer, stepping)
             loss = closure()
             begin()
             return loss
 
         return call
 
-    handle = optimizer.register_step_post_hook(end)
     if not any(map(callable, (*arguments, *options.values()))):
         begin()
-    given = tuple(wrapped(each) if callable(each) else each for each in arguments)
-    return given, {name: wrapped(each) if callable(each) else each for name, each in options.items()}
+    given = tuple(wrapped(each) if callable(each) else each for each in arguments[1:])
+    return (stepping, *given), {name: wrapped(each) if callable(each) else each for name, each in options.items()}
+
+
+def _after_step(optimizer, arguments, options):
+    stepped = arguments[0]
+    if stepped is not optimizer:
+        _end(optimizer, stepped)
+        for each in reversed(_replicas(p for group in optimizer.param_groups for p in group["params"])):
+            if each.divided:
+                each.after_step()
+
+
+def _stand_in(optimizer):
+    """What steps in the place of an optimizer: all that it has is the optimizer's, but for the groups. So these are
+    right where a step is broken off."""
+    made = object.__new__(_stand_in_type(optimizer.__class__))
+    made.__dict__, made.groups = vars(optimizer), optimizer.param_groups
+    return made
+
+
+@functools.cache
+def _stand_in_type(kind: type) -> Any:
+    own = {"__module__": kind.__module__, "__slots__": ("groups",), "param_groups": property(lambda self: self.groups)}
+    return type(kind.__name__, (kind,), own)
+
+
+def _end(optimizer, stepped) -> None:
+    """The optimizer takes over what the stand-in has written into its groups, beside the weights."""
+    for group, theirs in zip(optimizer.param_groups, stepped.groups):
+        group.update({**theirs, "params": group["params"]})
+    stepped.groups = optimizer.param_groups
 
 
 def _replicas(parameters) -> list:

@@ -1,7 +1,9 @@
-"""Hugging Face's models as a whole: what they do to all of their weights, after parallelize."""
+"""Hugging Face's models as a whole, and peft's: what they do to all of their weights, after parallelize."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,62 @@ class DividedPretrained(PreTrainedModel):
             f"{place()}: resize_token_embeddings of a {type(self).__name__} whose embeddings are divided over ranks;"
             " call it before parallelize"
         )
+
+
+class DividedAdapters(torch.nn.Module):
+    """Mixin for a PeftModel with divided weights in it.
+
+    Attributes: `hpctrain_grid`; `peft_config`, by the names of its adapters.
+    """
+
+    hpctrain_grid: Grid
+    peft_config: dict[str, Any]
+    prefix = ""
+
+    def save_pretrained(
+        self, save_directory: str | Path, *arguments: Any, state_dict: dict[str, torch.Tensor] | None = None,
+        **options: Any,
+    ):  # fmt: skip
+        """Whole weights of the adapters, written by the first rank. Collective over the grid, unless a state dict is
+        given.
+
+        Raises:
+            ValueError: for a state dict, which has no prompts that are computed from weights.
+        """
+        save = super().save_pretrained  # type: ignore[misc]  # peft's
+        if state_dict is not None:
+            learned = [name for name, config in self.peft_config.items() if config.is_prompt_learning]
+            if learned and "get_prompt_embedding_to_save" not in vars(self):
+                raise ValueError(
+                    f"{place()}: save_pretrained(state_dict=...) of the adapter {learned[0]!r}, whose prompts all ranks"
+                    " compute from their parts of its weights; call save_pretrained(folder) on every rank, without"
+                    " state_dict"
+                )
+            save(save_directory, *arguments, state_dict=state_dict, **options)
+            return
+        state_dict = gather_state_dict(self)
+        with computed_prompts(self), comm.together(self.hpctrain_grid.world):
+            if self.hpctrain_grid.rank == 0:
+                save(save_directory, *arguments, state_dict=state_dict, **options)
+
+
+@contextlib.contextmanager
+def computed_prompts(model: Any) -> Iterator[None]:
+    """Within the block the first rank alone may ask for the prompts that peft saves. Collective at its start."""
+    if not has_prompts(model):
+        yield
+        return
+    prompts = {name: model.get_prompt_embedding_to_save(name) for name in getattr(model, "prompt_encoder", ())}
+    model.get_prompt_embedding_to_save = prompts.__getitem__
+    try:
+        yield
+    finally:
+        del model.get_prompt_embedding_to_save
+
+
+def has_prompts(module: torch.nn.Module) -> bool:
+    """Whether it is a model of peft's, which may have learned prompts."""
+    return hasattr(type(module), "get_prompt_embedding_to_save")
 
 
 def is_pretrained(module: torch.nn.Module) -> bool:

@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_map
 from hpctrain.comm import functional
 from hpctrain.convert.boundary import enter, gather
 from hpctrain.convert.box import Entered, split_down, split_up
+from hpctrain.convert.cached_heads import layer_of, mark_divided, take_heads
 from hpctrain.convert.handed_on import hands_on
 from hpctrain.convert.head_dropout import HeadDropout
-from hpctrain.convert.head_twins import local_attributes
+from hpctrain.convert.head_twins import INDEX, local_attributes
 from hpctrain.convert.intermediate import takes_it_alone
 from hpctrain.convert.norms import entered_weights
 from hpctrain.convert.plain import is_hooked
@@ -40,13 +41,16 @@ class SplitAttention(Unit):
     """Mixin for an attention module.
 
     Attributes: `axis`, of `grid`; `all_heads`, the number over all ranks; `part`, the query heads of this rank;
-    `counts`, query heads by rank; `arguments`, the names of the forward's.
+    `key_heads`, `key_part`, the same of those of keys; `counts`, query heads by rank; `arguments`, the names of the
+    forward's.
     """
 
     axis: Axis
     grid: Grid
     all_heads: int
     part: slice
+    key_heads: int
+    key_part: slice
     counts: tuple[int, ...]
     arguments: list[str]
 
@@ -65,8 +69,10 @@ class SplitAttention(Unit):
                 value = self._of_heads(name, value)
                 learned += [value] * value.requires_grad
             kwargs[name] = value
+        learned += take_heads(self._cached(kwargs), self.axis, self.key_part, self.key_heads)
         with self._attending(here):
             given = super().forward(**kwargs)
+        mark_divided(self._cached(kwargs), here > 0)
         results = given if isinstance(given, tuple) else (given,)
         out, *others, weights = results if len(results) > 1 else (*results, None)
         learned += [vars(child).pop("output") for child in self.children() if isinstance(child, HeadBias)]
@@ -76,6 +82,10 @@ class SplitAttention(Unit):
         if weights is not None:
             weights = gather(weights[:, :here], self.axis, self.counts, 1) if wanted else None
         return (out, *others, weights)[: len(given)] if isinstance(given, tuple) else out
+
+    def _cached(self, given):
+        crosses = any(given.get(name) is not None for name in ("encoder_hidden_states", "key_value_states"))
+        return layer_of([*given.values()], getattr(self, INDEX, None), crosses)
 
     def _attending(self, here):
         if self.training:
@@ -236,7 +246,7 @@ def _split_projections(plan, module, found, out):
             plan.whole(child)
             plan.swap_class(child, HeadBias, axis=plan.axis, part=queries[plan.axis.rank])
     mixin = BiasedAttention if hasattr(module, "compute_bias") else SplitAttention
-    divide_heads(plan, module, queries, mixin)
+    divide_heads(plan, module, queries, keys, found.key_heads, mixin)
     part, kept = queries[plan.axis.rank], keys[plan.axis.rank]
     plan.change(module, **local_attributes(module, found, part.stop - part.start, kept.stop - kept.start))
 
@@ -284,11 +294,15 @@ def heads_on_box(plan: Plan, heads: int, key_heads: int) -> tuple[list[slice], l
     return [slice(part.start * group, part.stop * group) for part in keys], keys
 
 
-def divide_heads(plan: Plan, module: torch.nn.Module, parts: list[slice], mixin: type = SplitAttention) -> None:
-    """The module works on some of its heads, `parts` by rank."""
-    counts = tuple(part.stop - part.start for part in parts)
+def divide_heads(
+    plan: Plan, module: torch.nn.Module, parts: list[slice], keys: list[slice], key_heads: int,
+    mixin: type = SplitAttention,
+) -> None:  # fmt: skip
+    """The module works on some of its heads, `parts` by rank, and of its `key_heads` on `keys`."""
+    counts, rank = tuple(part.stop - part.start for part in parts), plan.axis.rank
     plan.swap_class(
-        module, mixin, axis=plan.axis, grid=plan.grid, all_heads=sum(counts), part=parts[plan.axis.rank], counts=counts,
+        module, mixin, axis=plan.axis, grid=plan.grid, all_heads=sum(counts), part=parts[rank], counts=counts,
+        key_heads=key_heads, key_part=keys[rank],
         arguments=list(inspect.signature(type(module).forward).parameters)[1:],
     )  # fmt: skip
     if plan.sequence.size > 1:

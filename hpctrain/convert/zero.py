@@ -4,9 +4,9 @@ begins anew.
 The replicas share out the gradients, the optimizer's state and, with zero=3, the weights, as the strategies of
 `data_parallel` do. Backwards are added up, and the mean over the replicas is taken when it is first needed. `p.grad` is
 then this rank's range of it, flat and possibly empty, as a `PartialGradient`: norms are those of the whole gradient.
-While the optimizer steps, its groups hold this rank's pieces of the weights; afterwards they hold the weights again.
-torch's optimizers, which treat every element by itself, are given those that have elements, as ordinary tensors; any
-others all of them, as `WeightPiece`s.
+The optimizer's step is run on a stand-in for it, whose groups hold this rank's pieces of the weights. torch's
+optimizers, which treat every element by itself, are given those that have elements, as ordinary tensors; any others all
+of them, as `WeightPiece`s.
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ class ZeroGradients:
         self._present: set[torch.nn.Parameter] = set()
         self._came, self._stepped = False, True
         self._earlier: dict[torch.nn.Parameter, torch.Tensor] = {}  # means that backwards are added to
-        self._groups: list[tuple[dict, list]] = []  # of the optimizer that steps: a group, and its parameters
         self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._loads = False
         if level == 3:
@@ -204,17 +203,17 @@ class ZeroGradients:
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer this rank's pieces of the weights in the place of these, with their gradients."""
+    def in_pieces(self, optimizer: torch.optim.Optimizer, groups: list[dict]) -> list[dict]:
+        """An optimizer's groups with this rank's pieces of the weights in the place of these, with their gradients."""
         self.check_memory()
         self.pieces_of(optimizer)
         elementwise = by_torch(optimizer)
-        for group in optimizer.param_groups:
-            parameters, group["params"] = group["params"], []
-            self._groups.append((group, parameters))
-            for p in parameters:
+        found = []
+        for group in groups:
+            found.append({**group, "params": []})
+            for p in group["params"]:
                 if p not in self._parts:
-                    group["params"].append(p)
+                    found[-1]["params"].append(p)
                     continue
                 piece = self._pieces[p]
                 with as_tensors():
@@ -222,7 +221,8 @@ class ZeroGradients:
                     view = self._views[p] if elementwise else self._marked(p)
                     piece.local.grad = view if p in self._present else None
                 if piece.stop > piece.start or not elementwise:
-                    group["params"].append(piece.local)
+                    found[-1]["params"].append(piece.local)
+        return found
 
     def pieces_of(self, optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, ParameterSlice]:
         """What this rank has of the weights that are spread: their pieces, possibly empty, of which the optimizer keeps
@@ -269,15 +269,8 @@ class ZeroGradients:
             )
         optimizer.state[piece.local] = cut_state(state, piece)
 
-    def pause_step(self) -> None:
-        """The optimizer calls its closure: its groups are the user's."""
-        while self._groups:
-            group, parameters = self._groups.pop()
-            group["params"] = parameters
-
     def after_step(self) -> None:
         """The optimizer has changed the pieces: bring them to the others. Collective over the data axis."""
-        self.pause_step()
         self.strategy.weights_changed()
         self.grid.data.comm.barrier()  # what others read may be changed from now on
         self._stepped = True

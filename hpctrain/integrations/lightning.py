@@ -82,6 +82,10 @@ class GridStrategy(SingleDeviceStrategy):
     def lightning_module_state_dict(self) -> dict[str, torch.Tensor]:
         return gather_state_dict(self.lightning_module, self.grid)
 
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        with comm.together(self.grid.world):
+            super().save_checkpoint(*arguments, **options)
+
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return gather_optimizer_state(self.lightning_module, getattr(optimizer, "_optimizer", optimizer), self.grid)
 

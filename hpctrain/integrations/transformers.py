@@ -6,8 +6,6 @@ trainer.train()
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ import transformers
 
 from hpctrain import comm
 from hpctrain.convert import gather_state_dict
+from hpctrain.convert.pretrained import computed_prompts
 from hpctrain.grid import Grid
 from hpctrain.integrations.accelerate import join_grid
 from hpctrain.integrations.states import check_one_writer, loads_whole, saves_whole
@@ -75,7 +74,7 @@ class GridTrainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict is None:
             state_dict = gather_state_dict(self.model, self.grid)
-        with _computed_prompts(self.model), comm.together(self.grid.world):
+        with computed_prompts(self.model), comm.together(self.grid.world):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -89,17 +88,3 @@ class GridTrainer(transformers.Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:  # all ranks have the same
             super()._save_rng_state(output_dir)
-
-
-@contextlib.contextmanager
-def _computed_prompts(model: Any) -> Iterator[None]:
-    """Within the block the first rank alone may ask for the prompts that peft saves. Collective at its start."""
-    if not hasattr(model, "get_prompt_embedding_to_save"):
-        yield
-        return
-    prompts = {name: model.get_prompt_embedding_to_save(name) for name in getattr(model, "prompt_encoder", ())}
-    model.get_prompt_embedding_to_save = prompts.__getitem__
-    try:
-        yield
-    finally:
-        del model.get_prompt_embedding_to_save
