@@ -1,11 +1,16 @@
 """ht.checkpoint.save, load and verify, of a model of one's own."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 import hpctrain as ht
+from hpctrain.data_parallel import LocalSGD, Zero1
 from hpctrain.layers import BatchNorm2d
 
 pytestmark = pytest.mark.mpi
@@ -20,10 +25,10 @@ def training(grid, seed, layers=lambda: [nn.Linear(3, 8), nn.Tanh()], make=torch
     return ht.Trainer(model, grid, optimizer, loss=lambda model, x: model(x).square().sum(), strategy=spread)
 
 
-def same_weights(one, other, grid):
+def same_weights(one, other, grid, rtol=0.0):
     first, second = (ht.gather_state_dict(trainer.model) for trainer in (one, other))
     if grid.rank == 0:
-        torch.testing.assert_close(first, second, rtol=0, atol=0)
+        torch.testing.assert_close(first, second, rtol=rtol, atol=rtol)
 
 
 class Scaled(nn.Module):
@@ -159,6 +164,47 @@ def test_what_has_no_elements(world, tmp_path, saved_by, loaded_by):
     same_weights(one, other, grid)
     if world.rank == 0:
         ht.checkpoint.verify(root / "step-1")
+
+
+class Attending(nn.Module):
+    """Matrices stacked along the first dim, and along the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.second = GPT2Attention(GPT2Config(n_embd=8, n_head=2, attn_pdrop=0.0, resid_pdrop=0.0), layer_idx=0)
+
+    def forward(self, x):
+        return self.second(self.first(x, x, x, need_weights=False)[0])[0]
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("strategy", [None, Zero1, partial(LocalSGD, every=2)])
+def test_stacked_matrices(world, tmp_path, strategy):
+    """Checkpoints have the weights in their own shapes, and go on where a tensor axis divides them otherwise."""
+    root = world.bcast(tmp_path)
+    x = torch.linspace(-1, 1, 36, dtype=torch.float64).view(4, 3, 3)
+    grids = [ht.Grid(data, tensor=world.size // data) for data in (1, 2, 4) if data <= world.size]
+    if isinstance(strategy, partial):  # of which there are as many replicas as before
+        grids = grids[1:2]
+    made = partial(
+        training, layers=lambda: [nn.Linear(3, 8), Attending()], make=partial(torch.optim.SGD, momentum=0.9),
+        strategy=strategy,
+    )  # fmt: skip
+    for source in grids:
+        trainer = made(source, 1)
+        trainer.step([x[source.data.rank :: source.data.size]])
+        folder = root / f"{source.data.size}"
+        saved = ht.checkpoint.save(folder, 1, trainer.model, trainer.strategy)
+        tensors = ht.checkpoint.verify(saved).manifest.tensors
+        assert tensors["model/1.first.in_proj_weight"][1][-2:] == (24, 8)
+        assert tensors["optimizer/momentum_buffer/1.second.c_attn.weight"][1][-2:] == (8, 24)
+        expected = trainer.step([x[source.data.rank :: source.data.size]])[0]
+        for grid in grids:
+            other = made(grid, 2)
+            ht.checkpoint.load(folder, other.model, other.strategy)
+            assert other.step([x[grid.data.rank :: grid.data.size]])[0] == pytest.approx(expected, rel=1e-12)
+            same_weights(trainer, other, grid, rtol=1e-11)
 
 
 def test_running_statistics(world, tmp_path):

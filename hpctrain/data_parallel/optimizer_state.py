@@ -45,7 +45,8 @@ def to_load(names: Names, optimizer: torch.optim.Optimizer, saved: dict[str, Des
         for key, value in kept.get(name, ()):
             shard = shard_of(p) if value.shape else Shard((), ())
             device = None if _is_number(key, value, p) and p not in on_device else p.device
-            memory = optimizer.state[p][key] = torch.empty(shard.shape, dtype=value.dtype, device=device)
+            shape = p.detach().shape if value.shape else ()
+            memory = optimizer.state[p][key] = torch.empty(shape, dtype=value.dtype, device=device)
             entries.append(Entry(f"optimizer/{key}/{name}", shard, memory))
     return entries
 
