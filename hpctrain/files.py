@@ -1,12 +1,19 @@
-"""Files whose errors are heard: whether one is there, that it is on disk, and HDF5 on a disk that may be full."""
+"""Files whose errors are heard: whether one is there, that it is on disk, several that come at once, and HDF5 on a disk
+that may be full."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
+import re
+import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+
+DRAFT = ".draft"
 
 
 def status(path: str | os.PathLike) -> os.stat_result | None:
@@ -71,6 +78,40 @@ def sync(path: str | os.PathLike) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def draft(folder: Path) -> Iterator[Path]:
+    """An empty folder within `folder` to write what `place` then puts there; at the end it goes, with what is left."""
+    path = folder / DRAFT
+    if status(path):  # of a process that was killed
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def check_free(folder: Path) -> None:
+    """Raise ValueError for what is no folder, and for one that has more in it than the draft of a killed process."""
+    if status(folder) and not (is_folder(folder) and all(path.name == DRAFT for path in folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder; choose another")
+
+
+def place(draft: Path, folder: Path, last: str, older: str = "") -> None:
+    """The files of a draft, in their places once all are on disk. That of the name `last`, which says that all are
+    there, comes after the others, and an older one goes before all that `older`, a regular expression, names."""
+    found = sorted(draft.iterdir(), key=lambda path: path.name == last)
+    for path in found:
+        sync(path)
+    (folder / last).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if re.fullmatch(older, path.name):
+            path.unlink()
+    for path in found:
+        path.rename(folder / path.name)
+    sync(folder)
 
 
 class Disk:

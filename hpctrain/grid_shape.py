@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Row-major, z fastest: tensor neighbours share a node before those of Ulysses do, which talk more than those of a ring.
@@ -156,6 +156,36 @@ def check_boxes(shape: dict[str, int], boxes: Any, option: str = "boxes") -> tup
             f"grid.tensor has, got {boxes}"
         )
     return found
+
+
+def stage_holders(placement: Mapping[tuple[int, int], int]) -> list[list[int]]:
+    """Of each stage, the ranks of the pipeline axis that hold it, in order.
+
+    Args:
+        placement: {(replica, stage): rank}, as of a `pipeline.Schedule`.
+
+    >>> stage_holders({(0, 0): 0, (0, 1): 1, (1, 0): 1, (1, 1): 0})
+    [[0, 1], [0, 1]]
+    """
+    stages = 1 + max(stage for _, stage in placement)
+    return [sorted({rank for (_, s), rank in placement.items() if s == stage}) for stage in range(stages)]
+
+
+def check_same_boxes(boxes: Sequence[tuple[int, int, int]], holders: list[list[int]], tied: bool) -> None:
+    """Raise ValueError unless pipeline ranks that hold the same weights, which they must cut alike, have one box.
+
+    Args:
+        boxes: as of `check_boxes`.
+        holders: as of `stage_holders`.
+        tied: whether the first and the last stage have the same table.
+    """
+    for ranks in [*holders, *[sorted({*holders[0], *holders[-1]})] * tied]:
+        if len({boxes[rank] for rank in ranks}) > 1:
+            raise ValueError(
+                f"pipeline ranks {', '.join(map(str, ranks))} hold the same weights, by tied embeddings or a schedule "
+                f"with replicas, and need one tensor box, got {', '.join(str(boxes[rank]) for rank in ranks)}; use "
+                "model.tied = false and another schedule, or give these ranks the same box"
+            )
 
 
 def check_expert(shape: dict[str, int], expert: int, expert_tensor: int = 1) -> None:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import resource
+from pathlib import Path
 
 import pytest
 from export_checks import evaluate, shared_folder, transformers_loss
 from training_checks import CORNERS, UNEVEN, batches, fitting, train_on
 
-from hpctrain import Grid, models
+from hpctrain import Grid, files, models
 from hpctrain.models import export
 
 pytestmark = pytest.mark.mpi
@@ -51,14 +53,83 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(world, tmp_pa
         export.export(SPEC, model, grid, folder / "file")
 
 
-def test_config_json_says_that_all_is_there(world, tmp_path, monkeypatch):
-    """Whoever is killed in the middle leaves none."""
+@pytest.fixture
+def trained(world, tmp_path):
+    """(model, grid, folder, content of the folder) with an export of several files in the folder."""
     folder, grid = shared_folder(world, tmp_path), Grid(data=world.size)
     model, *_ = train_on(grid, UNEVEN, count=1, clip=0.0, steps=1)
-    monkeypatch.setattr(export.HuggingFaceWriter, "close", lambda self: (self._write(), (folder / "none/file").touch()))
-    with pytest.raises((ValueError, OSError), match="none/file"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "FILE_BYTES", 3000)
         export.export(SPEC, model, grid, folder)
-    assert [path.name for path in folder.iterdir()] == ["part-0.safetensors"]
+    there = content(folder)
+    world.Barrier()
+    return model, grid, folder, there
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_full_disk_leaves_the_older_export(world, trained, monkeypatch):
+    """Every rank hears it in one line; nothing is left beside."""
+    model, grid, folder, older = trained
+    write = export.HuggingFaceWriter._write
+
+    def full(writer):
+        usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, usual[1]))
+        try:
+            write(writer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+    monkeypatch.setattr(export.HuggingFaceWriter, "_write", full)
+    with pytest.raises((ValueError, OSError), match=r"the weights cannot be written to \S+: .*File too large.*"):
+        export.export(SPEC, model, grid, folder)
+    world.Barrier()
+    assert content(folder) == older
+
+
+def test_files_take_their_places_once_all_are_on_disk(world, trained, monkeypatch):
+    """Until then the older export is there; config.json is the last to come."""
+    model, grid, folder, older = trained
+    synced, sync = [], files.sync
+
+    def told(path):
+        synced.append((path.name, {path.name for path in folder.iterdir()}))
+        sync(path)
+
+    monkeypatch.setattr(files, "sync", told)
+    export.export(SPEC, model, grid, folder)
+    ours = {"config.json", "model.safetensors"}
+    if world.rank == 0:
+        assert synced[:-1] == [(name, {*older, files.DRAFT}) for name in ("model.safetensors", "config.json")]
+        assert synced[-1] == (folder.name, ours | {files.DRAFT})
+    world.Barrier()
+    assert {path.name for path in folder.iterdir()} == ours
+
+
+def test_what_a_killed_export_left_is_no_export(world, trained, monkeypatch):
+    """Killed as its files took their places, and before: config.json says that all is there, and the next one has
+    nothing of it."""
+    model, grid, folder, _ = trained
+    rename, config = Path.rename, folder / "config.json"
+    if world.rank == 0:
+        (folder / files.DRAFT).mkdir()
+        (folder / files.DRAFT / "model-00009-of-00009.safetensors").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "FILE_BYTES", 3000)
+        patch.setattr(Path, "rename", lambda path, to: rename(folder / "none" if to == config else path, to))
+        with pytest.raises((ValueError, OSError), match="none"):
+            export.export(SPEC, model, grid, folder)
+    world.Barrier()
+    left = {path.name for path in folder.iterdir()}
+    assert "config.json" not in left
+    assert "model-00009-of-00009.safetensors" not in left
+    world.Barrier()
+    export.export(SPEC, model, grid, folder)
+    world.Barrier()
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
 
 
 def test_an_older_export_is_replaced_whole(world, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Whether a file is there, and how long it is: an error is never taken for a no."""
+"""Whether a file is there, and how long it is: an error is never taken for a no; files that come at once."""
 
 import os
 import tracemalloc
@@ -48,6 +48,25 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path):
         files.read_bounded(path, 5)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
+
+
+def test_a_draft_takes_its_place_or_goes(tmp_path):
+    """What a killed process left of one is in nobody's way, and in no other draft."""
+    out = tmp_path / "out"
+    (out / files.DRAFT).mkdir(parents=True)
+    (out / files.DRAFT / "old").touch()
+    files.check_free(out)
+    with pytest.raises(ZeroDivisionError), files.draft(out) as draft:
+        (draft / "new").touch()
+        raise ZeroDivisionError
+    assert list(out.iterdir()) == []
+    with files.draft(out) as draft:
+        (draft / "new").touch()
+        files.place(draft, out, last="new")
+    assert [path.name for path in out.iterdir()] == ["new"]
+    for place in (out, out / "new"):
+        with pytest.raises(ValueError, match=f"{place} exists and is not an empty folder; choose another"):
+            files.check_free(place)
 
 
 def test_a_folder_of_texts_that_cannot_be_listed(tmp_path, monkeypatch):

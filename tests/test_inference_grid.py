@@ -21,6 +21,22 @@ def test_the_grid_of_an_evaluation(tmp_path, trained, overrides, ranks, shape):
 
 
 @pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ('pipeline.boxes=["2x1x1", "2x1x1"]', "pipeline.boxes"), ("train.batch=4", "train.batch"),
+        (" data_parallel.method=zero1", "data_parallel.method"), ("tensor.overlap=[]", "tensor.overlap"),
+        ("precision.comm_dtype=bf16", "precision.comm_dtype"), ("run.name=other", "run.name"),
+    ],
+)  # fmt: skip
+def test_a_setting_of_the_training_is_refused(tmp_path, given, name):
+    (tmp_path / "config.toml").write_text("")
+    heeded = ["grid.tensor=2", "grid.pipeline=2", "precision.compute=bf16", "data.documents=masked", "run.device=cpu"]
+    assert configuration(tmp_path, heeded, 4).precision.compute == "bf16"
+    with pytest.raises(ValueError, match=f"^{name} is of a training, and changes nothing of a trained model: leave"):
+        configuration(tmp_path, [*heeded, given], 4)
+
+
+@pytest.mark.parametrize(
     "pipeline",
     ['schedule = "terapipe"\nslices = 4', 'schedule = "ampnet"\nmax_active_keys = 3\nrecord = true',
      'schedule = "ampnet"\nmin_update_frequency = 2\nstaleness_correction = true'],

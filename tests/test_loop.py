@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.config import load_config
-from hpctrain.train import loop
+from hpctrain.train import finishing, loop
+from hpctrain.train.progress import Progress
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.sanity import Sanity, Stopped
 from hpctrain.train.session import Position
@@ -82,6 +83,40 @@ def test_a_full_disk_at_the_validation_that_a_stop_left(config, full_disk):
         loop.evaluate_what_a_stop_left(session, [])
     folder.close()
     assert json.loads((folder.path / "metrics.jsonl").read_text()) == {"step": 1, "val_loss": 2.0}
+
+
+def test_a_full_disk_at_the_export(config, monkeypatch):
+    """The job ends in one line that says where the trained weights are."""
+
+    def export(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(finishing, "export", export)
+    strategy = SimpleNamespace(full_weights=contextlib.nullcontext)
+    tokens = SimpleNamespace(end_of_document=0)
+    session = session_of(
+        config, None, data=SimpleNamespace(tokens=tokens), trainer=SimpleNamespace(strategy=strategy), spec=None,
+        model=None,
+    )  # fmt: skip
+    session.checkpointer.describe_newest = lambda: "the newest checkpoint is step-9"
+    with pytest.raises(Stopped, match="the weights are not exported: .*No space left.*; the newest .* is step-9"):
+        finishing.finish(session)
+
+
+def test_a_validation_that_is_not_finite(config, capsys):
+    """Is null in the metrics, as JSON has no NaN, and words elsewhere."""
+    folder = RunFolder(config)
+    folder.begin(0)
+    record = {"step": 1, "loss": 1.0, "lr": 0.1, "tokens_per_second": 1.0}
+    trainer = SimpleNamespace(evaluate=lambda *_: math.nan)
+    agreement = SimpleNamespace(stop_in_validation=lambda: None)
+    assert loop.evaluate(session_of(config, folder, trainer=trainer, agreement=agreement), record, [])
+    folder.log(record)
+    folder.close()
+    folder.plot()
+    assert json.loads((folder.path / "metrics.jsonl").read_text())["val_loss"] is None
+    Progress(10).update(record)
+    assert capsys.readouterr().out.endswith("loss 1.0000  1 tokens/s  validation not finite\n")
 
 
 def test_checkpoints_that_vanished_before_a_rollback(config):

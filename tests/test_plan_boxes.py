@@ -116,6 +116,7 @@ def test_what_is_printed_trains(capsys, tmp_path):
         (["2x1x1", "4x1x1"], "of 2 ranks as grid.tensor has"),
         (["2x1", "1x2x1"], 'must be as \\["2x2x1", "4x1x1"\\]'),
         (["2x1x1", "0x2x1"], "integer of at least 1, got 0"),
+        (["2x1x1", "1x2x1"], "pipeline ranks 0, 1 hold the same weights, by tied embeddings"),
     ]:
         with pytest.raises(ValueError, match=said):
             load_config("jobs/train.toml", [f"pipeline.boxes={json.dumps(boxes)}"])

@@ -103,6 +103,14 @@ def test_the_metrics_as_a_table(run, tmp_path):
     assert (second["loss"], second["val_loss"], second["epochs/data.h5"]) == ("", "4.5", "0.02")
 
 
+def test_a_validation_that_was_not_finite(run):
+    """Its loss is null, as JSON has no NaN; the picture has the others."""
+    records = [record(1, val_loss=4.0), record(2, val_loss=None)]
+    assert "validation loss not finite (nats a token); " in run(records)
+    (validation,) = (line for line in loss_figure(records, "").axes[0].lines if line.get_label() == "validation")
+    assert validation.get_xydata().tolist() == [[1, 4.0]]
+
+
 def test_a_job_that_was_killed(run):
     """Its ranks have not said what they did."""
     text = run([record(1)])

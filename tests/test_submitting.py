@@ -88,9 +88,10 @@ def test_jobs_are_watched_until_all_have_ended(tmp_path, scontrol, monkeypatch, 
     for last in ("0", "-1"):
         assert main(["jobs", "--last", last]) == 2
         assert f"--last must be at least 1, got {last}" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["jobs", "--watch", "0"])
-    assert "must be above 0, got 0" in capsys.readouterr().err
+    for interval, said in {"0": "above 0 and at most 86400.0, got 0", "inf": "got inf", "x": "invalid seconds"}.items():
+        with pytest.raises(SystemExit):
+            main(["jobs", "--watch", interval])
+        assert said in capsys.readouterr().err
 
 
 def test_a_busy_controller_is_not_the_end_of_a_job(tmp_path, scontrol, monkeypatch, capsys):

@@ -31,6 +31,7 @@ def test_refused_on_all_ranks(world, folder):
         (f"data.path={folder}/a.h5", f"data.text={folder}/b.txt"): "was not packed from data.text",
         (f"data.path={folder}/a.h5", f"data.text={folder}/typo.txt"): "typo.txt does not exist",
         (f"data.path={folder}/a.h5", "model.vocabulary=256"): "use model.vocabulary=257 or more",
+        (f"data.text={folder}/b.txt", f"run.out={folder}/a.txt"): "b.txt cannot be packed into .*a.txt/data",
         (f"data.path={folder}/a.h5", "model.context=239"): "too few for a training and a validation sample",
     }
     for overrides, message in cases.items():

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 
 from hpctrain.data_parallel import DataParallelStrategy
-from hpctrain.grid import Grid
+from hpctrain.layers.whole_parameters import shards_of_buffers
 from hpctrain.parameter import annotate, shard_of
-from hpctrain.shard import Shard
 from hpctrain.shard_entries import Described, Entry
 
 
@@ -26,7 +25,7 @@ class TrainingState:
         self.strategy = strategy
         # tied parameters have one name, that of the stage which counts them
         self.names = {p: getattr(p, "same_as", name) for name, p in model.named_parameters()}
-        self._model, self._shards = model, dict(_shards_of_buffers(model, strategy.grid))
+        self._model, self._shards = model, shards_of_buffers(model, strategy.grid)
         self._stacks = {f"/{name}": stack for p, name in self.names.items() if (stack := _stack_of(p))}
 
     def to_save(self) -> list[Entry]:
@@ -98,16 +97,3 @@ def _stack_of(parameter):
         return None
     whole = tuple(whole)
     return Stack(stacked, whole, next(n for n, length in enumerate(stacked) if whole[n : n + 1] != (length,)))
-
-
-def _shards_of_buffers(model: torch.nn.Module, grid: Grid) -> Iterator[tuple[str, Shard]]:
-    """A layer that divides its own says so by `shard`; others are whole on every rank."""
-    kept = model.state_dict(keep_vars=True)
-    found = {name: each for name, each in model.named_buffers() if name in kept and not each.is_meta}
-    stages = grid.pipeline.comm.allgather(set(found)) if grid.pipeline.size > 1 else []
-    for name, buffer in found.items():
-        shard = getattr(model.get_submodule(name.rpartition(".")[0]), "shard", None)
-        if not isinstance(shard, Shard) or shard.shape != buffer.shape:
-            shard = Shard.whole(buffer.shape, replicated=("x", "y", "z"))
-        holders = tuple(rank for rank, names in enumerate(stages) if name in names)
-        yield name, dataclasses.replace(shard, holders=holders if len(holders) > 1 else ())

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from hpctrain import files, models
 from hpctrain.checkpoint import folder, index, reading
@@ -18,6 +19,8 @@ AVERAGE = "optimizer/ema"  # of the weights, in a checkpoint
 
 def act(options: argparse.Namespace) -> int:
     """Returns 1 when something is wrong with a checkpoint."""
+    if options.action != "export" and (options.output or options.weights):
+        raise ValueError(f"-o and --weights are for export, got {options.action}; leave them out")
     root = Path(options.run) / "checkpoints"
     steps = folder.steps(root)
     if options.step is not None:
@@ -66,8 +69,7 @@ def export(root: Path, steps: list[int], options: argparse.Namespace) -> int:
     if not options.output:
         raise ValueError("export needs a folder to write to: -o DIR")
     target = Path(options.output)
-    if files.status(target) and any(target.iterdir()):
-        raise ValueError(f"{target} exists and is not empty; choose another folder")
+    files.check_free(target)
     for step in steps:
         path = folder.place(root, step)
         try:
@@ -88,30 +90,29 @@ def export(root: Path, steps: list[int], options: argparse.Namespace) -> int:
     sizes, method = manifest.member("config", "model"), manifest.member("config", "data_parallel", "method")
     spec = models.get(sizes["kind"])
     shape = spec.shape(sizes)
-    writer = HuggingFaceWriter(target, spec, shape, manifest.member("data", "end_of_document"))
-    for name in names:
-        own, average = f"model/{name}", f"{AVERAGE}/{name}"
-        # without one it was never trained, so that it is its average
-        weight = reading.whole(node, average if averaged and average in stored else own)
-        if method == "local_sgd":  # of the replicas, which have the same where it is no weight
-            weight = weight.mean(0) if weight.is_floating_point() else weight[0]
-        writer.add(name, weight.to(stored[own].dtype))
-    writer.close()
-    tokenizer = _write_tokenizer(Path(options.run), target, shape.context) if (target / "config.json").exists() else ""
+    with files.draft(target) as draft:
+        writer = HuggingFaceWriter(draft, spec, shape, manifest.member("data", "end_of_document"))
+        for name in names:
+            own, average = f"model/{name}", f"{AVERAGE}/{name}"
+            # without one it was never trained, so that it is its average
+            weight = reading.whole(node, average if averaged and average in stored else own)
+            if method == "local_sgd":  # of the replicas, which have the same where it is no weight
+                weight = weight.mean(0) if weight.is_floating_point() else weight[0]
+            writer.add(name, weight.to(stored[own].dtype))
+        tokenizer = None if writer.config is None else _tokenizer(Path(options.run))
+        writer.publish(target, tokenizer)
     what = "the moving average of the weights" if averaged else "the weights"
-    print(f"wrote {what} of step {step}{tokenizer} to {target}/")
+    print(f"wrote {what} of step {step}{' and the tokenizer' * (tokenizer is not None)} to {target}/")
     return 0
 
 
-def _write_tokenizer(run: Path, target: Path, context: int) -> str:
-    """Beside the weights, where the run's data or its own export still have it. Returns words for it."""
+def _tokenizer(run: Path) -> Any:
+    """Where the run's data or its own export still have it."""
     from hpctrain.config import load_config
-    from hpctrain.models.export import write_tokenizer
     from hpctrain.train.inference import tokenizer_of
 
     try:
-        write_tokenizer(target, tokenizer_of(run, load_config(run / "config.toml")), context)
+        return tokenizer_of(run, load_config(run / "config.toml"))
     except (ValueError, OSError) as error:
         print(f"WARNING: no tokenizer beside the weights: {error}", file=sys.stderr)
-        return ""
-    return " and the tokenizer"
+        return None

@@ -6,6 +6,8 @@ import argparse
 import shutil
 from pathlib import Path
 
+from hpctrain import files
+
 SUMMARY = "write a run's weights for Hugging Face transformers"
 
 
@@ -20,9 +22,11 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(
             f"{options.run} holds no weights ({source}/model.safetensors is missing); has the run finished?"
         )
-    if target.exists() and any(target.iterdir()):
-        raise ValueError(f"{target} exists and is not empty; choose another folder")
-    shutil.copytree(source, target, dirs_exist_ok=True)
+    files.check_free(target)
+    with files.draft(target) as draft:
+        for path in filter(Path.is_file, source.iterdir()):
+            shutil.copyfile(path, draft / path.name)
+        files.place(draft, target, last="config.json")
     print(f"wrote {target}/")
 
 

@@ -14,6 +14,7 @@ from hpctrain.cli.export import has_weights
 from hpctrain.slurm import client, submitted
 
 SUMMARY = "list the submitted runs: state, last step, loss, tokens/s"
+DAY = 86400.0
 HEADER = ("job", "state", "run", "step", "loss", "tokens/s")
 
 
@@ -21,7 +22,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--last", type=int, default=20, metavar="N", help="how many, the newest last (20)")
     command.add_argument(
         "--watch",
-        type=_interval,
+        type=seconds,
         nargs="?",
         const=5.0,
         metavar="SECONDS",
@@ -29,11 +30,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _interval(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return seconds
+def seconds(text: str) -> float:  # by this name argparse refuses what is no number
+    interval = float(text)
+    if not 0 < interval <= DAY:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most {DAY}, got {text}")
+    return interval
 
 
 def run(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from hpctrain import models
 from hpctrain.choices import check_product
 from hpctrain.config.option import options
 from hpctrain.config.sections import Config
-from hpctrain.grid_shape import TENSOR, check_expert, check_ranks, size_of
+from hpctrain.grid_shape import TENSOR, check_expert, check_ranks, check_same_boxes, size_of, stage_holders
 from hpctrain.pipeline import Schedule, balanced_slices, schedule
 from hpctrain.pipeline.partitioners import check_counts
 
@@ -28,7 +28,9 @@ def check(config: Config) -> None:
     for box in config.boxes or [tuple(shape[axis] for axis in TENSOR)]:
         check_product(config.tensor.algorithm, *box)
     models.get(config.model.kind).shape(vars(config.model))
-    pipeline_schedule(config)
+    placement = pipeline_schedule(config).placement
+    if config.boxes:
+        check_same_boxes(config.boxes, stage_holders(placement), config.model.tied)
     check_routing(config)
     check_data_parallel(config)
     check_documents(config)

@@ -1,8 +1,10 @@
-"""Whole parameters on the first rank, from the slices that the ranks of a grid hold."""
+"""Whole parameters and buffers on the first rank, from the slices that the ranks of a grid hold."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -12,6 +14,7 @@ import torch
 from hpctrain import comm
 from hpctrain.grid import Grid
 from hpctrain.parameter import shard_of
+from hpctrain.shard import Shard
 from hpctrain.shard_entries import Entry
 
 
@@ -29,9 +32,35 @@ def whole_parameters(model: torch.nn.Module, grid: Grid) -> Iterator[tuple[str, 
     return whole_tensors(entries, grid, gathered)
 
 
+def whole_state(model: torch.nn.Module, grid: Grid) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same with the buffers that `state_dict()` has, after the parameters; collective."""
+    shards = shards_of_buffers(model, grid)
+    entries = [Entry(name, shard, model.get_buffer(name)) for name, shard in shards.items() if _counted(shard, grid)]
+    return itertools.chain(whole_parameters(model, grid), whole_tensors(entries, grid))
+
+
+def shards_of_buffers(model: torch.nn.Module, grid: Grid) -> dict[str, Shard]:
+    """Of the buffers that `state_dict()` has, by name: a layer that divides its own says so by `shard`; others are
+    whole on every rank. Collective, as stages of a pipeline may have the same buffer."""
+    kept = model.state_dict(keep_vars=True)
+    found = {name: each for name, each in model.named_buffers() if name in kept and not each.is_meta}
+    stages = grid.pipeline.comm.allgather(set(found)) if grid.pipeline.size > 1 else []
+    shards = {}
+    for name, buffer in found.items():
+        shard = getattr(model.get_submodule(name.rpartition(".")[0]), "shard", None)
+        if not isinstance(shard, Shard) or shard.shape != buffer.shape:
+            shard = Shard.whole(buffer.shape, replicated=("x", "y", "z"))
+        holders = tuple(rank for rank, names in enumerate(stages) if name in names)
+        shards[name] = dataclasses.replace(shard, holders=holders if len(holders) > 1 else ())
+    return shards
+
+
 def counted(parameter: torch.nn.Parameter, grid: Grid) -> bool:
     """Whether this rank is the one that counts its slice of the parameter, among all that hold it."""
-    shard = shard_of(parameter)
+    return _counted(shard_of(parameter), grid)
+
+
+def _counted(shard: Shard, grid: Grid) -> bool:
     return grid.alike(shard).rank == 0 and shard.owned(grid.coords)
 
 

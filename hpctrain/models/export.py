@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpctrain import comm
+from hpctrain import comm, files
 from hpctrain.grid import Grid
-from hpctrain.layers.whole_parameters import whole_parameters
+from hpctrain.layers.whole_parameters import whole_state
 from hpctrain.models.huggingface import Format
 from hpctrain.models.spec import ModelSpec
 
-TOKENIZER, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
-OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+CONFIG, TOKENIZER, TOKENIZER_SETTINGS = "config.json", "tokenizer.json", "tokenizer_config.json"
+OURS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 FILE_BYTES = 4 << 30  # larger models are cut into files of about this size, so that one rank never holds more
 
 
@@ -24,7 +24,8 @@ def export(
     spec: ModelSpec, model: torch.nn.Module, grid: Grid, folder: Path, end_of_document: int | None = None,
     tokenizer: Any = None,
 ) -> None:  # fmt: skip
-    """Write the weights, in their own precision, to `folder` on the first rank; collective over the grid.
+    """Write the parameters and the buffers that `state_dict()` has, in their own precision, to `folder` on the first
+    rank; collective over the grid. Until all are on disk, what the folder had stays as it was.
 
     Args:
         model: of this spec, with its `shape`.
@@ -32,35 +33,22 @@ def export(
         tokenizer: of `data.tokenizers`, on the first rank, written beside the weights.
 
     Raises:
-        ValueError: on every rank, when the folder cannot be written.
+        ValueError, OSError: on every rank, when the folder cannot be written.
     """
     shape: Any = model.shape
     writer = None
-    with comm.together(grid.world):
-        if grid.rank == 0:
-            writer = HuggingFaceWriter(folder, spec, shape, end_of_document)
-            if tokenizer is not None and writer.config is not None:
-                write_tokenizer(folder, tokenizer, shape.context)
-    for name, weight in whole_parameters(model, grid):
+    with contextlib.ExitStack() as stack:
+        with comm.together(grid.world):
+            if grid.rank == 0:
+                writer = HuggingFaceWriter(stack.enter_context(files.draft(folder)), spec, shape, end_of_document)
+        for name, weight in whole_state(model, grid):
+            with comm.together(grid.world):
+                if writer:
+                    writer.add(name, weight)
         with comm.together(grid.world):
             if writer:
-                writer.add(name, weight)
-    with comm.together(grid.world):
-        if writer:
-            writer.close()
-
-
-def write_tokenizer(folder: Path, tokenizer: Any, context: int) -> None:
-    """So that `transformers.AutoTokenizer` loads it from the folder."""
-    kind = "bytes" if tokenizer.description == "bytes" else "file"
-    description = tokenizer.huggingface()
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": tokenizer.end, "eos_token": tokenizer.end,
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False, "hpctrain_tokenizer": kind,
-    }  # fmt: skip
-    for name, content in ((TOKENIZER, description), (TOKENIZER_SETTINGS, settings)):
-        (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+                writer.publish(folder, tokenizer)
+                stack.close()
 
 
 def to_hugging_face(name: str, weight: torch.Tensor, format: Format, shape: Any) -> dict[str, torch.Tensor]:
@@ -81,17 +69,14 @@ def to_hugging_face(name: str, weight: torch.Tensor, format: Format, shape: Any)
 class HuggingFaceWriter:
     """Collects whole parameters and writes them in files of limited size, with an index when there are several.
 
-    An older export in the folder stays until this one is whole, and other files stay. Where there is a config.json, all
-    of the weights are.
-
-    Attributes: `config`, what that file says; None for a model that has none.
+    Args:
+        draft: an empty folder, as of `files.draft`; what is whole is published from there.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, shape: Any, end_of_document: int | None):
-        self.folder, self.format, self.shape = folder, spec.huggingface, shape
+    def __init__(self, draft: Path, spec: ModelSpec, shape: Any, end_of_document: int | None):
+        self.draft, self.format, self.shape = draft, spec.huggingface, shape
         self.waiting: dict[str, torch.Tensor] = {}
         self.files: list[tuple[list[str], int]] = []
-        folder.mkdir(parents=True, exist_ok=True)
         self.config = self.format.config(shape, end_of_document)
 
     def add(self, name: str, weight: torch.Tensor) -> None:
@@ -100,35 +85,59 @@ class HuggingFaceWriter:
                 self._write()
             self.waiting[theirs] = tensor
 
-    def close(self) -> None:
-        self._write()
-        (self.folder / "config.json").unlink(missing_ok=True)
-        for old in self.folder.iterdir():
-            if OURS.fullmatch(old.name):
-                old.unlink()
-        if len(self.files) == 1:
-            (self.folder / "part-0.safetensors").rename(self.folder / "model.safetensors")
-        else:
-            self._name_parts()
-        if self.config is not None:
-            part = self.folder / "config.json.tmp"
-            part.write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-            part.rename(self.folder / "config.json")
+    def publish(self, folder: Path, tokenizer: Any = None) -> None:
+        """Let it take the place of an older export in the folder, where other files stay. Where there is a config.json,
+        all is there.
 
-    def _name_parts(self) -> None:
-        """With an index of what each holds."""
+        Args:
+            tokenizer: of `data.tokenizers`, written beside the weights of a model that has a config.json.
+        """
+        self._write()
+        self._name_files()
+        if self.config is not None:
+            if tokenizer is not None:
+                self._write_tokenizer(tokenizer)
+            self._write_json(CONFIG, self.config)
+        files.place(self.draft, folder, last=CONFIG, older=OURS)
+
+    def _name_files(self) -> None:
+        """With an index of what each holds, where there are several."""
+        if len(self.files) == 1:
+            self._part(0).rename(self.draft / "model.safetensors")
+            return
         where, size = {}, 0
         for number, (names, nbytes) in enumerate(self.files):
             final = f"model-{number + 1:05d}-of-{len(self.files):05d}.safetensors"
-            (self.folder / f"part-{number}.safetensors").rename(self.folder / final)
+            self._part(number).rename(self.draft / final)
             where.update(dict.fromkeys(names, final))
             size += nbytes
-        index = {"metadata": {"total_size": size}, "weight_map": where}
-        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        self._write_json("model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where})
+
+    def _write_tokenizer(self, tokenizer: Any) -> None:
+        """So that `transformers.AutoTokenizer` loads it from the folder."""
+        kind = "bytes" if tokenizer.description == "bytes" else "file"
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": tokenizer.end, "eos_token": tokenizer.end,
+            "model_max_length": self.shape.context,
+            "clean_up_tokenization_spaces": False, "hpctrain_tokenizer": kind,
+        }  # fmt: skip
+        self._write_json(TOKENIZER, tokenizer.huggingface())
+        self._write_json(TOKENIZER_SETTINGS, settings)
+
+    def _write_json(self, name: str, content: Any) -> None:
+        text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+        (self.draft / name).write_text(text, encoding="utf-8")
+
+    def _part(self, number: int) -> Path:
+        return self.draft / f"part-{number}.safetensors"
 
     def _write(self) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        save_file(self.waiting, self.folder / f"part-{len(self.files)}.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(self.waiting, self._part(len(self.files)), metadata={"format": "pt"})
+        except SafetensorError as error:  # as of a full disk
+            raise OSError(f"the weights cannot be written to {self.draft.parent}: {error}") from error
         self.files.append((list(self.waiting), sum(t.nbytes for t in self.waiting.values())))
         self.waiting = {}

@@ -13,6 +13,7 @@ import torch
 from hpctrain import comm
 from hpctrain.choices import RECOMPUTE
 from hpctrain.grid import Grid
+from hpctrain.grid_shape import check_same_boxes, stage_holders
 from hpctrain.layers import CrossEntropy, Embedding, Linear, Tokens, algorithm_of
 from hpctrain.layers.embedding import scatter_rows
 from hpctrain.layers.parameter import Factory
@@ -71,7 +72,7 @@ class StagedTransformer(StagedModel[Tokens]):
         self.algorithm = algorithm = algorithm_of(grid, algorithm)
         self.factory = factory = Factory(dtype=dtype, device=device)
         self.between = BetweenBoxes(grid, algorithm, shape.width)
-        self._check_boxes(holders)
+        check_same_boxes(grid.boxes, holders, shape.tied)
         columns = split(shape.width, grid.tensor.y.size, grid.tensor.y.rank)
         self.local_width = columns.stop - columns.start
 
@@ -99,19 +100,6 @@ class StagedTransformer(StagedModel[Tokens]):
             for module in (getattr(self, name, None) for name in ("wte", "head")):
                 if module is not None:
                     set_holders(module.weight, sorted({*holders[0], *holders[-1]}))
-
-    def _check_boxes(self, holders: list[list[int]]) -> None:
-        """Ranks that hold the same weights must cut them alike."""
-        boxes = self.grid.boxes
-        shared = [*holders, *[sorted({*holders[0], *holders[-1]})] * self.shape.tied]
-        for ranks in shared:
-            if len({boxes[rank] for rank in ranks}) > 1:
-                raise ValueError(
-                    f"pipeline ranks {', '.join(map(str, ranks))} hold the same weights, by tied embeddings or a "
-                    "schedule with replicas, and need one tensor box, got "
-                    f"{', '.join(str(boxes[rank]) for rank in ranks)}; use model.tied = false and another schedule, or "
-                    "give these ranks the same box"
-                )
 
     @abc.abstractmethod
     def make_block(self, index: int) -> torch.nn.Module:
@@ -176,16 +164,6 @@ class StagedTransformer(StagedModel[Tokens]):
     def message_spec(self, tokens: Tokens, stage: int) -> tuple[tuple[int, int], torch.dtype, torch.device | None]:
         shape = self.between.shape(tokens, self.placement[0, stage])
         return shape, next(self.parameters()).dtype, self.device
-
-
-def stage_holders(placement: Mapping[tuple[int, int], int]) -> list[list[int]]:
-    """Of each stage, the ranks of the pipeline axis that hold it, in order.
-
-    >>> stage_holders({(0, 0): 0, (0, 1): 1, (1, 0): 1, (1, 1): 0})
-    [[0, 1], [0, 1]]
-    """
-    stages = 1 + max(stage for _, stage in placement)
-    return [sorted({rank for (_, s), rank in placement.items() if s == stage}) for stage in range(stages)]
 
 
 def stage_blocks(layers: int, stages: int, layers_per_stage: Sequence[int] | None = None) -> list[range]:

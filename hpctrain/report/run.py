@@ -11,6 +11,7 @@ from typing import Any
 
 from hpctrain.config import Config, load_config
 from hpctrain.plan.learn import of_last_job
+from hpctrain.train.progress import in_words
 
 MIB = 2**20
 AXES = ("data", "sequence", "expert", "pipeline", "tensor")
@@ -101,7 +102,7 @@ def sentence(run: Run) -> str:
     if trained:
         losses.append(f"training loss {trained[0]['loss']:.3f} → {trained[-1]['loss']:.3f}")
     if evaluated := [record["val_loss"] for record in run.records if "val_loss" in record]:
-        losses.append(f"validation loss {evaluated[-1]:.3f}")
+        losses.append(f"validation loss {in_words(evaluated[-1], 3)}")
     words = f": {', '.join(losses)} (nats a token)" if losses else ""
     speed = f"{statistics.median(run.steady):,.0f} tokens/s"
     return f"{last['step']:,} steps, {last['tokens']:,} tokens in {duration(seconds)}{words}; {speed}"

@@ -11,20 +11,31 @@ from hpctrain.plan import Machine
 from hpctrain.plan.outcome import outcome
 from hpctrain.train.generate import generate
 from hpctrain.train.run_folder import PLAN, last_losses
+from hpctrain.train.sanity import Stopped
 from hpctrain.train.session import Session
 
 log = logging.getLogger("hpctrain")
 
 
 def finish(session: Session) -> None:
-    """Export the trained weights and generate. Collective."""
+    """Export the trained weights and generate. Collective.
+
+    Raises:
+        Stopped: on every rank, where the weights cannot be written.
+    """
     config, grid, tokens = session.config, session.grid, session.data.tokens
     end, sample = tokens.end_of_document, None
     tokenizer = tokens.tokenizer if session.folder else None
     strategy = session.trainer.strategy
     average = strategy.averaged_weights() if "export" in config.train.ema_use else contextlib.nullcontext()
     with average, strategy.full_weights():
-        export(session.spec, session.model, grid, config.folder / "model", end, tokenizer)
+        try:
+            export(session.spec, session.model, grid, config.folder / "model", end, tokenizer)
+        except (ValueError, OSError) as error:
+            raise Stopped(
+                f"trained to the end, but the weights are not exported: {error}; "
+                f"{session.checkpointer.describe_newest()}"
+            ) from error
         if count := config.run.sample:
             ids = generate(
                 session.model, grid, [end], count, tokens.vocabulary, session.key / "sample",

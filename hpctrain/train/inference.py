@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+# What may be given beside a trained model; all else is of its training.
+SETTINGS = (
+    "grid", "model", "sequence.method", "tensor.algorithm", "precision.compute", "precision.matmul", "run.device",
+    "run.out", "data.path", "data.text", "data.mixture", "data.tokenizer", "data.documents",
+)  # fmt: skip
+
+
 @dataclass
 class Trained:
     """A model in evaluation mode, with what turns text into its tokens."""
@@ -48,8 +55,8 @@ def open_trained(source: Path, overrides: list[str], world: MPI.Intracomm) -> Tr
     otherwise replicas of the whole model.
 
     Raises:
-        ValueError, OSError: on every rank, for a folder without a model, a grid that it cannot be cut for, and weights
-            that cannot be read.
+        ValueError, OSError: on every rank, for a folder without a model, an override of none of SETTINGS, a grid that
+            the model cannot be cut for, and weights that cannot be read.
     """
     with comm.together(world):
         config = configuration(source, overrides, world.size)
@@ -61,6 +68,7 @@ def open_trained(source: Path, overrides: list[str], world: MPI.Intracomm) -> Tr
     grid = Grid(*grid_arguments(config.grid_shape), config.grid.expert, config.grid.expert_tensor, comm=world)
     device = comm.local_device(config.run.device, world)
     comm.decide_cuda_aware(grid, device)
+    torch.set_float32_matmul_precision(config.precision.matmul)
     master, precision = dtypes(config.precision)
     exported = exported_in(source)
     model = spec.build(
@@ -107,10 +115,16 @@ def configuration(source: Path, overrides: list[str], ranks: int) -> Config:
     else:
         raise ValueError(f"{source} is neither a run folder (config.toml) nor one of Hugging Face's (config.json)")
     alone = [f"grid.{axis}=1" for axis in ("data", "sequence", "pipeline", "tensor", "expert", "expert_tensor")]
-    if any(override.startswith("grid.") for override in overrides):
-        return load_config(path, [*given, *alone, *overrides])
-    config = load_config(path, [*given, *overrides])
-    if config.ranks != ranks:
+    names = [override.partition("=")[0].strip() for override in overrides]
+    given_grid = any(name.startswith("grid.") for name in names)
+    config = load_config(path, [*given, *(alone if given_grid else ()), *overrides])
+    for name in names:
+        if not {name, name.partition(".")[0]}.intersection(SETTINGS):
+            raise ValueError(
+                f"{name} is of a training, and changes nothing of a trained model: leave it out; what may be given is "
+                f"of [grid] and [model], or {', '.join(SETTINGS[2:])}"
+            )
+    if config.ranks != ranks and not given_grid:
         config = load_config(path, [*given, *alone, f"grid.data={ranks}", *overrides])
     return config
 

@@ -132,7 +132,7 @@ def train_step(session: Session) -> dict[str, Any] | None:
         "time": time_split(traffic, seconds, reading),
         "bytes_sent": bytes_by_axis(traffic, "sent"),
         "bytes_received": bytes_by_axis(traffic, "received"),
-        **trainer.report(),
+        **{name: _finite(value) for name, value in trainer.report().items()},
     }
     session.totals.add(record)
     if stalled := session.checkpointer.take_stall():
@@ -171,7 +171,7 @@ def evaluate(session: Session, record: dict[str, Any], validation: list) -> bool
     averaged = "validation" in session.config.train.ema_use
     loss = session.trainer.evaluate(validation, session.agreement.stop_in_validation(), averaged)
     if loss is not None:
-        record["val_loss"] = loss
+        record["val_loss"] = _finite(loss)
     return loss is not None
 
 
@@ -206,5 +206,10 @@ def tell_totals(session: Session) -> None:
         session.folder.write_ranks(job_facts(session), ranks)
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """None, which is null in JSON, for a number that JSON has not got.
+
+    >>> [_finite(value) for value in (1.5, math.nan, -math.inf, 2, [0.5])]
+    [1.5, None, None, 2, [0.5]]
+    """
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -31,7 +31,7 @@ def loss_figure(history: list[dict], title: str, size: tuple[float, float] = (8,
     )
     if mean:
         axes.plot(steps, mean, label=f"training, mean of {window(len(losses))} steps", linewidth=1.5, color="#4c78a8")
-    evaluated = [r for r in history if "val_loss" in r]
+    evaluated = [r for r in history if r.get("val_loss") is not None]
     if evaluated:
         validation = [r["val_loss"] for r in evaluated]
         axes.plot([r["step"] for r in evaluated], validation, "o-", label="validation", color="#e45756", markersize=4)

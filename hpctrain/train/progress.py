@@ -14,6 +14,14 @@ def on_terminal() -> bool:
         return False
 
 
+def in_words(loss: float | None, decimals: int = 4) -> str:
+    """
+    >>> in_words(2.0), in_words(None)
+    ('2.0000', 'not finite')
+    """
+    return "not finite" if loss is None else f"{loss:.{decimals}f}"
+
+
 class Progress:
     """Shows step, losses and speed. On a terminal by rich; otherwise about twenty lines and every validation."""
 
@@ -33,7 +41,7 @@ class Progress:
         loss = f"loss {record['loss']:.4f}" if record["loss"] is not None else f"skipped: {record['skipped']}"
         text = f"{loss}  {record['tokens_per_second']:,.0f} tokens/s"
         if "val_loss" in record:
-            text += f"  validation {record['val_loss']:.4f}"
+            text += f"  validation {in_words(record['val_loss'])}"
         step = record["step"]
         if self.bar:
             self.bar.update(self.task, completed=step, text=text)

@@ -15,6 +15,7 @@ from hpctrain.train import expert_load
 from hpctrain.train.lease import Lease, batch_job
 from hpctrain.train.loss_plot import plot_losses
 from hpctrain.train.metric_loggers import MetricLoggers, check_installed
+from hpctrain.train.progress import in_words
 
 METRICS, RANKS, PLAN = "metrics.jsonl", "ranks.json", "plan.json"
 JOBS = "jobs"  # a line for each job of the batch system that has written here
@@ -238,10 +239,13 @@ def last_losses(history: list[dict]) -> str:
 
     >>> last_losses([{"loss": 2.0, "val_loss": 3.0}, {"loss": None}])
     'final training loss 2.0000, validation loss 3.0000 (nats a token)'
+    >>> last_losses([{"loss": 2.0, "val_loss": 3.0}, {"loss": 1.0, "val_loss": None}])
+    'final training loss 1.0000, validation loss not finite (nats a token)'
     >>> last_losses([{"loss": 2.0}]), last_losses([])
     ('final training loss 2.0000 (nats a token)', 'no losses')
     """
-    last = {key: value for record in history for key, value in record.items() if value is not None}
-    names = {"loss": "final training loss", "val_loss": "validation loss"}
-    said = ", ".join(f"{name} {last[key]:.4f}" for key, name in names.items() if key in last)
+    training = [record["loss"] for record in history if record["loss"] is not None]
+    validation = [record["val_loss"] for record in history if "val_loss" in record]
+    named = {"final training loss": training, "validation loss": validation}
+    said = ", ".join(f"{name} {in_words(losses[-1])}" for name, losses in named.items() if losses)
     return f"{said} (nats a token)" if said else "no losses"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,6 +128,15 @@ def _packed_path(out: str, sources: str) -> str:
 
 
 def _pack(text: list[str], path: str, tokenizer: Any) -> None:
+    folder = Path(path).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"{', '.join(text)} cannot be packed into {path}: {error}; use another run.out, or data.path where one is "
+            "given"
+        ) from error
     with contextlib.suppress(FileExistsError):  # jobs that start together all pack: the first to end counts
         pack(text, path, tokenizer, replace=False)
 

@@ -118,7 +118,7 @@ def test_the_run_folder(train, tmp_path):
     assert {path.name for path in out.iterdir()} == weights | tokenizer
     again = subprocess.run(export, capture_output=True, text=True)
     assert again.returncode == 2
-    assert "exists and is not empty" in again.stderr
+    assert "exists and is not an empty folder" in again.stderr
 
 
 def test_grids_agree_on_the_command_line(train, tmp_path):

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 from hpctrain import comm
 from hpctrain.convert import divide
 from hpctrain.grid import Grid
+from hpctrain.grid_shape import stage_holders
 from hpctrain.models.plain.shape import PlainShape
-from hpctrain.models.staged import set_holders, stage_blocks, stage_holders
+from hpctrain.models.staged import set_holders, stage_blocks
 from hpctrain.models.staged_model import StagedModel
 from hpctrain.parameter import annotate
 from hpctrain.pipeline.draws import DrawCheck, refuse_dropout
