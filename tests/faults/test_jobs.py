@@ -92,7 +92,7 @@ def test_a_job_that_was_stopped_goes_on(tiny, run):
 import time
 from hpctrain.train.trainer import Trainer
 {slow}
-train('run.name=run', 'comm.watchdog=2', 'run.checkpoint_every=0')
+train('run.name=run', 'comm.watchdog=4', 'run.checkpoint_every=0')
 """,
         cold=True,
     )
