@@ -14,7 +14,8 @@ from hpctrain.shard import Shard
 
 @dataclass(frozen=True)
 class Entry:
-    """A rectangle of the global tensor `name`, and this rank's memory of it, contiguous; shaped so, or flat.
+    """A rectangle of the global tensor `name`, and this rank's memory of it, shaped so, or flat; contiguous where it is
+    to be saved.
 
     Names are "model/PARAMETER" and "optimizer/KEY/PARAMETER". A number, such as a loss scale, is a tensor without dims,
     on one rank, the others having none to save; all ranks load it.

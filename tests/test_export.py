@@ -95,11 +95,11 @@ def test_files_take_their_places_once_all_are_on_disk(world, trained, monkeypatc
     model, grid, folder, older = trained
     synced, sync = [], files.sync
 
-    def told(path):
+    def noted(path):
         synced.append((path.name, {path.name for path in folder.iterdir()}))
         sync(path)
 
-    monkeypatch.setattr(files, "sync", told)
+    monkeypatch.setattr(files, "sync", noted)
     export.export(SPEC, model, grid, folder)
     ours = {"config.json", "model.safetensors"}
     if world.rank == 0:

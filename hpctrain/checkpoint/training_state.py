@@ -29,13 +29,13 @@ class TrainingState:
         self._stacks = {f"/{name}": stack for p, name in self.names.items() if (stack := _stack_of(p))}
 
     def to_save(self) -> list[Entry]:
-        entries = self.strategy.to_save(self.names | self._buffers())
-        return [dataclasses.replace(part, tensor=part.tensor.contiguous()) for part in self._in_whole_shape(entries)]
+        parts = self._in_whole_shape(self.strategy.to_save(self.names | self._buffers()))
+        return [p if p.tensor.is_contiguous() else dataclasses.replace(p, tensor=p.tensor.contiguous()) for p in parts]
 
     def to_load(self, saved: dict[str, Described]) -> list[Entry]:
         stacked = {
-            name: Described(stack.of(told.shape), told.dtype)
-            for name, told in saved.items()
+            name: Described(stack.of(each.shape), each.dtype)
+            for name, each in saved.items()
             if (stack := self._stack_of(name))
         }
         return list(self._in_whole_shape(self.strategy.to_load(self.names | self._buffers(), {**saved, **stacked})))

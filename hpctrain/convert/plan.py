@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -135,8 +136,7 @@ class Plan:
     def whole_parameter(self, module: torch.nn.Module, name: str) -> None:
         """As `whole`, of one."""
         parameter: Any = module._parameters[name]
-        shape = tuple(parameter.shape)
-        self._keep(module, name, Shard(shape, tuple(slice(0, length) for length in shape), TENSOR, partial=False))
+        self._keep(module, name, replace(Shard.whole(parameter.shape, TENSOR), partial=False))
 
     def keep(self, module: torch.nn.Module) -> None:
         """Of a module of which nobody knows what it does with its own parameters: they stay whole.
