@@ -1,11 +1,11 @@
 """MPI tests run as `mpirun -n N python -m mpi4py -m pytest --only-mpi`; the others start no MPI, or jobs of their own.
 
 `@pytest.mark.ranks(2, 8)` names the numbers of ranks that a test or a module is for; without it these are 1, 2 and 4. A
-run collects the tests of its own number alone. Of the numbers above 1 every value of a parameter takes half, its
-neighbour the others; of several parameters there are on more than 2 ranks only so many combinations that every value
-occurs. HPCTRAIN_TESTS=all runs them all on every number, and what `@pytest.mark.slow` is put at. jobs/test.sbatch
-starts a run for each number that is named, and checks afterwards that every test passed where it was to run
-(`ranks_named.py`).
+run collects the tests of its own number alone. Of the numbers above 1 a test takes every second one; with parameters
+each value does, its neighbour the others, and of several parameters there are only so many combinations that every
+value occurs. HPCTRAIN_TESTS=all runs them all on every number, more examples of hypothesis's, and what
+`@pytest.mark.slow` is put at. jobs/test.sbatch starts a run for each number that is named, and checks afterwards that
+every test passed where it was to run (`ranks_named.py`).
 
 A failure on one rank ends the whole job at once: its report is printed with the rank, then MPI is aborted. Waiting
 would hang, since the other ranks stand in a collective that the failed one never enters.
@@ -32,7 +32,7 @@ SLOW = [hypothesis.HealthCheck.too_slow]  # others may have the machine
 COMMON = {
     "deadline": None, "database": None, "phases": PHASES, "report_multiple_bugs": False, "suppress_health_check": SLOW,
 }  # fmt: skip
-hypothesis.settings.register_profile("ci", derandomize=True, max_examples=20, **COMMON)
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=20 if ranks_named.ALL else 10, **COMMON)
 hypothesis.settings.register_profile("soak", max_examples=200, **COMMON)
 PROFILE = os.environ.get("HPCTRAIN_HYPOTHESIS", "ci")
 hypothesis.settings.load_profile(PROFILE)

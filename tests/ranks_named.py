@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import sys
+import zlib
 from pathlib import Path
 
 UNNAMED = {1, 2, 4}  # where a test names none
@@ -37,17 +38,21 @@ def turn(item, number):
     it is not among them."""
     lists = places(item)
     which = sum(at for at, _ in lists)
-    if ALL or number == 1 or not lists:
+    if ALL or number == 1:
         return which
-    if number > 2 and len(lists) > 1:
+    if len(lists) > 1:
         # as many as the longest list has values: the first values of all lists, the second ones, and so on, lists that
         # end begun anew
         turns = range(max(length for _, length in lists))
-        return next((turn for turn in turns if all(at == turn % length for at, length in lists)), None)
+        which = next((turn for turn in turns if all(at == turn % length for at, length in lists)), None)
+        if which is None:
+            return None
     several = sorted(named(item) - {1})
-    if len(several) == 1 or any(mark.name == "ranks" for mark in item.callspec.marks):  # a value's own numbers
+    if len(several) == 1:
         return which
-    return which // 2 if which % 2 == several.index(number) % 2 else None
+    # Of tests without parameters half take 2 and half 4; where an odd number is named, the first and the last are taken.
+    first = 0 if len(several) % 2 else zlib.crc32(item.originalname.encode())
+    return which // 2 if (first + which + several.index(number)) % 2 == 0 else None
 
 
 def places(item):

@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 
+import pytest
 from running import ROOT, warm
 
 NUMBER = 30  # of each format, over 300 in all; benchmarks/fuzz.py does 10,000 of each
 
 
+@pytest.mark.slow
 def test_damaged_files():
     command = warm([sys.executable, "benchmarks/fuzz.py", "--number", str(NUMBER)])
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

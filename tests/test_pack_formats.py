@@ -452,7 +452,10 @@ def test_packing_in_a_thread(tmp_path):
     assert status == [0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, "all are killed", "one is killed"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, signal.SIGTERM, "all are killed", pytest.param("one is killed", marks=pytest.mark.slow)],
+)
 def test_processes_end_with_their_parent(tmp_path, number):
     """When it is killed; and at a signal to them all, which is no error of theirs. It ends when they are killed, while
     they send as well, for which it is stopped: nobody reads."""

@@ -35,7 +35,7 @@ def wait_until_gone(run, limit=20):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("who", ["a rank", "mpirun"])
+@pytest.mark.parametrize("who", ["a rank", pytest.param("mpirun", marks=pytest.mark.slow)])
 def test_killed_at_a_random_moment(tiny, run, who):
     """Of mpirun, the ranks are left alone. `benchmarks/faults.py` does 50 seeds of this."""
     generator = random.Random(who)

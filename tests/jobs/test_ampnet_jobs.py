@@ -26,6 +26,7 @@ def succeeds(job, limit=90):
     return ended
 
 
+@pytest.mark.slow
 def test_stopped_in_the_middle_resumed_and_replayed(train, tmp_path):
     """A run in one go that repeats the order of messages has the same losses and norms, to the bit."""
     some = [*AMPNET, "pipeline.max_active_keys=3", "pipeline.min_update_frequency=3", "run.steps=40"]

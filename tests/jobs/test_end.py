@@ -29,7 +29,12 @@ kept.append(Window(every.tensor.x, 8))  # two ranks give it the handle of the on
     [
         ("", 0, ""),
         ("if world.rank == 1: raise ValueError('of one rank')\nworld.Barrier()", 1, "ValueError: of one rank"),
-        ("if world.rank == 1: raise SystemExit(3)\nworld.Barrier()", 3, "MPI_ABORT was invoked on rank 1"),
+        pytest.param(
+            "if world.rank == 1: raise SystemExit(3)\nworld.Barrier()",
+            3,
+            "MPI_ABORT was invoked on rank 1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_windows_that_are_left(start, tmp_path, end, status, said):

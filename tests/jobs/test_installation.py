@@ -96,6 +96,7 @@ hpctrain report runs/first
     assert (bash.folder / "mine/runs/first/report.html").exists()
 
 
+@pytest.mark.slow
 def test_mpirun_itself_starts_it(bash):
     """Without jobs/env.sh."""
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

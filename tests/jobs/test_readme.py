@@ -60,6 +60,7 @@ COMMANDS = {
     "Plan": "hpctrain/plan/README.md",
     "Your own": "hpctrain/models/README.md",
 }
+SLOW = {"Plan", "Experts", "Pipelines", "Share long sequences"}
 
 
 # Read by every Python before all else: `hpctrain machine` measures each figure twice rather than nine times, in two
@@ -81,7 +82,7 @@ elif "machine" in sys.orig_argv:
 
 
 @pytest.mark.parametrize(
-    "title", [pytest.param(title, marks=pytest.mark.slow) if title == "Plan" else title for title in COMMANDS]
+    "title", [pytest.param(title, marks=pytest.mark.slow) if title in SLOW else title for title in COMMANDS]
 )
 def test_commands(checkout, title):
     """The first indented block of the section, run as a script, beside the program that stands there."""

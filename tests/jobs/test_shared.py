@@ -46,6 +46,7 @@ def contents(folder):
     return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
 
 
+@pytest.mark.slow
 def test_another_user(shared):
     checkout, home = shared
     before = contents(checkout)

@@ -12,6 +12,7 @@ from running import ROOT
 pytestmark = pytest.mark.job
 
 
+@pytest.mark.slow
 def test_sbatch_of_the_main_job(sbatch, ended, shell, small, jobs, tmp_path):
     """Submitted from another folder; the ranks follow the allocation; the losses are those of `bash`."""
     job = sbatch("--ntasks=2", "--output=job.out", TRAIN, *small)

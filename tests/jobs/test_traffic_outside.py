@@ -46,6 +46,7 @@ print(f"ledger {line.rank} {sent} ;", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_the_ledger_is_what_leaves_a_rank(start, tmp_path):
     """Four ranks, to the byte, each; what MPI sends of its own, as for Python objects, is listed apart by it."""
     version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout

@@ -167,6 +167,7 @@ def test_a_llama_goes_on_on_another_grid(train, tmp_path):
         assert_close(others[name], weight, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_main_job_s_script(tmp_path):
     """`bash jobs/train.sbatch` with settings; the number of ranks follows the grid. CI runs it as it is, on eight."""
     settings = ["run.steps=2", "run.sample=3", f"run.out={tmp_path}/runs", "grid.pipeline=1", "precision.compute=bf16"]
