@@ -50,7 +50,7 @@ def turn(item, number):
     several = sorted(named(item) - {1})
     if len(several) == 1:
         return which
-    # Of tests without parameters half take 2 and half 4; where an odd number is named, the first and the last are taken.
+    # Of tests without parameters half take 2 and half 4; of an odd number of numbers the first and the last are taken.
     first = 0 if len(several) % 2 else zlib.crc32(item.originalname.encode())
     return which // 2 if (first + which + several.index(number)) % 2 == 0 else None
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,17 @@ def test_records_are_documents(tmp_path, alone, name):
     WRITERS[name](tmp_path / name)
     assert pack([str(tmp_path / name)], tmp_path / "data.h5", fields=FIELDS)["documents"] == 5
     assert read(tmp_path / "data.h5") == alone
+
+
+def test_few_rows_of_a_table_are_in_memory(tmp_path):
+    arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    tables.write_table(arrow.table({"text": ["x" * 10_000] * 2000}), tmp_path / "a.parquet")
+    tracemalloc.start()
+    count = sum(1 for _ in documents.documents(tmp_path / "a.parquet", FIELDS, print))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 2000
+    assert most < 8e6
 
 
 def test_compressed_text(tmp_path):

@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import math
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from parallelize_checks import compare, numbers
@@ -15,6 +17,7 @@ from hpctrain.convert.box import BoxLinear
 from hpctrain.convert.units import divided_units
 from hpctrain.plan import Machine
 from hpctrain.plan.for_model import unit_graph
+from hpctrain.randomness import generator_states
 
 WIDTH = 8
 
@@ -223,6 +226,30 @@ def test_the_example_leaves_no_trace(world):
     assert model[1].num_batches_tracked == 0
     assert torch.equal(model[1].running_mean, torch.zeros(4))
     assert world.allgather(plan) == [plan] * 2
+
+
+class Drawing(nn.Linear):
+    """Draws from Python's and NumPy's generators, gives a buffer new memory, and keeps another for the next call."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        self.mean, self.last = self.mean + x.mean(0) + random.random() + np.random.rand(), x
+        return super().forward(x)
+
+
+@pytest.mark.ranks(2)
+def test_the_example_leaves_what_is_not_of_torch(world):
+    model, before = Drawing(), generator_states()
+    mean = model.mean
+    ht.plan.for_model(model, ht.Grid(tensor=2), torch.ones(3, 4), "cpu-cluster")
+    assert generator_states() == before
+    assert model.mean is mean
+    assert model.last is None
+    assert torch.equal(mean, torch.zeros(4))
 
 
 class Constant(nn.Linear):

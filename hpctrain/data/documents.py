@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 
 from hpctrain.data.corpus import read_text, suffix
 
+ROWS = 256  # of a table that are in memory at once: more take longer, and of long texts gigabytes
 RECORDS = frozenset({".jsonl", ".ndjson", ".json", ".parquet"})  # suffixes of files that may hold records of fields
 
 Skip = Callable[[str, str], None]  # called for what is not packed: where it is, and why
@@ -160,7 +161,7 @@ def _problem(record, name: str) -> str:
 
 
 def _json_lines(file: IO[bytes], path: Path) -> Iterator[tuple[str, dict]]:
-    for number, line in enumerate(_lines(file), 1):
+    for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         try:
@@ -185,16 +186,6 @@ def _if_objects(records, path: Path, skip: Skip, named: bool) -> Iterator[tuple[
         yield from records
 
 
-def _lines(file: IO[bytes], block: int = 1 << 20) -> Iterator[bytes]:
-    """Not all that decompress can be asked for lines."""
-    rest = b""
-    while part := file.read(block):
-        *lines, rest = (rest + part).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
-
-
 def _parquet(path: Path, fields: Fields) -> Iterator[tuple[str, dict]]:
     try:
         import pyarrow.parquet
@@ -206,7 +197,7 @@ def _parquet(path: Path, fields: Fields) -> Iterator[tuple[str, dict]]:
         if missing := [name for name in columns if name not in table.schema_arrow.names]:
             raise ValueError(f"{path} has no column {missing[0]}, but {', '.join(table.schema_arrow.names)}")
         number = 0
-        for batch in table.iter_batches(columns=columns):
+        for batch in table.iter_batches(ROWS, columns=columns):
             for record in batch.to_pylist():
                 number += 1
                 yield f"row {number}", record

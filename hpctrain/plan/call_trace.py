@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -195,11 +197,18 @@ class _Recorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _as_before(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards generators and buffers are as they were."""
+    """Afterwards generators and buffers are as they were, in the memory that they had."""
+    held = [(module._buffers, {**module._buffers}) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(), torch.no_grad():
         try:
             yield
         finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+            for names, given in held:
+                names.clear()
+                names.update(given)
             for buffer, before in buffers:
                 buffer.copy_(before)
