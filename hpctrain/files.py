@@ -114,6 +114,23 @@ def place(draft: Path, folder: Path, last: str, older: str = "") -> None:
     sync(folder)
 
 
+def replace(path: Path, text: str) -> None:
+    """Write a file under another name, and rename it once it is on disk: the old one or the new is there at any
+    moment. Of a link, the file that it leads to; what is no regular file is written to as it is."""
+    path = path.resolve()
+    if status(path) and not regular(path):  # a pipe, or a terminal
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f"{path.name}.tmp")
+    try:
+        part.write_text(text, encoding="utf-8")
+        sync(part)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
 class Disk:
     """A file for HDF5, which is never told of an error in writing it: where a file cannot be closed since the disk is
     full, HDF5 goes on with objects that are gone, and crashes. Whoever writes looks at `error` afterwards.

@@ -25,11 +25,13 @@ CASES = {
     "all_reduce": lambda a: (rows(4, a), lambda x: f.all_reduce(x, a)),
     "all_gather": lambda a: (rows(2, a), lambda x: f.all_gather(x, a)),
     "all_gather uneven": lambda a: (rows(uneven(a)[a.rank], a), lambda x: f.all_gather(x, a, uneven(a))),
+    "all_gather untold": lambda a: (rows(uneven(a)[a.rank], a), lambda x: f.all_gather(x, a)),
     "reduce_scatter": lambda a: (rows(2 * a.size, a), lambda x: f.reduce_scatter(x, a)),
     "reduce_scatter uneven": lambda a: (rows(sum(uneven(a)), a), lambda x: f.reduce_scatter(x, a, uneven(a))),
     "broadcast": lambda a: (rows(3, a), lambda x: f.broadcast(x, a, root=a.size - 1)),
     "reduce": lambda a: (rows(3, a), lambda x: f.reduce(x, a, root=a.size - 1)),
     "gather": lambda a: (rows(uneven(a)[a.rank], a), lambda x: f.gather(x, a, uneven(a), root=a.size - 1)),
+    "gather untold": lambda a: (rows(uneven(a)[a.rank], a), lambda x: f.gather(x, a, root=a.size - 1)),
     "scatter": lambda a: (
         rows(sum(uneven(a)) if a.rank == a.size - 1 else 0, a),
         lambda x: f.scatter(x, a, uneven(a), root=a.size - 1),

@@ -85,3 +85,19 @@ def test_a_folder_of_texts_that_cannot_be_listed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(PermissionError, match="locked"):
         text_files([str(tmp_path)])
+
+
+def test_a_file_is_replaced_or_stays(tmp_path, monkeypatch):
+    """Of a link, that which it leads to; what is no file is written to."""
+    path, link = tmp_path / "file", tmp_path / "link"
+    path.write_text("old")
+    link.symlink_to("file")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="Bad file descriptor"):
+        patched.setattr(files, "sync", lambda path: os.close(-1))
+        files.replace(link, "new")
+    assert path.read_text() == "old"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link"]
+    files.replace(link, "new")
+    assert path.read_text() == "new"
+    assert link.is_symlink()
+    files.replace(tmp_path / os.devnull, "nowhere")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hpctrain as ht
+from hpctrain import comm
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
@@ -409,6 +410,20 @@ def test_lightning(world, folder, tmp_path_factory):
     with pytest.raises(ValueError, match="turn that off by plugins=.SLURMEnvironment.auto_requeue=False.. of the Tra"):
         environment = SLURMEnvironment()
         lightened(ht.parallelize(make(), grid), folder, strategy=GridStrategy(grid), plugins=[environment])
+
+
+def test_what_lightning_waits_for_is_watched(world):
+    pytest.importorskip("lightning")
+    from hpctrain.integrations.lightning import GridStrategy
+
+    grid = ht.Grid(tensor=2, comm=world)
+    strategy, watchdog = GridStrategy(grid), comm.Watchdog(grid, 60.0)
+    strategy.barrier()
+    assert strategy.broadcast(("of rank", world.rank), src=1) == ("of rank", 1)
+    decided = world.rank == 0
+    assert not strategy.reduce_boolean_decision(decided)
+    assert strategy.reduce_boolean_decision(decided, all=False)
+    assert [along for _, along, *_ in watchdog._done] == ["world"] * 4
 
 
 def test_a_checkpoint_that_lightning_cannot_write(world, folder):

@@ -186,6 +186,16 @@ def test_attention_weights(world, how, dropout):
         )  # fmt: skip
 
 
+def test_queries_that_attend_to_nothing(world):
+    """Zeros, as in torch's fused attention, with dropout too."""
+    padding = torch.tensor([[False] * 5, [True] * 5])
+    for grid in tensor_grids(world):
+        compare(
+            lambda: nn.MultiheadAttention(12, 3, batch_first=True, dropout=0.2), grid, [numbers(2, 5, 12)],
+            lambda model, x: model(x, x, x, key_padding_mask=padding, need_weights=False),
+        )  # fmt: skip
+
+
 def test_attention_of_other_widths(world):
     """Keys and values of their own widths and length, no bias; and one sequence without a batch."""
     for grid in tensor_grids(world):

@@ -305,15 +305,16 @@ def test_checkpointing_generation_and_replicas(world):
         assert torch.equal(*written)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 4)
 def test_checkpoints_that_know_of_no_parts(world):
     torch.manual_seed(3)
-    model = ht.parallelize(llama().double(), ht.Grid(tensor=2), **SHARDED).train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(ValueError, match=r"\(use_reentrant=True\) cannot give back activations .*; use use_re"):
-        model(IDS, labels=IDS)
-    with torch.no_grad():
-        model.eval()(IDS, labels=IDS)
+    for grid in boxes(world):
+        model = ht.parallelize(llama(num_hidden_layers=1).double(), grid, **SHARDED).train()
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        with pytest.raises(ValueError, match=r"\(use_reentrant=True\) cannot give back activations .*; use use_re"):
+            model(IDS, labels=IDS)
+        with torch.no_grad():
+            model.eval()(IDS, labels=IDS)
 
 
 class DroppedRows(nn.Module):

@@ -74,6 +74,14 @@ def test_learned_masks(world, make, heads):
             compare(lambda: make(**how).train(), grid, [numbers(2, masks, 11, 11, seed=8)], run)
 
 
+def test_padding_on_the_left(world):
+    """Its queries attend to nothing, and get zeros, with dropout too."""
+    for grid in tensor_grids(world):
+        compare(
+            lambda: gpt2().train(), grid, [IDS], lambda model, ids: model(ids, attention_mask=PADDING.flip(1)).logits
+        )
+
+
 def test_attention_is_divided(world):
     for grid in tensor_grids(world):
         model = ht.parallelize(

@@ -1,7 +1,9 @@
 """Machine files: what is measured here becomes one, and runs set it right."""
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -128,8 +130,9 @@ def run_folder(tmp_path, name, machine, factors, *overrides):
     time["compute"] = factors["compute"] * (parts["compute"] + parts["optimizer"])
     for part in ("data", "tensor", "bubble"):
         time[part] = factors.get(part, 1) * parts[part]
-    records = [{"seconds": 99.0, "time": dict.fromkeys(PARTS, 99.0)}] * 2
-    records += [{"seconds": sum(time.values()), "time": time}] * 3
+    step = {"step": 1, "loss": 6.0, "tokens": 100, "tokens_per_second": 1.0}
+    records = [{**step, "seconds": 99.0, "time": dict.fromkeys(PARTS, 99.0)}] * 2
+    records += [{**step, "seconds": sum(time.values()), "time": time}] * 3
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
@@ -167,6 +170,24 @@ def test_the_command_writes_what_it_learned(tmp_path, capsys):
     assert path.read_text().count("[learned]") == 1
     assert main(["plan", "--learn", str(folder), "--machine", "frontier"]) == 2
     assert "--learn writes into a machine file, got --machine frontier" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_machine_file(tmp_path, monkeypatch, capsys):
+    path = written(tmp_path, figures(1), figures(2))
+    folder, before = run_folder(tmp_path, "a", Machine.load(path), {"compute": 3.0}, "grid.data=2"), path.read_text()
+    monkeypatch.setattr("hpctrain.files.sync", lambda path: os.close(-1))
+    assert main(["plan", "--learn", str(folder), "--machine", str(path)]) == 2
+    assert path.read_text() == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "here.toml"]
+
+
+@pytest.mark.parametrize("command", [["machine"], ["plan", "train.toml", "--machine", "cpu-cluster", "--ranks", "1"]])
+def test_where_no_file_can_be_written_nothing_is_measured(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.setattr("hpctrain.cli.machine.launcher_path", lambda: None)
+    monkeypatch.chdir(Path(__file__).parents[1] / "jobs")
+    for name, message in (("", "is a folder; name a file"), ("none/here.toml", "none to write into")):
+        assert main([*command, "-o", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_stage_is_compared_with_its_own_prediction(tmp_path):
@@ -253,7 +274,7 @@ def test_a_run_that_went_on_on_another_grid(tmp_path):
     machine = Machine.load("cpu-cluster")
     folder = run_folder(tmp_path, "a", machine, {"compute": 3.0}, "grid.data=2")
     config, job = read_job(folder)
-    before = [{"seconds": 77.0, "time": dict.fromkeys(PARTS, 77.0)}] * 9
+    before = [{**job[0], "seconds": 77.0, "time": dict.fromkeys(PARTS, 77.0)}] * 9
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*before, *job]))
     ranks = [{"steps": 5, "memory": 1, "device_memory": 0, "bytes_received": {}}] * 2
     assert read_job(folder)[1] == [*before, *job]  # where the last job was killed before it reported

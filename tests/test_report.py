@@ -162,6 +162,15 @@ def test_a_damaged_file_is_named(run, tmp_path, capsys, name):
     assert f"{name} is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", ['{"step": 3}', "3"])
+def test_a_line_that_is_no_step_is_named(run, tmp_path, capsys, line):
+    run([record(1)])
+    with (tmp_path / "mine" / "metrics.jsonl").open("w") as file:
+        file.write(line + "\n")
+    assert main(["report", str(tmp_path / "mine")]) == 2
+    assert f"metrics.jsonl is damaged: {line} is not the line of a step" in capsys.readouterr().err
+
+
 def test_the_picture_of_the_losses():
     """Its title is the run's name; raw and smoothed losses, validation and learning rate are in it."""
     records = [record(n, val_loss=4.0) if n % 10 == 0 else record(n) for n in range(1, 61)]

@@ -144,6 +144,15 @@ def test_options_that_would_do():
             schedule(*options)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("1f1b", (10**8, 1)), ("gpipe", (1, 10**8)), ("terapipe", (2**7, 2**7)), ("chimera", (2**11,) * 2)],
+)
+def test_what_is_too_large_to_be_listed(name, sizes):
+    with pytest.raises(ValueError, match="ranks × virtual_stages × microbatches × slices must be at most 1048576"):
+        schedule(name, *sizes)
+
+
 def test_command(tmp_path, capsys):
     picture, programs = tmp_path / "out.png", tmp_path / "out.json"
     arguments = ["schedule", "1f1b", "--ranks", "2", "--microbatches", "3", "--costs", "1,1,1", "--compare"]

@@ -289,6 +289,13 @@ def test_a_model_is_that_of_the_checkout(tmp_path, queue, capsys, monkeypatch):
     assert "cannot import only_here" in capsys.readouterr().err
 
 
+def test_a_plain_model_recomputes_nothing(tmp_path, queue, capsys, monkeypatch):
+    (tmp_path / "plain_model.py").write_text("def build(model): raise AssertionError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert queue("model.kind=plain_model:build", "train.recompute=block") == 2
+    assert "train.recompute = block is for the models of hpctrain, got model.kind = plain" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "resume"),
     [

@@ -57,3 +57,11 @@ def check_picture(path: str | None) -> None:
     """Raise ValueError where --plot names a file of a kind that is not drawn."""
     if path and Path(path).suffix not in PICTURES:
         raise ValueError(f"--plot {path}: the file's ending is one of {', '.join(PICTURES)}")
+
+
+def check_output(path: Path) -> None:
+    """Raise ValueError where -o names a file that cannot be written for want of a folder, or as there is one."""
+    if not path.parent.is_dir():
+        raise ValueError(f"-o {path}: there is no folder {path.parent} to write into")
+    if path.is_dir():
+        raise ValueError(f"-o {path} is a folder; name a file, such as {path / 'here.toml'}")

@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain import cores
+from hpctrain import cores, files
+from hpctrain.cli.arguments import check_output
 from hpctrain.doctor.findings import launcher_path
 from hpctrain.rank_job import ranks_command, run_ranks
 
@@ -55,6 +56,7 @@ def run(options: argparse.Namespace) -> None:
     counts = _counts(options.ranks)
     if options.rounds < 1:
         raise ValueError(f"--rounds must be a positive number, got {options.rounds}")
+    check_output(Path(options.output))
     launcher = launcher_path()
     if launcher is None:
         raise ValueError("nothing starts ranks here: neither $MPIRUN nor mpirun; source jobs/env.sh of a checkout")
@@ -67,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
             for count, figures in measuring.a_round():
                 rounds[-1].append(figures)
                 print(f"round {number + 1} of {options.rounds}, {count} ranks: measured", flush=True)
-    Path(options.output).write_text(described(rounds), encoding="utf-8")
+    files.replace(Path(options.output), described(rounds))
     print(f"{options.output}: `hpctrain plan CONFIG.toml --machine {options.output}`")
 
 

@@ -10,7 +10,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.arguments import add_config, add_search, check_picture
+from hpctrain import files
+from hpctrain.cli.arguments import add_config, add_search, check_output, check_picture
 
 if TYPE_CHECKING:
     from hpctrain.config import Config
@@ -86,12 +87,11 @@ def run(options: argparse.Namespace) -> None:
     if ranks is None:
         ranks = int(os.environ.get("SLURM_NTASKS") or config.ranks)
     machine.check_nodes(ranks, allocated_nodes(ranks))
-    if not out.parent.is_dir():
-        raise ValueError(f"-o {out}: there is no folder {out.parent} to write into")
+    check_output(out)
     found = plan.search(config, ranks, machine, top, options.precision, options.keep)
     best = plan.planned(config, found[0])
     best = dataclasses.replace(best, run=dataclasses.replace(best.run, machine=resolved(options.machine)))
-    out.write_text(to_toml(best), encoding="utf-8")
+    files.replace(out, to_toml(best))
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found]))
         return
@@ -133,7 +133,7 @@ def _learn(options: argparse.Namespace) -> None:
     machine, found = learn(Machine.load(path), {folder: read_job(Path(folder)) for folder in options.learn})
     for folder, each in found.items():
         print(f"{folder}\n{table(each)}\n")
-    path.write_text(with_learned(path.read_text(encoding="utf-8"), machine.learned) + "\n", encoding="utf-8")
+    files.replace(path, with_learned(path.read_text(encoding="utf-8"), machine.learned) + "\n")
     print(f"{path}: learned from {machine.learned.runs} runs")
 
 

@@ -15,6 +15,7 @@ import torch
 
 from hpctrain.comm import collectives, point_to_point, rooted
 from hpctrain.comm.halo import Halo
+from hpctrain.comm.objects import all_gather_object
 from hpctrain.comm.out_of_place import rows_of_all, rows_of_sum, sum_of_all
 from hpctrain.comm.repartition import repartitions
 from hpctrain.grid import Axis, Grid
@@ -47,8 +48,8 @@ def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def all_gather(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None) -> torch.Tensor:
-    """All ranks' rows on every rank; without `counts`, of as many on each. Adjoint: reduce-scatter."""
-    counts = counts or (len(x),) * axis.size
+    """All ranks' rows on every rank; without `counts`, which ranks then tell each other. Adjoint: reduce-scatter."""
+    counts = counts or all_gather_object(len(x), axis)
     return with_adjoint(x, _new(rows_of_all), _new(rows_of_sum), axis, counts)
 
 
@@ -69,8 +70,8 @@ def reduce(x: torch.Tensor, axis: Axis, root: int = 0) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, axis: Axis, counts: Sequence[int] | None = None, root: int = 0) -> torch.Tensor:
-    """All ranks' rows on the root, no rows elsewhere; without `counts`, of as many on each. Adjoint: scatter."""
-    counts = counts or (len(x),) * axis.size
+    """All ranks' rows on the root, no rows elsewhere; `counts` as of `all_gather`. Adjoint: scatter."""
+    counts = counts or all_gather_object(len(x), axis)
     return with_adjoint(x, _new(rooted.gather), _new(rooted.scatter), axis, counts, root)
 
 

@@ -12,8 +12,7 @@ from hpctrain.config.sections import Config
 from hpctrain.grid_shape import TENSOR, check_expert, check_ranks, check_same_boxes, size_of, stage_holders
 from hpctrain.pipeline import Schedule, balanced_slices, schedule
 from hpctrain.pipeline.partitioners import check_counts
-
-LARGEST_SCHEDULE = 2**20  # microbatches of all stages; a pipeline of 64 ranks with 1,024 has 2^16
+from hpctrain.pipeline.registry import LARGEST
 
 
 def check(config: Config) -> None:
@@ -48,6 +47,7 @@ def check_train(config: Config) -> None:
         raise ValueError(f"train.min_lr must be at most train.lr = {train.lr}, got {train.min_lr}")
     if train.ema_use and not train.ema_decay:
         raise ValueError(f"train.ema_use = {train.ema_use} needs a train.ema_decay above 0, such as 0.999")
+    models.get(kind).check_recompute(train.recompute)
     if models.get(kind).own_loss and (train.label_smoothing or train.z_loss):
         raise ValueError(
             f"train.label_smoothing and train.z_loss are of hpctrain's cross entropy, but model.kind = {kind} has a "
@@ -194,9 +194,9 @@ def pipeline_schedule(config: Config) -> Schedule:
         ValueError: where the model, the schedule and the pipeline axis do not fit together.
     """
     pipeline, model, ranks = config.pipeline, config.model, config.grid_shape["pipeline"]
-    if (size := ranks * max(1, pipeline.virtual_stages) * config.train.microbatches) > LARGEST_SCHEDULE:
+    if (size := ranks * max(1, pipeline.virtual_stages) * config.train.microbatches) > LARGEST:
         raise ValueError(
-            f"grid.pipeline × pipeline.virtual_stages × train.microbatches must be at most {LARGEST_SCHEDULE}, as a "
+            f"grid.pipeline × pipeline.virtual_stages × train.microbatches must be at most {LARGEST}, as a "
             f"schedule lists all stages' microbatches, got {size}"
         )
     if pipeline.schedule == "terapipe" and not models.get(model.kind).token_slices:

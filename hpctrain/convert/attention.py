@@ -70,7 +70,9 @@ class SplitMultiheadAttention(torch.nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         if dropout or need_weights:
             drop = drop_heads(dropout, self.num_heads, self.part)
-            mixed, weights = softmax_attention(q, k, v, mask, scale=self.head_dim**-0.5, drop=drop)
+            mixed, weights = softmax_attention(
+                q, k, v, mask, scale=self.head_dim**-0.5, drop=drop, safe=not need_weights
+            )
         else:
             mixed = fused_attention(q, k, v, mask)
         # laid out in memory as torch's, (length, batch, features), since dropout masks follow the memory

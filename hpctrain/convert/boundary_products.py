@@ -17,8 +17,7 @@ from hpctrain.comm.out_of_place import sum_of_summands, summand_for
 from hpctrain.convert import boundary
 from hpctrain.convert.gathering_again import gathering_again
 from hpctrain.convert.linear import WeightAndBias, gradient_of, is_plain, linear, linears, products
-from hpctrain.convert.refusals import check_recomputed
-from hpctrain.convert.sharded_activation import ShardedActivation, enter, gives_whole, leave, rows_of, sharded
+from hpctrain.convert.sharded_activation import ShardedActivation, enter, gives_whole, leave, of_rows, rows_of
 from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis
 
@@ -89,8 +88,7 @@ def leaving(
     y = _Leaving.apply(way, x.flatten(0, -2), weight, bias, start)
     if isinstance(way, Whole):
         return torch.ops.aten._unsafe_view(y, shape)
-    check_recomputed()
-    return sharded(torch.ops.aten._unsafe_view(y, y.shape), axis, shape)
+    return of_rows(torch.ops.aten._unsafe_view(y, y.shape), axis, shape)
 
 
 def _of_input(x, axis):

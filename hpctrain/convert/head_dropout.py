@@ -46,4 +46,4 @@ class HeadDropout(TiledAttention):
             attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         scale = query.shape[3] ** -0.5 if scale is None else scale
         drop = drop_heads(dropout_p, self.heads, self.part)
-        return softmax_attention(query, key, value, attn_mask, scale=scale, drop=drop)[0]
+        return softmax_attention(query, key, value, attn_mask, scale=scale, drop=drop, safe=not is_causal)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +40,8 @@ class DividedPretrained(PreTrainedModel):
         if state_dict is not None:
             super().save_pretrained(save_directory, is_main_process, state_dict, **options)
             return
-        state_dict = gather_state_dict(self)
-        with comm.together(self.hpctrain_grid.world):
-            if self.hpctrain_grid.rank == 0:
-                super().save_pretrained(save_directory, is_main_process, state_dict, **options)
+        save = super().save_pretrained
+        _save_whole(self, lambda weights: save(save_directory, is_main_process, weights, **options))
 
     def resize_token_embeddings(self, *sizes: Any, **options: Any):
         if not sizes and not options:
@@ -85,10 +83,16 @@ class DividedAdapters(torch.nn.Module):
                 )
             save(save_directory, *arguments, state_dict=state_dict, **options)
             return
-        state_dict = gather_state_dict(self)
-        with computed_prompts(self), comm.together(self.hpctrain_grid.world):
-            if self.hpctrain_grid.rank == 0:
-                save(save_directory, *arguments, state_dict=state_dict, **options)
+        with computed_prompts(self):
+            _save_whole(self, lambda weights: save(save_directory, *arguments, state_dict=weights, **options))
+
+
+def _save_whole(model: DividedPretrained | DividedAdapters, save: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """`save` the whole weights, on the first rank. Collective over the grid."""
+    weights = gather_state_dict(model)
+    with comm.together(model.hpctrain_grid.world):
+        if model.hpctrain_grid.rank == 0:
+            save(weights)
 
 
 @contextlib.contextmanager

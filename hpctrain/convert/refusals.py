@@ -59,15 +59,23 @@ def wants_whole(frame: types.FrameType | None) -> bool:
 def check_function(weight: torch.Tensor, path: str) -> None:
     """Raise ValueError where an autograd.Function of the user's reads a weight: backward would give the gradient of the
     whole to this rank's part."""
-    if torch.is_grad_enabled() or not weight.requires_grad:
-        return
+    if (reader := function_given(weight)) is not None:
+        raise ValueError(
+            f"{place()}: {reader} is given the weight {path!r}, which is divided over ranks, and would give its part "
+            "the gradient of the whole; give it weight * 1, which is the whole one, or list its module in replicate"
+        )
+
+
+def function_given(x: torch.Tensor) -> str | None:
+    """The autograd.Function in whose forward a divided tensor is read, if any; backward would know of one part."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch.is_grad_enabled() or not x.requires_grad:
+            return None
     for frame in _calling(sys._getframe(1)):
-        if frame.f_code is _APPLY and any(given is weight for given in frame.f_locals["args"]):
-            raise ValueError(
-                f"{place()}: {frame.f_locals['cls'].__name__} is given the weight {path!r}, which is divided over"
-                " ranks, and would give its part the gradient of the whole; give it weight * 1, which is the whole one,"
-                " or list its module in replicate"
-            )
+        if frame.f_code is _APPLY and any(given is x for given in frame.f_locals["args"]):
+            name = frame.f_locals["cls"].__name__
+            return {"BackwardHookFunction": "a full backward hook"}.get(name, name)
+    return None
 
 
 def check_recomputed() -> None:

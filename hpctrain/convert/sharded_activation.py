@@ -11,18 +11,20 @@ g and ḡ are `enter` and `leave` here; that what is gathered is not kept, but g
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpctrain.convert import boundary
 from hpctrain.convert.dropout import kept, scaled
 from hpctrain.convert.gathered_copy import all_present
 from hpctrain.convert.gathering_again import once_more
-from hpctrain.convert.refusals import check_recomputed, place
+from hpctrain.convert.refusals import check_recomputed, function_given, place
 from hpctrain.convert.sharding import ATTRIBUTES, local
 from hpctrain.convert.token_rows import TokenRows
 from hpctrain.grid import Axis
@@ -37,7 +39,8 @@ class ShardedActivation(torch.Tensor):
     Attributes: `axis`, the ranks that share it; `whole_shape`.
 
     Raises:
-        ValueError: for its `.data` and what else would be written past autograd, and for `retain_grad`.
+        ValueError: for its `.data` and what else would be written past autograd, for `retain_grad`, and where an
+            autograd.Function reads it.
     """
 
     axis: Axis
@@ -51,6 +54,11 @@ class ShardedActivation(torch.Tensor):
         first = next(_activations((args, kwargs)), None)
         if first is None or name in _REFUSED or func == _DATA:
             raise _refused(name)
+        if (reader := function_given(first)) is not None:
+            check_recomputed()
+            raise _refused(reader)
+        if func is torch.autograd.grad:  # of weights first
+            return _gradients(*args, **kwargs) if {*types} <= {cls, torch.Tensor} else NotImplemented
         if name in _OF_THE_ROWS or (name == "__get__" and func not in _OF_THE_WHOLE):
             with local():
                 return func(*args, **kwargs)
@@ -75,15 +83,8 @@ class ShardedActivation(torch.Tensor):
 
     def register_hook(self, hook: Callable):
         """The hook is given the whole gradient."""
-
-        over, shape = self.over, self.whole_shape  # not the activation, which has the hook
-
-        def on_rows(gradient):
-            changed = hook(over.gather(gradient).view(shape))
-            return None if changed is None else over.take(_rows(changed))
-
         with local():
-            return super().register_hook(on_rows)
+            return super().register_hook(_on_rows(self.over, self.whole_shape, hook))
 
     @property
     def over(self) -> TokenRows:
@@ -120,8 +121,7 @@ def leave(x: torch.Tensor, axis: Axis, shards: bool) -> torch.Tensor:
     """The sum of every rank's tensor: whole, or with `shards` this rank's rows of it, whose adjoint gathers."""
     if axis.size == 1 or not shards or x.dim() < 2 or gives_whole():
         return boundary.leave(x, axis)
-    check_recomputed()
-    return sharded(rows_of(x.shape, axis).leave(_rows(x)), axis, x.shape)
+    return of_rows(rows_of(x.shape, axis).leave(_rows(x)), axis, x.shape)
 
 
 def gives_whole() -> bool:
@@ -153,6 +153,7 @@ def of_rows(rows: torch.Tensor, axis: Axis, whole_shape: Sequence[int]) -> torch
     """The activation of which every rank has some rows: sharded, or whole where none can be sharded."""
     if gives_whole():
         return rows_of(whole_shape, axis).gather(rows).view(*whole_shape)
+    check_recomputed()
     return sharded(rows, axis, whole_shape)
 
 
@@ -171,12 +172,36 @@ def whole(x: Any) -> Any:
 
 def handed_out(output: Any) -> Any:
     """As `whole`, of what a model returns. What it computes from goes on by rows, so that gradients that are kept of
-    these would be none, or parts: `retain_grad` is refused, unless nothing else is returned."""
+    these would be none, or parts: `retain_grad` is refused, unless nothing else is returned, and hooks are of rows."""
     several = len([*_activations(output, torch.Tensor)]) > 1
     for x in _activations(output):
         if several and x.requires_grad:
-            vars(x.whole())["retain_grad"] = _refuse_to_retain
+            with local():
+                edge = get_gradient_edge(x)
+            hooks = functools.partial(_register_hook, edge, x.over, x.whole_shape)
+            vars(x.whole()).update(retain_grad=_refuse_to_retain, register_hook=hooks)
     return whole(output)
+
+
+def _register_hook(edge: GradientEdge, over: TokenRows, shape: torch.Size, hook: Callable):
+    on_rows = _on_rows(over, shape, hook)
+
+    def before(gradients):
+        found = list(gradients)
+        found[edge.output_nr] = on_rows(found[edge.output_nr])
+        return None if found[edge.output_nr] is None else tuple(found)
+
+    return edge.node.register_prehook(before)
+
+
+def _on_rows(over: TokenRows, shape: torch.Size, hook: Callable):
+    """A hook on the gradient of rows, for the whole one; not of the activation, which has the hook."""
+
+    def on_rows(gradient):
+        changed = hook(over.gather(gradient).view(shape))
+        return None if changed is None else over.take(_rows(changed))
+
+    return on_rows
 
 
 def _refuse_to_retain() -> None:
@@ -280,6 +305,20 @@ def _operand(other, x):
         other = other.reshape(other.shape[-1:])  # alike for all rows, of which each rank has some
         return boundary.enter(other, x.axis) if other.requires_grad else other
     return None
+
+
+def _gradients(outputs, inputs, *, grad_outputs, allow_unused, materialize_grads, **options):
+    """torch.autograd.grad: those of whole activations, which reach all of them by their rows."""
+    with local():
+        edges = [get_gradient_edge(x) if isinstance(x, ShardedActivation) else x for x in inputs]
+    options["allow_unused"] = allow_unused or materialize_grads
+    found = list(torch.autograd.grad(whole(outputs), edges, whole(grad_outputs), **options))
+    for number, (x, gradient) in enumerate(zip(inputs, found)):
+        if gradient is None and materialize_grads:
+            found[number] = torch.zeros_like(x, requires_grad=options["create_graph"])
+        elif gradient is not None and isinstance(x, ShardedActivation):
+            found[number] = x.over.gather(gradient).view(x.whole_shape)
+    return tuple(found)
 
 
 def _by_whole(func, args, kwargs):

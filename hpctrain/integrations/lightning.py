@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from hpctrain import comm
+from hpctrain.comm.watchdog import PATIENCE
 from hpctrain.convert import gather_optimizer_state, gather_state_dict, load_optimizer_state
 from hpctrain.grid import Grid
 from hpctrain.integrations.states import check_grid, local_rank
@@ -70,13 +71,13 @@ class GridStrategy(SingleDeviceStrategy):
         return self.grid.rank == 0
 
     def barrier(self, *arguments: Any, **options: Any) -> None:
-        self.grid.comm.Barrier()
+        comm.agree(self.grid.world, None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.grid.comm.bcast(obj, src)
+        return comm.all_gather_object(obj if self.grid.rank == src else None, self.grid.world, PATIENCE)[src]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        decisions = self.grid.comm.allgather(bool(decision))
+        decisions = comm.all_gather_object(bool(decision), self.grid.world, PATIENCE)
         return min(decisions) if all else max(decisions)
 
     def lightning_module_state_dict(self) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ def softmax_attention(
     *,
     scale: float,
     drop: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    safe: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """drop(softmax(scale q kᵀ + mask)) v, and what v was multiplied by.
 
@@ -30,6 +31,7 @@ def softmax_attention(
         k, v: (batch, heads or a divisor of them, keys, width); each serves as many neighbouring query heads.
         mask: None, booleans (True: attend) or numbers to add, that broadcast to (batch, heads, length, keys).
         drop: a function of the probabilities.
+        safe: a query that attends to no key gets zeros, as of torch's `scaled_dot_product_attention`, rather than NaN.
     """
     batch, groups, keys = k.shape[:3]
     # the queries of a group as one longer sequence
@@ -37,7 +39,7 @@ def softmax_attention(
     scores = ((q * scale).reshape(*grouped, q.shape[3]) @ k.mT).view(*q.shape[:3], keys)
     if mask is not None:
         scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    probabilities = softmax(scores)
+    probabilities = softmax(scores, safe and mask is not None)
     if drop is not None:
         probabilities = drop(probabilities)
     return (probabilities.view(*grouped, keys) @ v).view(*q.shape[:3], v.shape[3]), probabilities
@@ -56,7 +58,7 @@ def fused_attention(
     return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
 
-def softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Over the last dim; in float32 where they have 16 bits."""
+def softmax(scores: torch.Tensor, safe: bool = False) -> torch.Tensor:
+    """Over the last dim; in float32 where they have 16 bits. If `safe`, that of nothing but -inf is zeros, not NaN."""
     wide = comm.accumulation_dtype(scores.dtype)
-    return scores.softmax(-1, wide).to(scores.dtype)
+    return (torch._safe_softmax if safe else torch.softmax)(scores, -1, wide).to(scores.dtype)

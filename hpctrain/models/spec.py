@@ -37,6 +37,7 @@ class ModelSpec(abc.ABC):
         own_loss: whether the model computes its loss otherwise than by `layers.CrossEntropy`.
         documents: whether tokens attend to their own document alone where `tokens` are given `documents`.
         token_slices: whether a sequence may pass through the stages in slices, as the schedule "terapipe" has it.
+        recomputes: whether backward may compute activations once more, as train.recompute has it.
         huggingface: how a model is written and read in Hugging Face's format. Without it, weights are exported under
             their own names, and no model starts from a folder.
     """
@@ -48,6 +49,7 @@ class ModelSpec(abc.ABC):
     own_loss: bool = False
     documents: bool = True
     token_slices: bool = True
+    recomputes: bool = True
 
     def shape(self, options: Mapping[str, Any]) -> Any:
         """The sizes that the section [model] of a configuration states.
@@ -62,6 +64,14 @@ class ModelSpec(abc.ABC):
                 + (f", it has {', '.join(f'model.{key}' for key in sorted(self.keys))}" if self.keys else "")
             )
         return self.make_shape(options)
+
+    def check_recompute(self, recompute: str) -> None:
+        """Raise ValueError for what this kind cannot compute once more in backward."""
+        if recompute != "none" and not self.recomputes:
+            raise ValueError(
+                f"train.recompute = {recompute} is for the models of hpctrain, got model.kind = {self.kind}; use "
+                "train.recompute=none"
+            )
 
     @abc.abstractmethod
     def make_shape(self, options: Mapping[str, Any]) -> Any:

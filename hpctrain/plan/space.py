@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterator
 
 from hpctrain.choices import PLANE_PRODUCTS, PRODUCTS, RECOMPUTE, check_product
-from hpctrain.config.checks import LARGEST_SCHEDULE
 from hpctrain.grid_shape import all_grids
 from hpctrain.models import TransformerCosts
 from hpctrain.pipeline import Schedule
 from hpctrain.pipeline import schedule as schedule_of
+from hpctrain.pipeline.registry import LARGEST
 from hpctrain.plan.job import Choice, Job
 from hpctrain.shard import split_sizes
 
@@ -105,7 +105,7 @@ def choices(job: Job, given: Choice, way: Choice) -> Iterator[Choice]:
     for schedule, virtual_stages in orders:
         if by_step and not _forwards_first(schedule, way.pipeline, min(2, way.microbatches), virtual_stages):
             continue
-        if way.pipeline * max(1, virtual_stages) * way.microbatches > LARGEST_SCHEDULE:
+        if way.pipeline * max(1, virtual_stages) * way.microbatches > LARGEST:
             continue
         stages = way.pipeline * (2 if schedule == "zb-v" else max(1, virtual_stages))
         cuts = partitions(job.costs, stages) if searched else [given.partition]

@@ -15,6 +15,7 @@ from hpctrain.train.progress import in_words
 
 MIB = 2**20
 AXES = ("data", "sequence", "expert", "pipeline", "tensor")
+NEEDED = {"step", "loss", "tokens", "seconds", "tokens_per_second"}  # of a step's record
 SHOWN = 40  # ranks in a table; the first and the last of more
 DOUBTFUL = 0.2  # spread of the speed, as a part of its median, from which it is doubtful
 
@@ -60,14 +61,24 @@ def read(folder: Path) -> Run:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics, without a line that is being written or was cut."""
+    """The records of a run's metrics, without a line that is being written or was cut.
+
+    Raises:
+        ValueError: for a line of something else.
+    """
     records = []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except json.JSONDecodeError:
                 continue
+            if not isinstance(record, dict) or not record.keys() >= NEEDED:
+                raise ValueError(
+                    f"{path} is damaged: {line[:60].strip()} is not the line of a step, which has "
+                    f"{', '.join(sorted(NEEDED))}; delete it"
+                )
+            records.append(record)
     return records
 
 

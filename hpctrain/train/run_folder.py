@@ -64,7 +64,7 @@ class RunFolder:
         self.path.mkdir(exist_ok=self.resumes)
         files.sync(self.path.parent)
         if batch_job() and batch_job() not in jobs:
-            self._replace(JOBS, "".join(f"{job}\n" for job in [*jobs, batch_job()]))
+            files.replace(self.path / JOBS, "".join(f"{job}\n" for job in [*jobs, batch_job()]))
         self._config, self._steps = to_toml(config), config.run.steps
         self.history: list[dict] = []
         self.ranks: list[dict] = []
@@ -80,7 +80,7 @@ class RunFolder:
         exported = self.path / "model"
         if self._steps > step and files.status(exported):  # at an earlier end: of other weights than this job's
             exported.rename(files.free_name(exported))
-        self._replace("config.toml", self._config)
+        files.replace(self.path / "config.toml", self._config)
         self._rewrite()
         self._loggers.begin(step)
 
@@ -99,18 +99,11 @@ class RunFolder:
         if self._metrics is not None:
             os.close(self._metrics)
             self._metrics = None
-        self._replace(METRICS, "".join(json.dumps(record) + "\n" for record in self.history))
+        files.replace(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in self.history))
         files.sync(self.path)
         self._metrics = os.open(self.path / METRICS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._lacking = False
         return self._metrics
-
-    def _replace(self, name: str, text: str) -> None:
-        """Write a file under another name, and rename it once it is on disk: it is whole at any moment."""
-        part = self.path / f"{name}.tmp"
-        part.write_text(text, encoding="utf-8")
-        files.sync(part)
-        part.rename(self.path / name)
 
     def log(self, record: dict) -> None:
         """Add a step, with the job of the batch system that took it. A full disk must not end the training: what could
@@ -170,7 +163,7 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         """A file of one line about the job. A full disk must not end the training."""
         try:
-            self._replace(name, text + "\n")
+            files.replace(self.path / name, text + "\n")
         except OSError as error:
             log.warning("WARNING: %s is not written: %s", self.path / name, error)
 

@@ -45,6 +45,7 @@ class PlainSpec(ModelSpec):
     own_loss = True
     documents = False
     token_slices = False
+    recomputes = False
 
     def __init__(self, kind: str, factory: Callable[[SimpleNamespace], Any]):
         self.kind, self.factory = kind, factory
@@ -65,11 +66,7 @@ class PlainSpec(ModelSpec):
     ):  # fmt: skip
         from hpctrain.models.plain.model import PlainModel
 
-        if recompute != "none":
-            raise ValueError(
-                f"train.recompute = {recompute} is for the models of hpctrain, got model.kind = {self.kind}; use "
-                "train.recompute=none"
-            )
+        self.check_recompute(recompute)
         options = SimpleNamespace(**{**shape.options, "layers": shape.layers})
         return PlainModel(
             grid, shape, lambda: self.factory(options), layers_per_stage, placement, kind=self.kind, key=key,
