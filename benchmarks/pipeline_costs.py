@@ -44,7 +44,7 @@ def stage_costs(side):
             "input_gradient": costs.input_gradient[0],
             "weight_gradient": costs.weight_gradient[0],
             "activation": costs.activation[0] + output,
-            "kept": _kept(forward, make_input(), split_backward),
+            "kept": kept(forward, make_input(), split_backward),
         }
     for stage, seconds in _after_a_step(side).items():
         mine[stage] |= seconds
@@ -56,14 +56,17 @@ def stage_costs(side):
     return made, Costs(**tables, latency=latency, bandwidth=bandwidth)
 
 
-def _kept(forward, x, split_backward):
+def kept(forward, x, split_backward):
     """Bytes that the weight gradients hold which the input gradient has put off."""
-    y = forward(x)
-    with split_backward as products:
-        y.backward(torch.ones_like(y))
-    held = [a for product in products for a in product.args if torch.is_tensor(a)]
-    held = [a.untyped_storage() for a in held if not isinstance(a, torch.nn.Parameter)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+    with Census() as census:
+        y = forward(x)
+        with split_backward as products:
+            y.backward(torch.ones_like(y))
+    del y
+    x.grad = None  # of the input, which what is put off leads to
+    before = census.bytes()
+    products.clear()
+    return before - census.bytes()
 
 
 def _after_a_step(side):
@@ -127,9 +130,13 @@ class Census(TorchDispatchMode):
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
-    def count(self):
+    def bytes(self):
+        """Of those that are alive."""
         self.alive = {key: each for key, each in self.alive.items() if not each[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return sum(size for _, size in self.alive.values())
+
+    def count(self):
+        self.peak = max(self.peak, self.bytes())
 
 
 class Counted(Stages):
