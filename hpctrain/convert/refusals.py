@@ -68,8 +68,10 @@ def check_function(weight: torch.Tensor, path: str) -> None:
 
 def function_given(x: torch.Tensor) -> str | None:
     """The autograd.Function in whose forward a divided tensor is read, if any; backward would know of one part."""
+    if torch.is_grad_enabled():
+        return None
     with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled() or not x.requires_grad:
+        if not x.requires_grad:
             return None
     for frame in _calling(sys._getframe(1)):
         if frame.f_code is _APPLY and any(given is x for given in frame.f_locals["args"]):
