@@ -76,7 +76,7 @@ def function_given(x: torch.Tensor) -> str | None:
     for frame in _calling(sys._getframe(1)):
         if frame.f_code is _APPLY and any(given is x for given in frame.f_locals["args"]):
             name = frame.f_locals["cls"].__name__
-            return {"BackwardHookFunction": "a full backward hook"}.get(name, name)
+            return "a full backward hook" if name == "BackwardHookFunction" else name
     return None
 
 

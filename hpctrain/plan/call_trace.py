@@ -198,7 +198,7 @@ class _Recorder(TorchDispatchMode):
 @contextlib.contextmanager
 def _as_before(model: torch.nn.Module) -> Iterator[None]:
     """Afterwards generators and buffers are as they were, in the memory that they had."""
-    held = [(module._buffers, {**module._buffers}) for module in model.modules()]
+    named = [(module._buffers, {**module._buffers}) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(), torch.no_grad():
@@ -207,7 +207,7 @@ def _as_before(model: torch.nn.Module) -> Iterator[None]:
         finally:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
-            for names, given in held:
+            for names, given in named:
                 names.clear()
                 names.update(given)
             for buffer, before in buffers:
