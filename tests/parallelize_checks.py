@@ -96,10 +96,16 @@ def part_of(parameter):
     return parameter.detach().as_subclass(torch.Tensor)
 
 
+def is_norm(module):
+    return "Norm" in type(module).__name__ or isinstance(module, torch.nn.PReLU)
+
+
 def held_once(model, grid):
-    """Every element of every weight lies on one rank of the tensor axis."""
+    """Every element of every weight lies on one rank of the tensor axis; the vectors of norms lie on all."""
+    vectors = {p for module in model.modules() if is_norm(module) for p in module.parameters() if p.dim() == 1}
     for parameter in model.parameters():
         whole = parameter.whole_shape
-        assert grid.tensor.comm.allreduce(part_of(parameter).numel()) == torch.Size(whole).numel()
+        times = grid.tensor.size if parameter in vectors else 1
+        assert grid.tensor.comm.allreduce(part_of(parameter).numel()) == times * torch.Size(whole).numel()
         assert parameter.dim() == len(whole)
         assert tuple(parameter.shape) == whole

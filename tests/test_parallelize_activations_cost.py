@@ -33,6 +33,7 @@ def test_bytes_of_a_block(world):
 
 
 def _received(blocks, grid, rows):
+    torch.manual_seed(0)
     model = ht.parallelize(nn.Sequential(*(Block() for _ in range(blocks))).double(), grid, check_steps=0, **SHARDED)
     grid.transport.traffic.clear()
     model(numbers(rows, 8)).sum().backward()

@@ -20,19 +20,40 @@ def calls(grid, work):
     return {name: each["calls"] for (_, name), each in grid.transport.traffic.table().items()}
 
 
-@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.BatchNorm1d])
-@pytest.mark.parametrize(("frozen", "messages"), [("", 1), ("bias", 2), ("weight bias", 1)])
-def test_weight_and_bias_of_a_norm_are_gathered_together(world, kind, frozen, messages):
-    """Where both or neither have gradients, which are this rank's parts without a message."""
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm])
+def test_a_norm_of_whole_activations_sends_nothing(world, kind):
     grid = ht.Grid(tensor=world.size)
-    norm = kind(6).double()
-    for name in frozen.split():
-        norm.get_parameter(name).requires_grad_(False)
-    norm, x = ht.parallelize(norm, grid, check_steps=0), numbers(3, 6).requires_grad_()
+    norm, x = ht.parallelize(kind(6).double(), grid, check_steps=0), numbers(3, 6).requires_grad_()
     y = []
-    assert calls(grid, lambda: y.append(norm(x))) == {"all_gather": messages}
+    assert calls(grid, lambda: y.append(norm(x))) == {}
     assert calls(grid, y[0].sum().backward) == {}
-    assert [p.grad is not None for p in norm.parameters()] == [name not in frozen for name in ("weight", "bias")]
+
+
+class Normed(nn.Module):
+    """A pair, whose output a norm goes on with."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.norm(self.mlp(x))
+
+
+@pytest.mark.parametrize(("frozen", "sums"), [("", 1), ("bias", 1), ("weight bias", 0)])
+def test_gradients_of_a_norm_by_rows_are_summed_together(world, frozen, sums):
+    """Of its weight and bias; nothing is sent before."""
+    torch.manual_seed(0)
+    grid, model = ht.Grid(tensor=world.size), Normed().double()
+    for name in frozen.split():
+        model.norm.get_parameter(name).requires_grad_(False)
+    model, x = ht.parallelize(model, grid, check_steps=0, shard_activations=True), numbers(6, 6).requires_grad_()
+    inside, y = model.mlp(x), []
+    assert calls(grid, lambda: y.append(model.norm(inside))) == {}
+    needed = [p for p in model.norm.parameters() if p.requires_grad]
+    found = calls(grid, lambda: needed and torch.autograd.grad(y[0].rows().sum(), needed))
+    assert found == ({"all_reduce": sums} if sums else {})
 
 
 class Copies(TorchDispatchMode):

@@ -14,7 +14,7 @@ from torch import nn
 
 import hpctrain as ht
 from hpctrain.convert.box import BoxLinear
-from hpctrain.convert.units import divided_units
+from hpctrain.convert.units import divided_and_whole
 from hpctrain.plan import Machine
 from hpctrain.plan.for_model import unit_graph
 from hpctrain.randomness import generator_states
@@ -40,8 +40,8 @@ class Block(nn.Module):
 
 
 PAIR, ATTENTION = ("mlp.0", "mlp.2"), ("attention.out_proj", "attention")
-NORMS, TINY = {("norms.0",), ("norms.1",)}, ("tiny",)
-ALL = {PAIR, ATTENTION, TINY, *NORMS}
+TINY = ("tiny",)
+ALL = {PAIR, ATTENTION, TINY}
 
 
 def machine(latency=1e-6, bandwidth=1e10, peak=1e11, memory=1e12, state=4.5e9, launch=0.0):
@@ -182,12 +182,13 @@ def test_memory(world):
     make, grid, x = Block().double, ht.Grid(tensor=2), numbers(2, 6, WIDTH)
     whole = ht.plan.for_model(make(), grid, x, machine(latency=1.0))
     assert (whole.divided, whole.shard_activations) == ((), False)
-    less = 0.9 * whole.memory * 1.05  # of each byte that is allocated, the allocator wastes 0.05
-    plan = ht.plan.for_model(make(), grid, x, machine(latency=1.0, memory=less))
-    assert plan.divided == (PAIR,)
-    assert plan.memory <= less / 1.05
+    for share, least in ((0.9, ATTENTION), (0.8, PAIR)):  # which sends as much, and saves more
+        less = share * whole.memory * 1.05  # of each byte that is allocated, the allocator wastes 0.05
+        plan = ht.plan.for_model(make(), grid, x, machine(latency=1.0, memory=less))
+        assert plan.divided == (least,)
+        assert plan.memory <= less / 1.05
     with pytest.raises(
-        ValueError, match=r"needs at least 1\.981e\+04 bytes a rank on tensor=2, where machine cpu-cluster has 95\.24 "
+        ValueError, match=r"needs at least 1\.904e\+04 bytes a rank on tensor=2, where machine cpu-cluster has 95\.24 "
     ):
         ht.plan.for_model(make(), grid, x, machine(memory=100.0))
     with pytest.raises(ValueError, match="where machine cpu-cluster has 0 for it"):
@@ -312,7 +313,7 @@ def test_what_stays_whole_leaves_the_others_together(world):
         return nn.TransformerEncoderLayer(4, 2, 7, dropout=0.0, batch_first=True)
 
     grid = ht.Grid(tensor=2)
-    assert [unit.paths for unit in divided_units(chain(), grid)] == [("0", "2"), ("3", "4")]
+    assert [unit.paths for unit in divided_and_whole(chain(), grid)[0]] == [("0", "2"), ("3", "4")]
     assert {*compare(chain, grid, [numbers(3, 4)], replicate=["3"]).divided} == {0, 1}
     assert not compare(encoder, grid, [numbers(2, 3, 4)], replicate=["norm1"]).linear1.leaves
     assert compare(encoder, grid, [numbers(2, 3, 4)], replicate=["dropout"]).linear1.leaves

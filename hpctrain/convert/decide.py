@@ -14,6 +14,7 @@ from hpctrain.convert import (
     chains,
     encoder,
     feed_forward,
+    gathered_weights,
     huggingface,
     intermediate,
     norms,
@@ -43,12 +44,12 @@ _OWNERS: dict[type | str, Callable[[Plan, Any], None]] = {
     ),
     nn.Bilinear: products.split_bilinear,
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), recurrent.split_recurrent),
-    **dict.fromkeys((nn.LSTMCell, nn.GRUCell, nn.RNNCell, ParametrizationList), norms.split_gathered),
+    **dict.fromkeys((nn.LSTMCell, nn.GRUCell, nn.RNNCell, ParametrizationList), gathered_weights.split_gathered),
     nn.Embedding: tables.split_embedding,
     nn.EmbeddingBag: tables.split_embedding_bag,
     **dict.fromkeys((nn.LayerNorm, nn.GroupNorm, nn.PReLU), norms.split_norm),
     **dict.fromkeys((nn.RMSNorm, "LlamaRMSNorm"), rms_norm.split_rms_norm),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), norms.split_batch_norm),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), norms.keep_batch_norm),
     nn.MultiheadAttention: attention.split_multihead_attention,
     "LlamaRotaryEmbedding": lambda plan, module: None,  # constant buffers
 }
@@ -100,7 +101,7 @@ def decide(model: nn.Module, plan: Plan, trunk: nn.Module | None) -> None:
                 norms.check_statistics(plan, module)
             if module in replicated:
                 plan.whole(module)
-                norms.replicate_batch_norm(plan, module)
+                norms.unite_statistics(plan, module)
             elif not altered(module) and module is not trunk:
                 _unit(plan, module)
                 plan.close_unit()

@@ -30,8 +30,8 @@ from hpctrain.convert.expert_form import (
     tried,
     twin,
 )
+from hpctrain.convert.gathered_weights import other_weights
 from hpctrain.convert.hooks import check_global_hooks, check_hooks
-from hpctrain.convert.norms import other_weights
 from hpctrain.convert.plain import altered
 from hpctrain.convert.pretrained import is_pretrained
 from hpctrain.convert.sharded_activation import whole

@@ -1,102 +1,48 @@
-"""Norms: weights divided, gathered when used; the work, a few operations an element, is done on every rank.
+"""Norms: their vectors stay whole, and every rank does the work, a few operations an element.
 
-To divide it, each rank would have to send the others what it made of its part: more time than making it.
+To divide it, each rank would have to send the others what it made of its part: more time than making it. Vectors are
+less than a thousandth of a large model, and to gather them would be one more message for every norm. Larger weights of
+norms are divided, and gathered when used.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from hpctrain.comm import functional
-from hpctrain.convert.boundary import enter, gather
+from hpctrain.convert.boundary import enter
 from hpctrain.convert.dropout import FunctionsThatDrop
+from hpctrain.convert.gathered_weights import other_weights, split_gathered
 from hpctrain.convert.plain import altered, arguments
 from hpctrain.convert.plan import Plan, Refused
 from hpctrain.convert.sharded_activation import ShardedActivation, whole
 from hpctrain.convert.sharding import local
 from hpctrain.grid import Axis
 from hpctrain.layers.batch_norm import batch_norm
-from hpctrain.shard import split_sizes
-
-
-@contextlib.contextmanager
-def other_weights(module: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Within it the module has these in the place of its own weights of the same names."""
-    parameters: dict[str, Any] = module._parameters  # tensors, for a while
-    own = dict(parameters)
-    try:
-        parameters.update(weights)
-        yield
-    finally:
-        parameters.update(own)
 
 
 def entered_weights(module: nn.Module, axis: Axis) -> AbstractContextManager[None]:
-    """Within it the module's whole weights are for every rank to work on its part with."""
-    own = module._parameters.items()
-    return other_weights(module, {name: enter(weight, axis) for name, weight in own if weight is not None})
-
-
-class Gathered(nn.Module):
-    """Mixin for a module that is given its whole weights for the time of its forward.
-
-    Attributes:
-        axis: the ranks that hold the weights.
-        divided: {name of a parameter: (dim, counts by rank)}.
-    """
-
-    axis: Axis
-    divided: dict[str, tuple[int, tuple[int, ...]]]
-
-    def forward(self, *args: Any, **kwargs: Any):
-        return self._with_weights(gather, *args, **kwargs)
-
-    def _with_weights(self, gather, *args, **kwargs):
-        with other_weights(self, self._gathered(gather)):
-            return super().forward(*args, **kwargs)
-
-    def _gathered(self, gather) -> dict[str, torch.Tensor]:
-        """Vectors that are divided alike, as a norm's weight and bias, in one message."""
-        alike: dict[Any, list[str]] = {}
-        for name, divided in self.divided.items():
-            part: Any = self._parameters[name]
-            key = (divided, part.dtype, part.requires_grad) if part.dim() == 1 else name
-            alike.setdefault(key, []).append(name)
-        found = {}
-        with local():
-            for names in alike.values():
-                dim, counts = self.divided[names[0]]
-                parts: list[Any] = [self._parameters[name] for name in names]
-                if len(parts) == 1:
-                    found[names[0]] = gather(parts[0], self.axis, counts, dim)
-                else:
-                    found |= zip(names, gather(torch.stack(parts, 1), self.axis, counts, dim).t().contiguous())
-        return found
-
-
-class GatheredByRows(Gathered):
-    """Mixin for a norm of every token by itself: of rows, the ranks' gradients of the weights are summed."""
-
-    def forward(self, *args: Any, **kwargs: Any):
-        x = (*args, *kwargs.values())[0]
-        if not isinstance(x, ShardedActivation):
-            return super().forward(*args, **kwargs)
-        return x.like(self._with_weights(_gather_weight, x.rows()))
-
-
-def _gather_weight(part, axis, counts, dim):
-    return functional.all_gather(part, axis, counts)
+    """Within it the module's whole weights are for every rank to work on its part with. Gradients of weights that are
+    alike, as a norm's weight and bias, are summed in one message."""
+    alike: dict[Any, dict[str, torch.Tensor]] = {}
+    for name, weight in module._parameters.items():
+        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            alike.setdefault((weight.shape, weight.dtype), {})[name] = weight
+    entered: dict[str, torch.Tensor] = {}
+    for own in alike.values():
+        if len(own) == 1:
+            entered |= {name: enter(weight, axis) for name, weight in own.items()}
+        else:
+            entered |= zip(own, enter(torch.stack([*own.values()]), axis).unbind())
+    return other_weights(module, entered)
 
 
 class WholeByRows(nn.Module):
-    """Mixin for a module of any type that treats every token by itself, and keeps its weights whole.
+    """Mixin for a module that treats every token by itself, and keeps its weights whole.
 
     Attribute: `axis`.
     """
@@ -111,8 +57,8 @@ class WholeByRows(nn.Module):
             return x.like(super().forward(x.rows()))
 
 
-class GatheredBatchNorm(Gathered, nn.modules.batchnorm._BatchNorm):
-    """Statistics are of the whole batch, on all replicas, as one rank would take them.
+class BatchNormOfReplicas(nn.modules.batchnorm._BatchNorm):
+    """Mixin. Statistics are of the whole batch, on all replicas, as one rank would take them.
 
     Attributes: `data`, the axis of replicas.
     """
@@ -120,28 +66,27 @@ class GatheredBatchNorm(Gathered, nn.modules.batchnorm._BatchNorm):
     data: Axis
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.data.size == 1 or not (self.training or self.running_mean is None):
+        if not (self.training or self.running_mean is None):
             return super().forward(input)
         input = whole(input)
         self._check_input_dim(input)
-        weights: dict[str, Any] = {**self._parameters, **self._gathered(gather)}
         with local():
-            return batch_norm(self, input, weights["weight"], weights["bias"], [self.data])
+            return batch_norm(self, input, self._parameters["weight"], self._parameters["bias"], [self.data])
 
 
-def split_norm(plan: Plan, module: torch.nn.Module) -> None:
-    by_rows = isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) == 1
-    by_rows |= type(module).__name__ == "LlamaRMSNorm"
-    split_gathered(plan, module, GatheredByRows if by_rows else Gathered)
+def split_norm(plan: Plan, module: nn.Module) -> None:
+    """Vectors stay whole, other weights are divided."""
+    if any(weight is not None and weight.dim() > 1 for weight in module._parameters.values()):
+        split_gathered(plan, module)
+        return
+    plan.whole(module)
+    if plan.shards and (isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or type(module).__name__ == "LlamaRMSNorm"):
+        plan.swap_class(module, WholeByRows, axis=plan.axis)
 
 
-def split_gathered(plan: Plan, module: torch.nn.Module, mixin: type[Gathered] = Gathered) -> None:
-    """Each parameter along its longest dim; what has none stays whole."""
-    plan.swap_class(module, mixin, axis=plan.axis, divided=divide_longest(plan, module))
-
-
-def split_batch_norm(plan: Plan, module: torch.nn.Module) -> None:
-    plan.swap_class(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided=divide_longest(plan, module))
+def keep_batch_norm(plan: Plan, module: torch.nn.Module) -> None:
+    plan.whole(module)
+    unite_statistics(plan, module)
 
 
 def keep_by_rows(plan: Plan, module: torch.nn.Module) -> bool:
@@ -190,26 +135,13 @@ def check_statistics(plan: Plan, module: torch.nn.Module) -> None:
     raise Refused(f"its statistics would be those of one of {plan.data.size} replicas; {remedy}, or data=1")
 
 
-def replicate_batch_norm(plan: Plan, module: torch.nn.Module) -> None:
-    """Weights whole on every rank; statistics of all replicas nevertheless."""
-    if _is_batch_norm(module):
-        plan.swap_class(module, GatheredBatchNorm, axis=plan.axis, data=plan.data, divided={})
+def unite_statistics(plan: Plan, module: torch.nn.Module) -> None:
+    """Those of a batch norm become those of all replicas."""
+    if plan.data.size > 1 and _is_batch_norm(module):
+        plan.swap_class(module, BatchNormOfReplicas, data=plan.data)
 
 
 def _is_batch_norm(module) -> bool:
     """Whether its forward is torch's, of a subclass too."""
     own = nn.modules.batchnorm._BatchNorm
     return isinstance(module, own) and type(module).forward is own.forward and not altered(module)
-
-
-def divide_longest(plan: Plan, module: torch.nn.Module) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Divide each parameter along its longest dim; {name: (dim, counts by rank)}."""
-    divided = {}
-    for name, parameter in module._parameters.items():
-        if parameter is not None and not parameter.dim():
-            plan.whole_parameter(module, name)
-        elif parameter is not None:
-            dim = max(range(parameter.dim()), key=lambda d: parameter.shape[d])
-            plan.split(module, name, dim)
-            divided[name] = dim, split_sizes(parameter.shape[dim], plan.axis.size)
-    return divided

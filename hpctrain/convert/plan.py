@@ -188,6 +188,10 @@ class Plan:
         mixin = next(mixin for mixin, _ in changes if mixin is not None)
         return mixin, {name: value for _, attributes in changes for name, value in attributes.items()}
 
+    def has_mixin(self, module: torch.nn.Module, mixin: type) -> bool:
+        """Whether its class will have it before its own."""
+        return any(issubclass(kind, mixin) for other, kind, _ in self._changes if other is module and kind is not None)
+
     def share_of(self, parameter: torch.Tensor) -> float:
         """The part of a weight that the rank has which has the most."""
         sharding = self._shardings.get(id(parameter))

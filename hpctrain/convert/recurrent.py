@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hpctrain.convert.norms import Gathered, split_gathered
+from hpctrain.convert.gathered_weights import Gathered, split_gathered
 from hpctrain.convert.sharding import local
 
 if TYPE_CHECKING:

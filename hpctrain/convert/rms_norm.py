@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hpctrain.convert.norms import GatheredByRows, WholeByRows, divide_longest, split_norm
+from hpctrain.convert.norms import WholeByRows, split_norm
 from hpctrain.convert.plain import altered, arguments
 from hpctrain.convert.plan import Plan
 from hpctrain.layers.norm import RMSNormFunction
@@ -37,10 +37,6 @@ class FusedRMSNorm(nn.Module):
         return _TwiceDifferentiable.apply(x.reshape(-1, width), weight, None, width, eps).view(x.shape)
 
 
-class GatheredRMSNorm(GatheredByRows, FusedRMSNorm):
-    pass
-
-
 class WholeRMSNorm(WholeByRows, FusedRMSNorm):
     pass
 
@@ -61,13 +57,9 @@ def _by_formula(x, weight, eps):
 
 
 def split_rms_norm(plan: Plan, module: nn.Module) -> None:
-    """Of a type that is known to be one; its weight is divided."""
-    eps = _name_of_eps(module) if plan.axis.size > 1 else None
-    if eps is None:
+    """Of a type that is known to be one."""
+    if not keep_rms_norm(plan, module):
         split_norm(plan, module)
-    else:
-        divided = divide_longest(plan, module)
-        plan.swap_class(module, GatheredRMSNorm, axis=plan.axis, divided=divided, eps_name=eps)
 
 
 def keep_rms_norm(plan: Plan, module: nn.Module) -> bool:

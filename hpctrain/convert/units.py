@@ -1,4 +1,5 @@
-"""What `parallelize` would divide, found without changing anything, for whoever chooses what to leave whole."""
+"""What `parallelize` would divide, and what it would not, found without changing anything, for whoever chooses what to
+leave whole."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from hpctrain.convert.box import BoxLinear, BoxUp
 from hpctrain.convert.decide import decide
 from hpctrain.convert.divide import chosen_modules
 from hpctrain.convert.experts import SplitExperts
-from hpctrain.convert.norms import Gathered, GatheredByRows
+from hpctrain.convert.gathered_weights import Gathered
+from hpctrain.convert.norms import WholeByRows
 from hpctrain.convert.plan import Plan
 from hpctrain.convert.products import SplitConv, SplitLinear
 from hpctrain.convert.split_heads import SharedHead
@@ -33,7 +35,6 @@ class DividedUnit(NamedTuple):
         by_output: {path: whether output features are divided, or input features} of its linear layers.
         inside: paths of those whose output stays divided.
         gathered: paths of those whose output is gathered in between, as of key heads that several ranks need.
-        by_rows: goes on with the tokens of a rank where activations are sharded.
         on_box: runs on x, y and z.
         parameters: identities of its weights, which others may share.
     """
@@ -45,27 +46,45 @@ class DividedUnit(NamedTuple):
     by_output: dict[str, bool]
     inside: frozenset[str]
     gathered: frozenset[str]
-    by_rows: bool
     on_box: bool
     parameters: frozenset[int]
 
 
-def divided_units(
+class WholeModule(NamedTuple):
+    """A module without others in it whose weights stay whole on every rank, as a norm's.
+
+    Attributes:
+        elements: of its weights.
+        by_rows: goes on with the tokens of a rank where activations are sharded; their gradients are summed.
+    """
+
+    elements: int
+    by_rows: bool
+
+
+def divided_and_whole(
     model: nn.Module, grid: Grid, replicate: Sequence[str] = (), shard_activations: bool = False
-) -> list[DividedUnit]:
-    """Those of `parallelize` with the same arguments, in the model's order. No communication.
+) -> tuple[list[DividedUnit], dict[str, WholeModule]]:
+    """Units of `parallelize` with the same arguments, in the model's order, and what stays whole, by path. No
+    communication.
 
     Raises:
         ValueError: as `parallelize`, for what can be neither divided nor left whole.
     """
     plan = Plan(model, grid, chosen_modules(model, replicate), shard_activations)
     decide(model, plan, None)
-    return [_described(plan, modules) for modules in plan.units]
+    divided = {module for modules in plan.units for module in modules}
+    whole = {
+        path: WholeModule(elements, plan.has_mixin(module, WholeByRows))
+        for path, module in model.named_modules()
+        if module not in divided and not module._modules and (elements := sum(p.numel() for p in module.parameters()))
+    }
+    return [_described(plan, modules) for modules in plan.units], whole
 
 
 def _described(plan: Plan, modules: tuple[nn.Module, ...]) -> DividedUnit:
     by_output: dict[str, bool] = {}
-    gathered, moves, rows, box = set(), "", False, False
+    gathered, moves, box = set(), "", False
     for module in modules:
         mixin, attributes = plan.change_of(module)
         path = plan.paths[module]
@@ -78,13 +97,13 @@ def _described(plan: Plan, modules: tuple[nn.Module, ...]) -> DividedUnit:
         elif issubclass(mixin, (SplitMultiheadAttention, SplitExperts)):
             moves = "pair"
         elif issubclass(mixin, Gathered):
-            moves, rows = moves or "weights", issubclass(mixin, GatheredByRows)
+            moves = moves or "weights"
         elif not moves:
             moves = "input" if issubclass(mixin, SplitEmbedding) and attributes["by_row"] else "output"
     inside = [path for path, out in by_output.items() if out and moves == "pair"]
     weights = {id(weight): weight for module in modules for weight in module._parameters.values() if weight is not None}
     return DividedUnit(
         tuple(plan.paths[module] for module in modules), moves, sum(weight.numel() for weight in weights.values()),
-        max(map(plan.share_of, weights.values())), by_output, frozenset(inside), frozenset(gathered), rows, box,
+        max(map(plan.share_of, weights.values())), by_output, frozenset(inside), frozenset(gathered), box,
         frozenset(weights),
     )  # fmt: skip

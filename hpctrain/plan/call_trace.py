@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpctrain.convert.units import DividedUnit
+from hpctrain.convert.units import DividedUnit, WholeModule
 from hpctrain.plan.operators import COPIES, paths_of_calls
 
 # Element-wise operations that go on with the tokens of a rank, where activations are divided by them.
@@ -52,6 +52,7 @@ class Work:
         operations: that are launched; backward twice as many.
         elements: that element-wise operations give; `out`, that the last operation gives.
         by_rows: between units: goes on with the tokens of a rank.
+        weights: between units: elements of those that it takes, whole on every rank.
     """
 
     unit: int | None
@@ -63,15 +64,19 @@ class Work:
     elements: int = 0
     out: int = 0
     by_rows: bool = False
+    weights: int = 0
 
 
-def trace(model: torch.nn.Module, example: Any, units: Sequence[DividedUnit]) -> list[Work]:
+def trace(
+    model: torch.nn.Module, example: Any, units: Sequence[DividedUnit], whole: Mapping[str, WholeModule]
+) -> list[Work]:
     """Of a forward of the model; the last takes what it returns. Generators and buffers are as they were afterwards.
 
     Args:
+        units, whole: as `divided_and_whole` gives them.
         example: a tensor, a tuple of arguments, or a dict of those with names.
     """
-    recorder = _Recorder(units)
+    recorder = _Recorder(units, whole)
     args, kwargs = example if isinstance(example, tuple) else (example,), {}
     if isinstance(example, Mapping):
         args, kwargs = (), dict(example)
@@ -98,13 +103,13 @@ class _Call(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, units: Sequence[DividedUnit]):
+    def __init__(self, units: Sequence[DividedUnit], whole: Mapping[str, WholeModule]):
         super().__init__()
         self.work: list[Work] = []
         self.path: list[str] = []
-        self._units = units
+        self._units, self._whole = units, whole
         self._unit_at = {path: number for number, unit in enumerate(units) for path in unit.paths}
-        self._work_of: dict[int, int] = {}  # of units
+        self._work_of: dict[int | str, int] = {}  # of units, and by path of what is whole
         self._numbers: dict[int, tuple[int, bool]] = {}  # by the identity of a tensor; whether it is inside of a unit
         self._alive: list[torch.Tensor] = []  # whose ids are not given to others
 
@@ -159,7 +164,9 @@ class _Recorder(TorchDispatchMode):
         takes = {self._numbers[id(each)][0] for each in given}
         by_rows = call.name in _BY_ROWS and any(each.shape == out.shape for each in given) and out.dim() > 1
         only = next(iter(takes))
-        if len(takes) > 1 or self.work[only].unit is not None or self.work[only].by_rows != by_rows:
+        if (path := self.path[-1] if self.path else "") in self._whole:
+            only = self._of_whole(path, takes)
+        elif len(takes) > 1 or not self._is_alike(only, by_rows):
             only = len(self.work)
             self.work.append(Work(None, takes, by_rows=by_rows))
         if aliases:
@@ -167,6 +174,19 @@ class _Recorder(TorchDispatchMode):
         else:
             self._add(only, call, given, out)
         return only
+
+    def _is_alike(self, number, by_rows) -> bool:
+        """Whether it is of operations between modules that have weights, and of the same tokens."""
+        work = self.work[number]
+        return work.unit is None and not work.weights and work.by_rows == by_rows
+
+    def _of_whole(self, path, takes) -> int:
+        if path not in self._work_of:
+            self._work_of[path] = len(self.work)
+            self.work.append(Work(None, by_rows=self._whole[path].by_rows, weights=self._whole[path].elements))
+        number = self._work_of[path]
+        self.work[number].inputs |= takes - {number}
+        return number
 
     def _add(self, number, call, given, out):
         """What an operation does."""

@@ -93,7 +93,7 @@ def _check(model, grid):
 
 
 def _best(model, grid, example, machine, replicate) -> ModelPlan:
-    from hpctrain.convert.units import divided_units  # brings torch
+    from hpctrain.convert.units import divided_and_whole  # brings torch
 
     machine = Machine.load(machine) if isinstance(machine, (str, Path)) else machine
     if not grid.world.one_node:
@@ -117,7 +117,7 @@ def _best(model, grid, example, machine, replicate) -> ModelPlan:
         box_of(grid), tuple(unit.paths for unit in graph.units if unit.paths not in whole), whole, graph.shards,
         seconds, graph.problem().needs(best),
     )  # fmt: skip
-    again = divided_units(model, grid, [*replicate, *plan.replicate], plan.shard_activations)
+    again, _ = divided_and_whole(model, grid, [*replicate, *plan.replicate], plan.shard_activations)
     if others := {unit.paths for unit in again} ^ {*plan.divided}:
         named = ", ".join(sorted({path for paths in others for path in paths}))
         raise ValueError(
@@ -131,19 +131,19 @@ def unit_graph(
     model: torch.nn.Module, grid: Grid, example: Any, machine: Machine, replicate: Sequence[str], shards: bool
 ) -> UnitGraph:
     """All choices, with sharded activations or with whole ones; of one rank, without communication."""
-    from hpctrain.convert.units import divided_units
+    from hpctrain.convert.units import divided_and_whole
     from hpctrain.plan.call_trace import trace
     from hpctrain.plan.unit_rules import UnitGraph
 
     dtype = next((str(parameter.dtype) for parameter in model.parameters()), "torch.float32")
     if dtype not in PRECISIONS:
         raise ValueError(f"a plan is of models of {', '.join(PRECISIONS)}, got {dtype}")
-    units = divided_units(model, grid, replicate, shards)
+    units, whole = divided_and_whole(model, grid, replicate, shards)
     config = load_config(
         overrides=[f"grid.tensor={[*box_of(grid)]}", f"precision.compute={PRECISIONS[dtype]}", "train.clip=0"]
     )
     job, choice = jobs.read(config)
-    return UnitGraph(trace(model, example, units), units, Box(job, machine, Network(machine), choice), shards)
+    return UnitGraph(trace(model, example, units, whole), units, Box(job, machine, Network(machine), choice), shards)
 
 
 def box_of(grid: Grid) -> tuple[int, int, int]:

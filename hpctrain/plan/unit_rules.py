@@ -66,7 +66,7 @@ class UnitGraph:
 
     def _choices(self, work: Work) -> list[UnitChoice]:
         if work.unit is None:
-            return self._between(work, None)
+            return self._between(work)
         unit = self.units[work.unit]
         elements, share = unit.elements, unit.share
         all_of_it = UnitChoice(
@@ -74,7 +74,7 @@ class UnitGraph:
             self._memory(elements, work.elements + work.out),
         )  # fmt: skip
         if unit.moves == "weights":
-            return [all_of_it, *self._between(work, unit)]
+            return [all_of_it, self._gathered(work, unit)]
         moved, memory = self.box.machine.learned.tensor, self._memory(elements * share, self._kept(work, share))
         seconds = self._compute(work, unit, share) + self._update(elements * share)
         seconds += moved * (self._inside(work, unit) + self._leaving(work, unit))
@@ -82,28 +82,29 @@ class UnitGraph:
         gives = ROWS if self.shards and unit.moves == "pair" else WHOLE
         return [all_of_it, UnitChoice(True, takes, gives, seconds, memory)]
 
-    def _between(self, work: Work, norm: DividedUnit | None) -> list[UnitChoice]:
+    def _gathered(self, work: Work, unit: DividedUnit) -> UnitChoice:
+        """Every rank does the work, with weights that it has a part of."""
+        net, elements = self.box.network, unit.elements * unit.share
+        moving = self.box.machine.learned.tensor * net.all_gather(self.size * unit.elements, self.line)
+        seconds = self._compute(work, unit, 1.0) + moving + self._update(elements)
+        return UnitChoice(True, WHOLE, WHOLE, seconds, self._memory(elements, work.elements + work.out))
+
+    def _between(self, work: Work) -> list[UnitChoice]:
         """It has the tokens of a rank where it can go on with them and is given any."""
         net, moved, choices = self.box.network, self.box.machine.learned.tensor, []
-        states = (WHOLE, ROWS) if self._goes_on(work) else (WHOLE,)
+        states = (WHOLE, ROWS) if self.shards and work.by_rows else (WHOLE,)
         for takes in itertools.product(states, repeat=len(work.inputs)):
             rows = ROWS in takes
             share = 1 / self.ranks if rows else 1.0
             elements = work.elements * share
             seconds = sum(map(self._product, work.products)) + self._mixing(work)
             seconds = self._launched(seconds + self._elementwise(RESIDUAL, elements), work)
-            memory = self.size * elements
-            if norm is not None:
-                nbytes = self.size * norm.elements
-                seconds += moved * (net.all_gather(nbytes, self.line) + rows * net.reduce_scatter(nbytes, self.line))
-                seconds += self._update(norm.elements * norm.share)
-                memory += self._memory(norm.elements * norm.share, 0)
-            choices.append(UnitChoice(norm is not None, takes, ROWS if rows else WHOLE, seconds, memory))
+            seconds += self._update(work.weights)
+            if rows and work.weights:
+                seconds += moved * net.all_reduce(self.size * work.weights, self.line)
+            memory = self._memory(work.weights, elements)
+            choices.append(UnitChoice(False, takes, ROWS if rows else WHOLE, seconds, memory))
         return choices
-
-    def _goes_on(self, work: Work) -> bool:
-        """With the tokens of a rank."""
-        return self.shards and (work.by_rows if work.unit is None else self.units[work.unit].by_rows)
 
     def _compute(self, work: Work, unit: DividedUnit, share: float) -> float:
         """Of a rank with this share of the features."""
@@ -202,7 +203,7 @@ class UnitGraph:
 
     def _taken(self, given: str, choice: UnitChoice, place: int, v: int, nbytes: float) -> float:
         """By what goes on with the tokens of a rank where it is given any: it takes them of what is whole besides."""
-        if not self._goes_on(self.work[v]):
+        if not (self.shards and self.work[v].by_rows):
             return self._moving(nbytes, given, WHOLE)
         if given != choice.takes[place]:
             return math.inf
