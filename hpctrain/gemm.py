@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,9 +27,10 @@ def is_faster() -> bool:
 
 def _rounds() -> bool:
     """Whether bfloat16 is inside its products here."""
-    exact = torch.full((_PROBE, _PROBE), 1 + torch.finfo(torch.float32).eps)
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
+    exact = torch.full((_PROBE, _PROBE), 1 + torch.finfo(torch.float32).eps, **options)
     with Float32("bf16"):
-        return not torch.equal(exact @ torch.eye(_PROBE), exact)
+        return not torch.equal(exact @ torch.eye(_PROBE, **options), exact)
 
 
 def _intel() -> bool:

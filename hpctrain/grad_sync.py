@@ -6,6 +6,7 @@ import enum
 from typing import Protocol
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from hpctrain import gemm
 
@@ -119,3 +120,20 @@ class GradSync:
             return
         late = over.sum(pending)
         parameter.grad = self.view.copy_(late) if parameter.grad is None else parameter.grad.add_(late)
+
+
+def grad_sync_of_backward(weight: torch.Tensor) -> GradSync | None:
+    """The weight's `grad_sync` for a layer's backward; None where there is none, or where the backward adds nothing to
+    `weight.grad`: torch.autograd.grad gives what it computes to its caller, and backward(inputs=...) may leave the
+    weight out."""
+    sync = getattr(weight, "grad_sync", None)
+    return sync if sync is not None and _accumulates(weight) else None
+
+
+def _accumulates(weight: torch.Tensor) -> bool:
+    if torch._C._current_graph_task_id() == -1:  # a product that was put off
+        return True
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
+    except RuntimeError:  # torch's answer for what torch.autograd.grad is asked for
+        return False

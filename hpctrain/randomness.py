@@ -6,12 +6,13 @@ The generator is Philox-4x64-10 (Salmon et al., "Parallel random numbers: as eas
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import pickle
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -179,3 +180,11 @@ def generator_states() -> dict[str, int]:
     if torch.cuda.is_initialized():
         states["torch.cuda"] = torch.cuda.get_rng_state().numpy().data
     return {name: zlib.crc32(state) for name, state in states.items()}
+
+
+@contextlib.contextmanager
+def seeded(key: RngKey) -> Iterator[None]:
+    """torch's generator is seeded by a key, and afterwards as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(key.words(0, 1)[0]) >> 1)
+        yield

@@ -294,6 +294,18 @@ def test_refusals(world):
                 head(0, [], batch)
 
 
+def test_a_stage_that_changes_its_input_in_place(world):
+    """Refused in evaluation too, where torch lets it pass: other stages of its rank have the same input."""
+
+    class Relu(nn.Module):
+        def forward(self, x, target):
+            return x.relu_().sum()
+
+    network = network_alone(Edge(0, 1, (4, 2)), nn.Identity, Relu)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"stage 1 changes its input in place.*ReLU\(inplace=False"):
+        network(1, [torch.ones(4, 2)], (torch.ones(4, 2), None))
+
+
 @pytest.mark.ranks(2)
 def test_a_stage_that_cannot_be_made_is_everybodys(world):
     def broken():
@@ -304,8 +316,8 @@ def test_a_stage_that_cannot_be_made_is_everybodys(world):
         Network(Grid(pipeline=2), list_schedule(graph, {(0, 0): 0, (0, 1): 1}, 1), [lambda: nn.Linear(2, 2), broken])
 
 
-def network_alone(edge, first):
+def network_alone(edge, first, second=nn.Identity):
     from mpi4py import MPI
 
     made = list_schedule(StageGraph(2, [edge]), {(0, 0): 0, (0, 1): 0}, 1)
-    return Network(Grid(comm=MPI.COMM_SELF), made, [first, nn.Identity])
+    return Network(Grid(comm=MPI.COMM_SELF), made, [first, second])

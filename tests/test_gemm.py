@@ -119,11 +119,20 @@ def test_processors_of_which_mkl_leaves_vectors_unused(monkeypatch, vendor, vect
     assert gemm.is_faster.__wrapped__() is faster
 
 
-def test_products_that_round_are_found(monkeypatch):
-    """Those of a processor that has no such vectors are MKL's, and exact."""
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_products_that_round_are_found(monkeypatch, default):
+    """Those of a processor that has no such vectors are MKL's, and exact. Products of float64 are everywhere."""
     equal = torch.equal
-    monkeypatch.setattr(torch, "equal", lambda found, exact: equal(found.bfloat16().float(), exact))
-    assert gemm._rounds()
+    rounded = {torch.float32: torch.bfloat16}
+    monkeypatch.setattr(
+        torch, "equal", lambda found, exact: equal(found.to(rounded.get(found.dtype, found.dtype)).to(found), exact)
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert gemm._rounds()
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("precision", ["highest", "medium"])

@@ -12,7 +12,7 @@ from layer_checks import DOUBLE, KEY, Layout, check, gradients_over, randomise, 
 from hpctrain import Grid
 from hpctrain.comm import Watchdog
 from hpctrain.data_parallel import DataParallel
-from hpctrain.layers import Attention, Dropout, Embedding, Linear, SplitBackward, Tokens, algorithm_of
+from hpctrain.layers import Attention, Dropout, Embedding, Linear, Mixture, SplitBackward, Tokens, algorithm_of
 from hpctrain.layers.box import BoxProduct
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.shard import split
@@ -105,6 +105,46 @@ def test_a_step_that_was_given_up_leaves_no_gradient(world):
             replicas.finish_grad_sync()
         expected = (seed.T @ x)[layer.weight.shard.slices]
         torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_gradients_that_the_caller_is_given(world):
+    """What torch.autograd.grad computes is no part of the gradient of a later backward, which does not overwrite it."""
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 4, 3)
+        algorithm = algorithm_of(grid, "agarwal", overlap=["weight_gradient"])
+        layer = Linear(grid, 8, 6, to="inner", algorithm=algorithm, key=KEY, **DOUBLE)
+        replicas = DataParallel(layer.parameters(), grid)
+        x, seed = whole((12, 8), "x", False), whole((12, 6), "seed", False)
+        mine = layout.residual(x).clone().requires_grad_()
+        replicas.zero_grad()
+        y = layer(mine, layout.tokens)
+        torch.autograd.grad(y, mine, layout.inner(seed), retain_graph=True)
+        (given,) = torch.autograd.grad(y, layer.weight, layout.inner(seed), retain_graph=True)
+        replicas.enable_grad_sync()
+        y.backward(2 * layout.inner(seed))
+        replicas.finish_grad_sync()
+        expected = (seed.T @ x)[layer.weight.shard.slices]
+        torch.testing.assert_close(layer.weight.grad, 2 * expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_later_backward_writes_over_no_gradient_of_the_caller(world):
+    """Those of tables and of experts lie in their buckets, too."""
+    for grid in tensor_grids(world):
+        layout = Layout(grid, 4, 3)
+        table = Embedding(grid, 7, 8, key=KEY, **DOUBLE), torch.arange(12)[layout.block] % 7
+        mixture = Mixture(grid, 8, 6, 4, 2, key=KEY, **DOUBLE), layout.residual(whole((12, 8), "x", False))
+        for layer, x in (table, mixture):
+            weights = list(layer.parameters())
+            replicas = DataParallel(weights, grid)
+            replicas.zero_grad()
+            y = layer(x, layout.tokens).sum()
+            given = torch.autograd.grad(y, weights, retain_graph=True)
+            kept = [gradient.clone() for gradient in given]
+            (2 * y).backward()
+            assert all(map(torch.equal, given, kept))
 
 
 @pytest.mark.ranks(1, 2, 4)

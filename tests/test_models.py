@@ -16,10 +16,11 @@ from hpctrain.comm import together
 from hpctrain.config import load_config
 from hpctrain.data import ShardedTokens
 from hpctrain.grid_shape import grid_shape
-from hpctrain.models.plain.model import PlainModel, seeded
+from hpctrain.models.plain.model import PlainModel
 from hpctrain.models.plain.shape import PlainShape
 from hpctrain.pipeline import one_f_one_b, schedule
 from hpctrain.plan import step_traffic
+from hpctrain.randomness import seeded
 from hpctrain.train.batches import Samples
 from hpctrain.train.learning_rate import learning_rate
 from hpctrain.train.loop import train as train_session

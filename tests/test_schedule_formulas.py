@@ -1,6 +1,7 @@
 """The simulator against the papers' formulas, and against small cases by hand."""
 
 import itertools
+import math
 import time
 
 import pytest
@@ -187,6 +188,8 @@ def test_costs_that_do_not_fit():
         (Costs([1, 2]), "forward lists 2 values; give one, or 3"),
         (Costs(weight_gradient=-1), "at least 0"),
         (Costs(bandwidth=0), "bandwidth=0"),
+        (Costs(bandwidth=math.nan), "bandwidth=nan"),
+        (Costs(fused=math.nan), "fused=nan"),
     ):
         with pytest.raises(ValueError, match=match):
             made.simulate(costs)
@@ -206,6 +209,16 @@ def test_list_scheduler():
             list_schedule(diamond, placement, 1)
     with pytest.raises(ValueError, match="in_flight=0"):
         list_schedule(diamond, places, 2, in_flight=0)
+
+
+def test_list_scheduler_with_latencies_of_each_edge():
+    """A rank takes the branch whose input comes first."""
+    diamond, places = StageGraph(4, [(0, 1), (0, 2), (1, 3), (2, 3)]), {(0, 0): 0, (0, 1): 1, (0, 2): 1, (0, 3): 0}
+    for latencies, first in (([5, 0, 0, 0], [2, 1]), ([0, 5, 0, 0], [1, 2])):
+        order = list_schedule(diamond, places, 1, Costs(latency=latencies)).order[1]
+        assert [action.stage for action in order if action.kind == "forward"] == first
+    with pytest.raises(ValueError, match="latency lists 2 values; give one, or 4"):
+        list_schedule(diamond, places, 1, Costs(latency=[1, 1]))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])

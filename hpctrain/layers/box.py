@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpctrain import comm
+from hpctrain.grad_sync import grad_sync_of_backward
 from hpctrain.layers.parameter import ProductQueue, put_off
 from hpctrain.matmul.agarwal import Sharding
 from hpctrain.matmul.operands import Gathered
@@ -65,13 +66,14 @@ class BoxProduct:
         self, grad: Gathered, x: Gathered, weight: torch.Tensor, sharding: Sharding
     ) -> torch.Tensor | None:
         """This rank's part of gradᵀ x, or None while its sum over z is put off."""
-        mm, sync = self.matmul, getattr(weight, "grad_sync", None)
+        mm, sync = self.matmul, grad_sync_of_backward(weight)
         if sync is None:
             return mm.nt(grad, x, sharding)
         if sharding.a.axis.size == 1:
             return mm.nt(grad, x, sharding, out=sync.out())
         if "weight_gradient" in self.overlap and sync.defers and not weight._backward_hooks:
-            return sync.defer(grad.whole.t(), x.whole, sharding.a)
+            sync.defer(grad.whole.t(), x.whole, sharding.a)
+            return None
         return mm.nt(grad, x, sharding, plus=sync.deferred())
 
     def late_weight_gradient(

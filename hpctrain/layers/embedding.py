@@ -9,6 +9,7 @@ import torch
 
 from hpctrain import comm
 from hpctrain.comm import functional
+from hpctrain.grad_sync import grad_sync_of_backward
 from hpctrain.layers.parameter import Layer, check_sizes, drawn_key, parameter
 from hpctrain.layers.rules import BOX, shard
 from hpctrain.layers.tokens import Tokens
@@ -95,7 +96,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (local, counted), grad_sync = ctx.saved_tensors, getattr(ctx.weight, "grad_sync", None)
+        (local, counted), grad_sync = ctx.saved_tensors, grad_sync_of_backward(ctx.weight)
         if counted is not None:
             local, grad = local[counted], grad[counted]
         wide = comm.accumulation_dtype(ctx.dtype)  # a token may come often

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from hpctrain.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from hpctrain.pipeline.graph import StageGraph
 from hpctrain.pipeline.schedules import COSTS, Schedule
-from hpctrain.pipeline.simulate import Costs
+from hpctrain.pipeline.simulate import Costs, delays
 from hpctrain.pipeline.synchronous import check, with_flush
 from hpctrain.pipeline.tasks import needs
 
@@ -42,7 +42,7 @@ class _Greedy:
         check(microbatches=microbatches, in_flight=microbatches if in_flight is None else in_flight)
         self.graph, self.placement, self.microbatches = graph, placement, microbatches
         self.times, _ = costs.tables(graph.stages, 1)
-        self.delay = [costs.latency + edge.bytes / costs.bandwidth for edge in graph.edges]
+        self.delay = delays(graph, costs)
         self.kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (FORWARD, BACKWARD)
         replicas = 1 + max((replica for replica, _ in placement), default=0)
         for replica, stage in itertools.product(range(replicas), range(graph.stages)):

@@ -14,7 +14,7 @@ from hpctrain.pipeline.actions import Action
 from hpctrain.pipeline.draws import DrawCheck, refuse_dropout
 from hpctrain.pipeline.executor import StageWork
 from hpctrain.pipeline.schedules import Schedule
-from hpctrain.randomness import RngKey
+from hpctrain.randomness import RngKey, seeded
 from hpctrain.shard import Shard
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ class Network(torch.nn.Module):
     A stage is called with what comes along its edges, in the order of `graph.into[stage]`, and returns one tensor,
     which goes along every edge of `graph.out[stage]`, or one for each. A stage that no edge leads to is given the
     microbatch's input instead. A stage that no edge leaves is given the target as its last argument and returns the
-    loss, divided by the samples of all microbatches and replicas.
+    loss, divided by the samples of all microbatches and replicas. What comes along an edge must not be changed in
+    place.
 
     With one replica of each stage, and backwards in the order of the microbatches, as `list_schedule` has them, the
     loss and every gradient are, bit for bit, those of the stages called one after another in the order `graph.sorted`,
@@ -95,8 +96,7 @@ class Network(torch.nn.Module):
         comm.start_watchdog(grid)  # layers without a `key` communicate, for which others wait where one fails before
         with comm.together(grid.world):
             for stage in self.stages:
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(int((key / stage).words(0, 1)[0]) >> 1)
+                with seeded(key / stage):
                     self.stage[str(stage)] = stages[stage]().to(device)
             self._check_modules(grid.data.size * schedule.replicas)
             self._describe(grid.tensor.size, ranks)
@@ -144,15 +144,18 @@ class Network(torch.nn.Module):
     def forward(self, stage: int, inputs: list[torch.Tensor], microbatch: Any):
         """One stage of this rank on a microbatch, a pair (input, target)."""
         x, target = microbatch
-        module = self.stage[str(stage)]
-        arguments = inputs if self.graph.into[stage] else [x]
-        if not self.graph.out[stage]:
-            loss = self._draws.call(stage, self.training, module, *arguments, target)
-            if not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
-                raise ValueError(f"stage {stage} must return the loss, a tensor of one number, got {_said(loss)}")
-            return loss
-        y = self._draws.call(stage, self.training, module, *arguments)
-        self._check(stage, y, microbatch)
+        last, before = not self.graph.out[stage], _versions(inputs)
+        arguments = [*(inputs if self.graph.into[stage] else [x]), *([target] if last else [])]
+        y = self._draws.call(stage, self.training, self.stage[str(stage)], *arguments)
+        if _versions(inputs) != before:
+            raise ValueError(
+                f"stage {stage} changes its input in place, which stages on the same rank would see, and those on "
+                "others not; use another operation there, such as ReLU(inplace=False)"
+            )
+        if not last:
+            self._check(stage, y, microbatch)
+        elif not (isinstance(y, torch.Tensor) and y.numel() == 1):
+            raise ValueError(f"stage {stage} must return the loss, a tensor of one number, got {_said(y)}")
         return y
 
     def check_draws(self) -> None:
@@ -185,6 +188,11 @@ class Network(torch.nn.Module):
     def work(self, microbatches: list) -> StageWork:
         """That of these microbatches, pairs (input, target), for the executor."""
         return _Work(self, microbatches)
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    """Others whenever one is changed in place, where torch counts."""
+    return [x._version for x in tensors if not x.is_inference()]
 
 
 def _said(y) -> str:

@@ -25,6 +25,7 @@ from hpctrain.pipeline.actions import (
 from hpctrain.pipeline.tasks import Tasks
 
 if TYPE_CHECKING:
+    from hpctrain.pipeline.graph import StageGraph
     from hpctrain.pipeline.schedule_like import ScheduleLike
 
 PerStage = float | Sequence[float]
@@ -77,7 +78,7 @@ class Costs:
         forward, inputs = _table("forward", self.forward, stages), _table("input_gradient", self.input_gradient, stages)
         weights = _table("weight_gradient", self.weight_gradient, stages)
         latencies = [self.latency] if isinstance(self.latency, (int, float)) else list(self.latency)
-        if self.bandwidth <= 0 or min(latencies, default=0) < 0 or self.fused < 0:
+        if not (self.bandwidth > 0 and min(latencies, default=0) >= 0 and self.fused >= 0):
             raise ValueError(
                 f"latency={self.latency} and fused={self.fused} must be at least 0, bandwidth={self.bandwidth} above 0"
             )
@@ -183,8 +184,6 @@ def run(schedule: ScheduleLike, costs: Costs, tasks: Tasks) -> tuple[list[float]
 def durations(schedule: ScheduleLike, costs: Costs, tasks: Tasks) -> tuple[list[float], list[float]]:
     """What each task takes, and the message on each edge."""
     times, parts = costs.tables(schedule.graph.stages, schedule.slices)
-    latency = _table("latency", costs.latency, len(schedule.graph.edges))
-    delay = [each + edge.bytes / costs.bandwidth for each, edge in zip(latency, schedule.graph.edges)]
     whole = schedule.slices == 1 and parts == [1.0]
     taken = []
     for actions, ranks in zip(tasks.actions, tasks.ranks):
@@ -198,7 +197,13 @@ def durations(schedule: ScheduleLike, costs: Costs, tasks: Tasks) -> tuple[list[
         else:
             time = costs.fused * sum(times[a.kind][a.stage] * parts[a.slice] for a in actions)
         taken.append(time)
-    return taken, delay
+    return taken, delays(schedule.graph, costs)
+
+
+def delays(graph: StageGraph, costs: Costs) -> list[float]:
+    """What the message on each edge takes."""
+    latency = _table("latency", costs.latency, len(graph.edges))
+    return [each + edge.bytes / costs.bandwidth for each, edge in zip(latency, graph.edges)]
 
 
 def busy(schedule: ScheduleLike, tasks: Tasks, starts: Sequence[float], ends: Sequence[float]) -> list[float]:

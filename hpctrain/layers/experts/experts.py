@@ -10,6 +10,7 @@ import torch
 from hpctrain import comm
 from hpctrain.choices import DISPATCHES, DROP_POLICIES
 from hpctrain.comm import Work
+from hpctrain.grad_sync import grad_sync_of_backward
 from hpctrain.grid import Grid
 from hpctrain.layers.experts.activations import ACTIVATIONS
 from hpctrain.layers.experts.capacity import kept_pairs
@@ -247,7 +248,7 @@ def _both(own: torch.Tensor, of_others: torch.Tensor | None) -> torch.Tensor:
 
 def _weight_gradient(weight, grad, rows, counts, from_replicas):
     """In its bucket, where that can be; with those of the replicas that some of the experts have elsewhere."""
-    sync = getattr(weight, "grad_sync", None)
+    sync = grad_sync_of_backward(weight)
     out = None if sync is None else sync.out()
     total = torch.empty_like(weight) if out is None else out
     matrices = weight_gradients(grad, rows, counts, _matrices(total))

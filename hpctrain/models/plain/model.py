@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from hpctrain.models.staged import set_holders, stage_blocks
 from hpctrain.models.staged_model import StagedModel
 from hpctrain.parameter import annotate
 from hpctrain.pipeline.draws import DrawCheck, refuse_dropout
-from hpctrain.randomness import RngKey
+from hpctrain.randomness import RngKey, seeded
 from hpctrain.shard import Shard
 
 
@@ -264,14 +263,6 @@ class PlainModel(StagedModel[WholeSequences]):
         """What tells whether a buffer that state_dict() holds was replaced or changed in place."""
         kept = self.state_dict(keep_vars=True)
         return {name: (id(each), each._version) for name, each in self.named_buffers() if name in kept}
-
-
-@contextlib.contextmanager
-def seeded(key: RngKey) -> Iterator[None]:
-    """torch's generator is seeded by a key, and afterwards as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(key.words(0, 1)[0]) >> 1)
-        yield
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> torch.Tensor:

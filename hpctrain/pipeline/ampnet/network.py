@@ -12,7 +12,7 @@ from hpctrain.parameter import annotate
 from hpctrain.pipeline.ampnet.message_graph import MessageGraph
 from hpctrain.pipeline.ampnet.transform import Transform
 from hpctrain.pipeline.draws import refuse_dropout
-from hpctrain.randomness import RngKey
+from hpctrain.randomness import RngKey, seeded
 from hpctrain.shard import Shard
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ class MessageNetwork(torch.nn.Module):
         with comm.together(grid.world):
             for number, (name, node) in enumerate(graph.nodes.items()):
                 if isinstance(node, Transform) and placement[name] == grid.pipeline.rank:
-                    with torch.random.fork_rng(devices=[]):
-                        torch.manual_seed(int((key / number).words(0, 1)[0]) >> 1)
+                    with seeded(key / number):
                         node.module = self.node[name] = node.make().to(device)
                     refuse_dropout(f"node {name}", node.module)
             self._describe()
