@@ -273,6 +273,19 @@ def test_a_weight_without_dims(world, tmp_path, strategy):
     same_weights(one, other, grid)
 
 
+def test_loading_beside_a_job_that_saves(world, tmp_path):
+    """Leaves alone what that has not finished; whoever saves next removes what a killed one left."""
+    root, one = world.bcast(tmp_path) / "checkpoints", training(ht.Grid(data=world.size), 1)
+    ht.checkpoint.save(root, 1, one.model, one.strategy)
+    if world.rank == 0:
+        (root / "step-2.tmp").mkdir()
+    ht.checkpoint.load(root, one.model, one.strategy)
+    assert (root / "step-2.tmp").exists()
+    world.barrier()
+    ht.checkpoint.save(root, 3, one.model, one.strategy)
+    assert not (root / "step-2.tmp").exists()
+
+
 def test_what_is_not_trained(world, tmp_path):
     """Gets no state in the optimizer by being saved."""
 

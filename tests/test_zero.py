@@ -298,3 +298,15 @@ def test_weights_outside_of_the_layers_of_a_model_without_a_forward(world):
         with refused if messages else contextlib.nullcontext():
             Zero3(model, grid, torch.optim.SGD(model.parameters(), 0.1))
         assert all(len(p) for p in model.parameters())
+
+
+@pytest.mark.ranks(1, 2)
+def test_weights_or_the_model(world):
+    """Which of the two a strategy takes is said where it got the other."""
+    grid, model = Grid(data=world.size), torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=r"Zero3 takes the model, .* got a generator; write Zero3\(model, grid, opt"):
+        Zero3(model.parameters(), grid, optimizer)
+    for given, kind in [(torch.nn.Sequential(), "Sequential"), ([{"params": []}], "dict")]:
+        with pytest.raises(ValueError, match=rf"Zero1 takes weights, model.parameters\(\), got a {kind}"):
+            Zero1(given, grid, optimizer)

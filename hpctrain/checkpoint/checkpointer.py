@@ -78,6 +78,7 @@ class Checkpointer:
                 for entry in entries:
                     check_entry(entry)
                 if self.world.rank == 0:
+                    folder.clean(self.root)
                     folder.start(self.root, step)
                 entries = self._snapshot(entries) if self.background else _on_host(entries)
             self._under_way = Save(self.root, self.world, self.keep, self.background, step, entries, about)
@@ -119,6 +120,12 @@ class Checkpointer:
                 return error
         return None
 
+    def clean(self) -> None:
+        """Remove what killed jobs left unfinished, as `save` does: for the one job that saves in the folder."""
+        with comm.together(self.world):
+            if self.world.rank == 0:
+                folder.clean(self.root)
+
     def resume(self, state: State, suits: Callable[[Manifest], None] = lambda manifest: None) -> Manifest | None:
         """Load the newest valid checkpoint; None where there is none. Those that are bad are named and set aside.
 
@@ -133,7 +140,6 @@ class Checkpointer:
         found = None
         with comm.together(self.world):
             if self.world.rank == 0:
-                folder.clean(self.root)
                 found = folder.steps(self.root), folder.bad(self.root)
         steps, bad = self.world.bcast(found)
         for step in steps:

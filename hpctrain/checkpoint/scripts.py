@@ -61,7 +61,7 @@ def save(
 
 def load(root: str | os.PathLike, model: torch.nn.Module, strategy: DataParallelStrategy) -> Manifest | None:
     """Fill the model and the optimizer's state from the newest valid checkpoint in `root`, saved on any grid with any
-    strategy. Collective; every rank reads just what it holds.
+    strategy. Collective; every rank reads just what it holds, and none removes what another job is saving.
 
     Returns:
         Its manifest, of which `step` and `about` say where to go on; None where `root` has no checkpoint.

@@ -24,7 +24,7 @@ from hpctrain.convert.pretrained import DividedAdapters, DividedPretrained, has_
 from hpctrain.convert.replica_buffers import watch_buffers
 from hpctrain.convert.sequence import CutSequences, check_sequence
 from hpctrain.convert.sequence_dropout import CurrentSpans, use_whole_masks
-from hpctrain.convert.sharded_activation import handed_out
+from hpctrain.convert.sharded_activation import returned
 from hpctrain.convert.spread_experts import SpreadPretrained
 from hpctrain.convert.wrappers import leave_out_of_graphs, refuse_ddp, refuse_other_weights
 from hpctrain.digest import digest
@@ -176,7 +176,7 @@ def _check_equal(model, grid):
 
 
 def _give_whole(model, arguments, output):
-    return handed_out(output)
+    return returned(output)
 
 
 def _fingerprint(tensor):

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpctrain.convert import boundary
 from hpctrain.convert.dropout import kept, scaled
 from hpctrain.convert.gathered_copy import all_present
 from hpctrain.convert.gathering_again import once_more
+from hpctrain.convert.handed_out import Parts, check_inputs, gradients, handed_out, written
 from hpctrain.convert.refusals import check_recomputed, function_given, place
 from hpctrain.convert.sharding import ATTRIBUTES, local
 from hpctrain.convert.token_rows import TokenRows
@@ -57,8 +57,10 @@ class ShardedActivation(torch.Tensor):
         if (reader := function_given(first)) is not None:
             check_recomputed()
             raise _refused(reader)
-        if func is torch.autograd.grad:  # of weights first
-            return _gradients(*args, **kwargs) if {*types} <= {cls, torch.Tensor} else NotImplemented
+        if func is torch.autograd.grad:
+            return gradients(types, *args, **kwargs)
+        if func is torch.autograd.backward:
+            check_inputs(kwargs["inputs"])
         if name in _OF_THE_ROWS or (name == "__get__" and func not in _OF_THE_WHOLE):
             with local():
                 return func(*args, **kwargs)
@@ -83,8 +85,14 @@ class ShardedActivation(torch.Tensor):
 
     def register_hook(self, hook: Callable):
         """The hook is given the whole gradient."""
-        with local():
-            return super().register_hook(_on_rows(self.over, self.whole_shape, hook))
+        return self.parts.register_hook(hook)
+
+    @property
+    def parts(self) -> Parts:
+        if self._is_written():
+            return written(self.whole())
+        over, shape = self.over, self.whole_shape
+        return Parts(self, lambda rows: over.gather(rows).view(shape), lambda x: over.take(_rows(x)))
 
     @property
     def over(self) -> TokenRows:
@@ -92,10 +100,13 @@ class ShardedActivation(torch.Tensor):
 
     def rows(self) -> torch.Tensor:
         """Those of this rank, (rows, features), a tensor like any other."""
-        if self._whole is not None and self._whole._version != self._as_gathered:  # written to
+        if self._is_written():
             return self.over.take(_rows(self._whole))
         with local():
             return self.as_subclass(torch.Tensor)
+
+    def _is_written(self):
+        return self._whole is not None and self._whole._version != self._as_gathered
 
     def whole(self) -> torch.Tensor:
         """Gathered, differentiable; the same tensor each time. Adjoint: the rows of this rank."""
@@ -157,55 +168,27 @@ def of_rows(rows: torch.Tensor, axis: Axis, whole_shape: Sequence[int]) -> torch
     return sharded(rows, axis, whole_shape)
 
 
-def whole(x: Any) -> Any:
+def whole(x: Any, of: Callable[[ShardedActivation], torch.Tensor] = ShardedActivation.whole) -> Any:
     """Whole activations in the place of sharded ones, in tuples, lists and dicts too."""
     if isinstance(x, ShardedActivation):
-        return x.whole()
+        return of(x)
     if isinstance(x, dict):
         for key in [key for key, value in x.items() if _has_activations(value)]:
-            x[key] = whole(x[key])
+            x[key] = whole(x[key], of)
     elif isinstance(x, (tuple, list)) and _has_activations(x):
-        values = map(whole, x)
+        values = [whole(each, of) for each in x]
         return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
     return x
 
 
-def handed_out(output: Any) -> Any:
-    """As `whole`, of what a model returns. What it computes from goes on by rows, so that gradients that are kept of
-    these would be none, or parts: `retain_grad` is refused, unless nothing else is returned, and hooks are of rows."""
+def returned(output: Any) -> Any:
+    """As `whole`, of what a model returns. Of several tensors, the others may come from the rows of one."""
     several = len([*_activations(output, torch.Tensor)]) > 1
-    for x in _activations(output):
-        if several and x.requires_grad:
-            with local():
-                edge = get_gradient_edge(x)
-            hooks = functools.partial(_register_hook, edge, x.over, x.whole_shape)
-            vars(x.whole()).update(retain_grad=_refuse_to_retain, register_hook=hooks)
-    return whole(output)
+    return whole(output, functools.cache(_beside)) if several else whole(output)
 
 
-def _register_hook(edge: GradientEdge, over: TokenRows, shape: torch.Size, hook: Callable):
-    on_rows = _on_rows(over, shape, hook)
-
-    def before(gradients):
-        found = list(gradients)
-        found[edge.output_nr] = on_rows(found[edge.output_nr])
-        return None if found[edge.output_nr] is None else tuple(found)
-
-    return edge.node.register_prehook(before)
-
-
-def _on_rows(over: TokenRows, shape: torch.Size, hook: Callable):
-    """A hook on the gradient of rows, for the whole one; not of the activation, which has the hook."""
-
-    def on_rows(gradient):
-        changed = hook(over.gather(gradient).view(shape))
-        return None if changed is None else over.take(_rows(changed))
-
-    return on_rows
-
-
-def _refuse_to_retain() -> None:
-    raise _refused("retain_grad")
+def _beside(x):
+    return handed_out(x.whole(), x.parts)
 
 
 def _refused(name) -> ValueError:
@@ -305,20 +288,6 @@ def _operand(other, x):
         other = other.reshape(other.shape[-1:])  # alike for all rows, of which each rank has some
         return boundary.enter(other, x.axis) if other.requires_grad else other
     return None
-
-
-def _gradients(outputs, inputs, *, grad_outputs, allow_unused, materialize_grads, **options):
-    """torch.autograd.grad: those of whole activations, which reach all of them by their rows."""
-    with local():
-        edges = [get_gradient_edge(x) if isinstance(x, ShardedActivation) else x for x in inputs]
-    options["allow_unused"] = allow_unused or materialize_grads
-    found = list(torch.autograd.grad(whole(outputs), edges, whole(grad_outputs), **options))
-    for number, (x, gradient) in enumerate(zip(inputs, found)):
-        if gradient is None and materialize_grads:
-            found[number] = torch.zeros_like(x, requires_grad=options["create_graph"])
-        elif gradient is not None and isinstance(x, ShardedActivation):
-            found[number] = x.over.gather(gradient).view(x.whole_shape)
-    return tuple(found)
 
 
 def _by_whole(func, args, kwargs):

@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hpctrain.comm import functional
-from hpctrain.convert.boundary import enter, gather
+from hpctrain.convert.boundary import enter
 from hpctrain.convert.box import Entered, split_down, split_up
 from hpctrain.convert.cached_heads import layer_of, mark_divided, take_heads
 from hpctrain.convert.handed_on import hands_on
+from hpctrain.convert.handed_out import of_heads
 from hpctrain.convert.head_dropout import HeadDropout
 from hpctrain.convert.head_twins import INDEX, local_attributes
 from hpctrain.convert.intermediate import takes_it_alone
@@ -80,7 +81,7 @@ class SplitAttention(Unit):
             out = _depends_on(out, sum(each[:0].sum() for each in learned))
         wanted = self._forward_hooks or kwargs.get("output_attentions")  # hooks: Hugging Face's, to collect them
         if weights is not None:
-            weights = gather(weights[:, :here], self.axis, self.counts, 1) if wanted else None
+            weights = of_heads(weights, self.axis, self.counts) if wanted else None
         return (out, *others, weights)[: len(given)] if isinstance(given, tuple) else out
 
     def _cached(self, given):

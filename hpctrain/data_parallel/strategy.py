@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -36,10 +37,10 @@ class DataParallelStrategy:
         optimizer: over these parameters; its learning rate may be set before each step. None where the caller updates.
 
     Raises:
-        ValueError: on every rank, for parameters without a `Shard`, for weights that differ between ranks that hold
-            the same slice, and when the optimizer has other weights, as those
-            that an earlier ZeRO strategy gave it, or mixes the elements of a weight of which it is given parts; from
-            `zero_grad()`, when a later strategy has the parameters, or one of them was frozen or unfrozen since.
+        ValueError: on every rank, for what is no parameter, for parameters without a `Shard`, for weights that differ
+            between ranks that hold the same slice, and when the optimizer has other weights, as those that an earlier
+            ZeRO strategy gave it, or mixes the elements of a weight of which it is given parts; from `zero_grad()`,
+            when a later strategy has the parameters, or one of them was frozen or unfrozen since.
         RuntimeError: from backward or `step()`, when a step was not begun by `zero_grad()` of the strategy; from
             `step()`, or that of the optimizer, without `finish_grad_sync()`, or when the optimizer should have parts of
             weights and was given others since.
@@ -58,7 +59,9 @@ class DataParallelStrategy:
     def __init__(
         self, parameters: Iterable[torch.nn.Parameter], grid: Grid, optimizer: torch.optim.Optimizer | None = None
     ):
-        given = list(parameters)
+        given: list[Any] = [parameters] if isinstance(parameters, torch.nn.Module) else list(parameters)
+        if others := [type(p).__name__ for p in given if not isinstance(p, torch.Tensor)]:
+            raise ValueError(f"{type(self).__name__} takes weights, model.parameters(), got a {others[0]}")
         self.parameters = [parameter for parameter in given if parameter.requires_grad]
         self._frozen = [parameter for parameter in given if not parameter.requires_grad]
         self.grid, self._optimizer = grid, optimizer

@@ -45,10 +45,10 @@ class Zero3(Zero2):
         model: whose `parameters()` the optimizer has; the other arguments are as of `Zero1`.
 
     Raises:
-        ValueError: on every rank, when the model's linear layers gather their weights ahead over z, and when the
-            model has weights outside of its layers and no forward, and weights travel by messages; from forward,
-            backward, `finish_grad_sync()` or at the end of `full_weights()`, when replicas compute different layers and
-            weights travel by messages.
+        ValueError: on every rank, for parameters in the place of a model, when the model's linear layers gather their
+            weights ahead over z, and when the model has weights outside of its layers and no forward, and weights
+            travel by messages; from forward, backward, `finish_grad_sync()` or at the end of `full_weights()`, when
+            replicas compute different layers and weights travel by messages.
     """
 
     alike = False  # ranks hold different parts of the weights
@@ -63,6 +63,11 @@ class Zero3(Zero2):
         bucket_bytes: int = BUCKET_BYTES,
         precision: Precision = AS_GIVEN,
     ):
+        if not isinstance(model, torch.nn.Module):
+            raise ValueError(
+                f"{type(self).__name__} takes the model, of which it gathers layer by layer, got a "
+                f"{type(model).__name__}; write Zero3(model, grid, optimizer)"
+            )
         modules = layers_of(model)
         uses = Counter(p for module in modules for p in set(module.parameters()))
         uses.update({*outside(model, {*modules})})

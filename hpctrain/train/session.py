@@ -173,6 +173,7 @@ def restore(session: Session) -> bool:
     Raises:
         ValueError: on every rank, when there are some but none can be used.
     """
+    session.checkpointer.clean()
     manifest = session.checkpointer.resume(
         session.state, lambda found: check_same_training(found, session.config, session.data.facts)
     )
