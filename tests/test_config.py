@@ -128,10 +128,10 @@ def test_values(override, attribute, value):
             'comm.all_reduce must be "shared" or "mpi" or "naive" or "ring" or "direct" or "rabenseifner" or '
             '"hierarchical" or "auto", got \'tree\'',
         ),
-        ("precision.loss_scale=0", "precision.loss_scale must be above 0 and finite, got 0.0"),
+        ("precision.loss_scale=0", "precision.loss_scale must be above 0 and below 1e+30, got 0.0"),
         ("pipeline.slices=-1", "pipeline.slices must be at least 0, got -1"),
         ("pipeline.partition=best", 'pipeline.partition must be "even" or "dp" or "lp" or "rl", got \'best\''),
-        ("precision.loss_scale=inf", "precision.loss_scale must be above 0 and finite, got inf"),
+        ("precision.loss_scale=1e38", "precision.loss_scale must be above 0 and below 1e+30, got 1e+38"),
         ("run.device=tpu", 'run.device must be "auto" or "cpu" or "cuda", got \'tpu\''),
         ("model.heads=5", "model.width must be a multiple of model.heads = 5, got 128"),
         ("model.dropout=1.0", "model.dropout must be at least 0 and below 1, got 1.0"),
@@ -152,6 +152,41 @@ def test_mistakes_are_named(override, message):
     with pytest.raises(ValueError) as refused:
         load_config(overrides=[override])
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("added", ["1e-08", "2.9e-08"])
+@pytest.mark.parametrize("name", ["nadam", "radam", "adamax", "adagrad", "rmsprop"])
+def test_an_optimizer_in_float16_divides_by_no_zero(name, added):
+    """With what torch adds to a divisor; of the kin of Adam it may be given, where float16 has a number for it."""
+    half = ["precision.compute=fp16", "precision.master=compute", f"train.optimizer={name}", f"train.eps={added}"]
+    own = {"adagrad": "1e-10", "rmsprop": "1e-08"}.get(name, added)
+    with pytest.raises(ValueError, match=f"train.optimizer = {name} in float16, where the {own} that it adds .* zero"):
+        load_config(overrides=half)
+    for enough in ("train.optimizer=adamw", "precision.master=fp32", "precision.compute=bf16"):
+        load_config(overrides=[*half, enough])
+    if name == "nadam":
+        load_config(overrides=[*half, "train.eps=3e-8"])
+    elif name in ("adagrad", "rmsprop"):
+        with pytest.raises(ValueError, match="use precision.master=fp32, or adamw, adam or sgd"):
+            load_config(overrides=[*half, "train.eps=1"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "fits", "data"),
+    [
+        (["pipeline.schedule=pipedream"], 6, 1),
+        (["pipeline.schedule=pipedream"], 3, 2),  # of the first replica; the second has two sequences
+        (["pipeline.schedule=ampnet"], 6, 1),
+        (["pipeline.schedule=ampnet", "pipeline.min_update_frequency=4"], 8, 1),  # updates of 4 and 2 sequences
+    ],
+)
+def test_updates_on_the_way_have_a_sequence(settings, fits, data):
+    """Of others the loss, which is the mean over the updates, would be nothing."""
+    batch = [f"train.batch={6 if data == 1 else 5}", f"grid.data={data}", "train.clip=0", "model.tied=false"]
+    load_config(overrides=[*settings, *batch, f"train.microbatches={fits}"])
+    load_config(overrides=[*batch, f"train.microbatches={fits + 1}"])
+    with pytest.raises(ValueError, match=f"train.microbatches = {fits + 1} would make updates of no sequence of train"):
+        load_config(overrides=[*settings, *batch, f"train.microbatches={fits + 1}"])
 
 
 SCALING = (

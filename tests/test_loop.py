@@ -125,7 +125,7 @@ def test_checkpoints_that_vanished_before_a_rollback(config):
     folder.begin(0)
     folder.log({"step": 1})
     session = session_of(config, folder, state=None, data=None, position=Position(1, 1))
-    session.checkpointer.resume = lambda *_: None
+    session.checkpointer.clean, session.checkpointer.resume = lambda: None, lambda *_: None
     with pytest.raises(Stopped, match="step 2: loss nan .*; there is no checkpoint to go back to"):
         loop.leave_out(session, session.sanity.bad(2, math.nan, 1.0), 0.1)
     assert steps_of(folder) == [1]

@@ -13,7 +13,7 @@ from hpctrain import Grid, RngKey
 from hpctrain.checkpoint import Checkpointer, TrainingState
 from hpctrain.config import DataParallelConfig, load_config
 from hpctrain.data_parallel import MixedDataParallel, Precision, Zero1, Zero2, make, precision
-from hpctrain.data_parallel.precision import GROWTH, LossScale
+from hpctrain.data_parallel.precision import GROWTH, SMALLEST, LossScale
 from hpctrain.layers.whole_parameters import whole_parameters
 from hpctrain.models.gpt2 import GPT2
 from hpctrain.shard import Shard
@@ -51,15 +51,19 @@ def test_configured_dtypes(settings, given, expected):
 
 
 def test_loss_scale_doubles_after_many_good_steps_and_has_an_end():
+    """At the smallest one a gradient that is not finite is no matter of the scale, nor below it."""
     scaling = LossScale(4.0)
     assert [scaling.overflows(1.0, 1.0) for _ in range(GROWTH)] == [False] * GROWTH
     assert scaling.scale == 8.0
     assert scaling.overflows(1.0, math.inf)
     assert scaling.scale == 4.0
     assert not scaling.overflows(math.nan, math.nan)  # then it is not the scale
-    with pytest.raises(FloatingPointError, match="overflow even where"):
-        for _ in range(20):
-            scaling.overflows(1.0, math.nan)
+    assert [scaling.overflows(1.0, math.nan) for _ in range(14)] == [True] * 12 + [False] * 2
+    assert scaling.scale == SMALLEST
+    below = LossScale(SMALLEST / 4)
+    assert not below.overflows(1.0, 1.0)
+    assert not below.overflows(1.0, math.inf)
+    assert below.scale == SMALLEST / 4
 
 
 @pytest.mark.mpi

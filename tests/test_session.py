@@ -3,6 +3,7 @@
 import math
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
 from running import write_text
@@ -66,6 +67,21 @@ def test_an_overflow_after_a_rollback(world, tmp_path):
     job.trainer.forward_backward = forward_backward
     assert take_steps(job) == ""
     assert (job.position.step, job.checkpointer.saved, len(losses)) == (4, 4, 5)
+
+
+def test_a_stop_in_a_step_that_overflows(world, tmp_path):
+    """Is heeded there: it may take many such steps to a scale that fits, and the job is killed soon."""
+    folder = world.bcast(tmp_path)
+    if world.rank == 0:
+        write_text(folder)
+    world.Barrier()
+    options = [*MODEL, "precision.compute=fp16", "run.steps=4", f"run.out={folder}", f"data.text={folder}/text.txt"]
+    told = SimpleNamespace(code=2 * (world.rank == 1))
+    job = build(load_config(None, options), world, interrupts=told)
+    compute = job.trainer.forward_backward
+    job.trainer.forward_backward = lambda batch: (compute(batch)[0], math.inf, True)
+    assert take_steps(job) == "SIGUSR1"
+    assert (job.position.step, job.checkpointer.saved) == (1, 1)
 
 
 def test_a_resumed_run_needs_no_folder_that_it_once_started_from(world, tmp_path, capfd):

@@ -14,6 +14,8 @@ from hpctrain.pipeline import Schedule, balanced_slices, schedule
 from hpctrain.pipeline.partitioners import check_counts
 from hpctrain.pipeline.registry import LARGEST
 
+FLOAT16_ZERO = 2.0**-25  # the largest number that float16 rounds to zero
+
 
 def check(config: Config) -> None:
     """Raise ValueError for values that no run can use; changes nothing."""
@@ -34,6 +36,7 @@ def check(config: Config) -> None:
     check_data_parallel(config)
     check_documents(config)
     check_train(config)
+    check_precision(config)
     if config.run.profile and config.run.profile[0] > config.run.steps:
         raise ValueError(f"run.profile = {config.run.profile} begins after run.steps = {config.run.steps}")
     if config.data.mixture and (config.data.path or config.data.text):
@@ -52,6 +55,22 @@ def check_train(config: Config) -> None:
         raise ValueError(
             f"train.label_smoothing and train.z_loss are of hpctrain's cross entropy, but model.kind = {kind} has a "
             "loss of its own; return one that has them beside the model"
+        )
+
+
+def check_precision(config: Config) -> None:
+    """Raise ValueError for an optimizer that would divide zero by zero. Those of Adam's fused kernel compute in
+    float32."""
+    precision, train = config.precision, config.train
+    added = {
+        "nadam": train.eps, "radam": train.eps, "adamax": train.eps, "adagrad": 1e-10, "rmsprop": 1e-8,
+    }  # fmt: skip
+    half = precision.compute == "fp16" and precision.master == "compute"
+    if half and added.get(train.optimizer, 1.0) <= FLOAT16_ZERO:
+        raise ValueError(
+            f"precision.master = compute has train.optimizer = {train.optimizer} in float16, where the "
+            f"{added[train.optimizer]} that it adds to what it divides by is zero; use precision.master=fp32, or "
+            "adamw, adam or sgd"
         )
 
 
@@ -230,6 +249,13 @@ def pipeline_schedule(config: Config) -> Schedule:
     if chosen.delayed and config.data_parallel.method != "ddp":
         raise ValueError(
             f"pipeline.schedule = {chosen.name} works with data_parallel.method=ddp, got {config.data_parallel.method}"
+        )
+    sequences = -(-config.train.batch // config.grid_shape["replica"])  # of the first replica, which has the most
+    if chosen.delayed and any(min(update) >= sequences for update in chosen.updates):
+        raise ValueError(
+            f"pipeline.schedule = {chosen.name} updates weights on the way, and train.microbatches = "
+            f"{config.train.microbatches} would make updates of no sequence of train.batch = {config.train.batch}; "
+            f"use at most {sequences} microbatches"
         )
     skips = config.sanity.nonfinite == "skip" or (config.sanity.spike_factor and config.sanity.spike == "skip")
     if chosen.delayed and skips:

@@ -63,7 +63,7 @@ class PrecisionConfig:
         "fp32", "in which gradients travel over the data axis; fp32: as they are", choices=("fp32", "bf16")
     )
     loss_scale: float = option(
-        65536.0, "of the first step in fp16; then halved and doubled as gradients allow", above=0
+        65536.0, "of the first step in fp16; then halved and doubled as gradients allow", above=0, below=1e30
     )
     matmul: str = option(
         "highest", "torch's precision of float32 matrix products", choices=("highest", "high", "medium")

@@ -76,7 +76,10 @@ class AsyncParameterServer(ParameterServer):
         totals = torch.stack([loss, local_squares(self.parameters, self.grid.coords).sum().sqrt()])
         total, norm = (self.workers * totals).tolist()
         if not (math.isfinite(total) and math.isfinite(norm)):
-            raise RuntimeError(f"loss {total} and gradient norm {norm} of worker {self.grid.data.rank} are not finite")
+            raise RuntimeError(
+                f"loss {total} and gradient norm {norm} of worker {self.grid.data.rank} are not finite; use a smaller "
+                "learning rate, or clip gradients"
+            )
         return total, norm
 
     def step(self, norm: float, max_norm: float) -> None:

@@ -43,7 +43,8 @@ AS_GIVEN = Precision()
 
 class LossScale:
     """What the loss is multiplied by, so that small gradients do not vanish in float16. Steps whose gradient is not
-    finite are left out, and halve it; `GROWTH` others in a row double it.
+    finite are left out, and halve it; `GROWTH` others in a row double it. At `SMALLEST` it is not the scale by which a
+    gradient overflows: such a step is as bad as in any other precision.
 
     All ranks must be given the same norms.
 
@@ -60,12 +61,8 @@ class LossScale:
         return self._scale.item()
 
     def overflows(self, loss: float, norm: float) -> bool:
-        """Whether the step is to be left out.
-
-        Raises:
-            FloatingPointError: when gradients overflow at the smallest scale too.
-        """
-        self.overflowed = math.isfinite(loss) and not math.isfinite(norm)
+        """Whether the step is to be left out."""
+        self.overflowed = math.isfinite(loss) and not math.isfinite(norm) and self.scale > SMALLEST
         self._good += 1
         if self.overflowed:
             self._good.zero_()
@@ -73,8 +70,6 @@ class LossScale:
         elif self._good == GROWTH:
             self._good.zero_()
             self._scale.mul_(2).clamp_(max=LARGEST)
-        if self.scale < SMALLEST:
-            raise FloatingPointError(f"gradients overflow even where the loss is scaled by {2 * self.scale}")
         return self.overflowed
 
     def entries(self) -> list[Entry]:

@@ -103,7 +103,7 @@ def train_step(session: Session) -> dict[str, Any] | None:
     session.order.before(position.batches)
     loss, norm, overflow = trainer.forward_backward(batch)
     session.order.after(position.batches)
-    bad = None if overflow else agreement.judge(loss, norm, began)
+    bad = agreement.judge(loss, 0.0 if overflow else norm, began)  # an overflow is left out, but a stop is heeded
     if bad is None:
         if not overflow:  # of a scaled loss: the step is left out, and the scale lowered
             trainer.update(norm)
@@ -113,7 +113,6 @@ def train_step(session: Session) -> dict[str, Any] | None:
     elif leave_out(session, bad, rate):
         results = {"loss": None, "grad_norm": None, "skipped": str(bad)}
     else:
-        agreement.phase_done = False  # of a save that was waited for
         return None
 
     position.step += 1

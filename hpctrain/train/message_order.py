@@ -11,6 +11,7 @@ from hpctrain import comm, files
 from hpctrain.config import Config
 from hpctrain.grid import Grid
 from hpctrain.pipeline.ampnet import Record
+from hpctrain.train.sanity import Stopped
 from hpctrain.train.trainer import Trainer
 
 MESSAGES = "messages.jsonl"
@@ -53,15 +54,15 @@ class MessageOrder:
         """The batch of this number is trained on next.
 
         Raises:
-            ValueError: on every rank, where the recorded run had no such batch.
+            Stopped: on every rank, where the recorded run had no such batch.
         """
         if self._replays:
             if batch not in self._orders:
-                raise ValueError(
+                raise Stopped(
                     f"pipeline.replay has batches {min(self._orders)} to {max(self._orders)}, and no {batch}; use "
                     "fewer run.steps"
                 )
-            self._driven.replay = Record.of([self._orders[batch]])
+            self._driven.replay = self._orders[batch]
         if self._records:
             self._driven.record = Record()
 
@@ -82,19 +83,25 @@ class MessageOrder:
             file.write("\n" * torn + json.dumps(line) + "\n")
         self._torn = False
 
-    def _read(self, path: Path) -> dict[int, list]:
+    def _read(self, path: Path) -> dict[int, Record]:
         """This rank's orders by the number of the batch, the last of each."""
         facts, orders, others = {}, {}, None
-        for line in files.read_bounded(path, LARGEST).decode().splitlines():
+        try:
+            lines = files.read_bounded(path, LARGEST).decode(errors="replace").splitlines()
+        except OSError as error:
+            raise ValueError(
+                f"pipeline.replay: {error}; use the folder of another run, which had pipeline.record=true"
+            ) from error
+        for line in lines:
             try:
                 found = json.loads(line)
                 if "batch" not in found:
                     facts = found
                     continue
                 others = others if facts == self._facts else facts
-                orders[found["batch"]] = found["ranks"][self._grid.pipeline.rank]
+                orders[found["batch"]] = Record.of([found["ranks"][self._grid.pipeline.rank]])
             except (ValueError, IndexError, KeyError, TypeError):
-                continue  # cut short, or of fewer ranks, which the settings tell
+                continue  # cut short, damaged, or of fewer ranks, which the settings tell
         if others is not None or not orders:
             raise ValueError(
                 f"pipeline.replay: {path} is of a run with {_said(others or {})}, and this one has "
