@@ -90,9 +90,11 @@ def test_gradients_that_would_be_of_a_part(world):
     out = copy.copy(model(numbers(2, 5, 8)))
     with pytest.raises(ValueError, match=f"line .* of .*{__name__}.py: retain_grad, for a tensor of which every rank"):
         out["first"].retain_grad()
-    for inputs in ([out["first"]], [model.norm.weight, out["first"]]):
+    for inputs in (out["first"], [out["first"]], [model.norm.weight, out["first"]]):
         with pytest.raises(ValueError, match=r"inputs=\[...\] of backward, for a tensor .*; torch.autograd.grad gives"):
             out["last"].sum().backward(inputs=inputs)
+        with pytest.raises(ValueError, match=r"inputs=\[...\] of backward"):
+            out["last"].backward(torch.ones_like(out["last"]), inputs=inputs)
     within = lambda self, h: self.second(h).sum().backward(inputs=[h])  # noqa: E731
     with pytest.raises(ValueError, match=r"inputs=\[...\] of backward"):
         ht.parallelize(Curious(within).double(), ht.Grid(tensor=2), **SHARDED)(numbers(2, 5, 8))

@@ -64,8 +64,9 @@ class HandedOut(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return gradients(types, *args, **kwargs)
+        if func is torch.autograd.backward:  # which Tensor.backward calls
+            check_inputs(kwargs["inputs"])
         if func in (torch.autograd.backward, torch.Tensor.backward):
-            check_inputs(kwargs.get("inputs"))
             return func(*tree_map(_whole, args), **kwargs)
         if not all(kind in (cls, GatheredCopy, torch.Tensor) for kind in types):
             return NotImplemented  # others, whose types know what to do with a tensor
@@ -139,7 +140,7 @@ def gradients(
     return tuple(found)
 
 
-def check_inputs(inputs: Iterable[torch.Tensor] | None) -> None:
+def check_inputs(inputs: Sequence[torch.Tensor] | None) -> None:
     """Raise ValueError where a backward is to keep the gradient of a tensor that has `parts`."""
     if any(hasattr(x, "parts") for x in inputs or ()):
         raise refused("inputs=[...] of backward")
