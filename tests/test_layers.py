@@ -86,14 +86,18 @@ def test_the_input_is_not_gathered_into_memory_that_the_next_sum_gives_back(worl
         torch.testing.assert_close(layer.weight.grad, expected[layer.weight.shard.slices], rtol=1e-12, atol=1e-12)
 
 
+def with_late_sums(grid):
+    """A layer whose sums of weight gradients over z are put off under a strategy, its layout, an input and a seed."""
+    algorithm = algorithm_of(grid, "agarwal", overlap=["weight_gradient"])
+    layer = Linear(grid, 8, 6, to="inner", algorithm=algorithm, key=KEY, **DOUBLE)
+    x, seed = whole((12, 8), "x", False), whole((12, 6), "seed", False)
+    return Layout(grid, 4, 3), layer, DataParallel(layer.parameters(), grid), x, seed
+
+
 def test_a_step_that_was_given_up_leaves_no_gradient(world):
     """Weight gradients whose sum over z was put off in a step that never ended are not part of the next one."""
     for grid in tensor_grids(world):
-        layout = Layout(grid, 4, 3)
-        algorithm = algorithm_of(grid, "agarwal", overlap=["weight_gradient"])
-        layer = Linear(grid, 8, 6, to="inner", algorithm=algorithm, key=KEY, **DOUBLE)
-        replicas = DataParallel(layer.parameters(), grid)
-        x, seed = whole((12, 8), "x", False), whole((12, 6), "seed", False)
+        layout, layer, replicas, x, seed = with_late_sums(grid)
         for given_up in (True, False):
             replicas.zero_grad()
             if not given_up:
@@ -111,11 +115,7 @@ def test_a_step_that_was_given_up_leaves_no_gradient(world):
 def test_gradients_that_the_caller_is_given(world):
     """What torch.autograd.grad computes is no part of the gradient of a later backward, which does not overwrite it."""
     for grid in tensor_grids(world):
-        layout = Layout(grid, 4, 3)
-        algorithm = algorithm_of(grid, "agarwal", overlap=["weight_gradient"])
-        layer = Linear(grid, 8, 6, to="inner", algorithm=algorithm, key=KEY, **DOUBLE)
-        replicas = DataParallel(layer.parameters(), grid)
-        x, seed = whole((12, 8), "x", False), whole((12, 6), "seed", False)
+        layout, layer, replicas, x, seed = with_late_sums(grid)
         mine = layout.residual(x).clone().requires_grad_()
         replicas.zero_grad()
         y = layer(mine, layout.tokens)

@@ -136,7 +136,7 @@ def check_statistics(plan: Plan, module: torch.nn.Module) -> None:
 
 
 def unite_statistics(plan: Plan, module: torch.nn.Module) -> None:
-    """Those of a batch norm become those of all replicas."""
+    """A batch norm takes those of all replicas."""
     if plan.data.size > 1 and _is_batch_norm(module):
         plan.swap_class(module, BatchNormOfReplicas, data=plan.data)
 
