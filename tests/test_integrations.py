@@ -8,41 +8,23 @@ import contextlib
 import logging
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
+from integration_checks import DATA, TOKENS, Stream, gpt2, same_weights, shared, without_dropout
 from parallelize_checks import CLOSE
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 import hpctrain as ht
 from hpctrain import comm
 
-accelerate = pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
-
-TOKENS = torch.arange(96).view(16, 6).square() % 13
-DATA = [{"input_ids": row, "labels": row} for row in TOKENS]
-
-
-def gpt2():
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=13, n_positions=8, n_embd=12, n_layer=1, n_head=3)
-    return GPT2LMHeadModel(config).double()
 
 
 @pytest.fixture
 def folder(world, tmp_path):
-    """One for all ranks."""
-    yield world.bcast(tmp_path)
-    world.Barrier()
-    accelerate.state.AcceleratorState._reset_state(True)
-
-
-def same_weights(weights, model, grid):
-    """Those of the whole model, on rank 0."""
-    gathered = ht.gather_state_dict(model)
-    if grid.rank == 0:
-        torch.testing.assert_close(gathered, weights, **CLOSE)
+    yield from shared(world, tmp_path)
 
 
 def same_files(folder, own, *names):
@@ -116,13 +98,6 @@ def test_accelerate(world, folder, tmp_path_factory, how):
     for file in (folder / "model/model.safetensors", folder / "pretrained/model.safetensors"):
         for name, tensor in load_file(file).items():
             torch.testing.assert_close(tensor, half.state_dict()[name], **CLOSE)
-
-
-class Stream(torch.utils.data.IterableDataset):
-    """The rows one by one, of a length that nobody knows."""
-
-    def __iter__(self):
-        return iter(DATA)
 
 
 def test_hooks_streams_and_two_models_of_accelerate(world, folder):
@@ -223,10 +198,15 @@ def test_who_does_what_with_accelerate(world, folder):
 def test_grids_that_are_refused(world, folder):
     from hpctrain.integrations.accelerate import GridAccelerator
 
-    with pytest.raises(ValueError, match=r"accelerate gives every rank the same batches, got data=2, pipeline=1; use"):
-        GridAccelerator(ht.Grid(data=2))
+    with pytest.raises(
+        ValueError, match=r"accelerate calls the whole model, got pipeline=2; use replicas and tensor ax"
+    ):
+        GridAccelerator(ht.Grid(pipeline=2))
+    with pytest.raises(ValueError, match=r"accelerate has whole sequences on each rank, got grid.data = .1, 2, 1. of"):
+        GridAccelerator(ht.Grid(data=(1, 2, 1)))
     accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.PartialState().num_processes = 2
+    state = accelerate.PartialState()
+    state.distributed_type, state.num_processes = accelerate.DistributedType.MULTI_CPU, 2
     with pytest.raises(ValueError, match="started torch.distributed for 2 processes, .*; leave out cpu=True, use_cpu"):
         GridAccelerator(ht.Grid(tensor=2))
     accelerate.state.AcceleratorState._reset_state(True)
@@ -401,8 +381,8 @@ def test_lightning(world, folder, tmp_path_factory):
     _, model = lightened(make(), own, resume=folder / checkpoint)
     torch.testing.assert_close(dict(model.state_dict()), dict(again.state_dict()), **CLOSE)
     assert GridStrategy(grid).is_global_zero == (grid.rank == 0)  # who writes files
-    with pytest.raises(ValueError, match="Lightning gives every rank the same batches, got data=2"):
-        GridStrategy(ht.Grid(data=2))
+    with pytest.raises(ValueError, match="Lightning calls the whole model, got pipeline=2; use replicas and tensor ax"):
+        GridStrategy(ht.Grid(pipeline=2))
     with pytest.raises(ValueError, match=r"the weight 'model\..* is of a layer that was added after parallelize"):
         lightened(make(), folder, steps=0, strategy=GridStrategy(grid))  # before the first step
     from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -435,8 +415,3 @@ def test_a_checkpoint_that_lightning_cannot_write(world, folder):
     weights = ht.parallelize(torch.nn.Linear(4, 4), grid).state_dict()
     with pytest.raises(ValueError, match="is divided over ranks of a grid, which a file cannot hold"):
         GridStrategy(grid).save_checkpoint({"callbacks": {"average": weights}}, folder / "average.ckpt")
-
-
-def without_dropout(module):
-    if isinstance(module, torch.nn.Dropout):
-        module.p = 0.0

@@ -1,4 +1,4 @@
-"""What the libraries have in common: one process each, on tensor axes alone, and optimizers whose states are whole."""
+"""What the libraries have in common: grids of replicas and tensor axes, and optimizers whose states are whole."""
 
 from __future__ import annotations
 
@@ -7,16 +7,39 @@ from collections.abc import Iterator
 
 import torch
 
-from hpctrain.convert.optimizer_state import gather_optimizer_state, parts_of_state
+from hpctrain.convert import gather_optimizer_state, load_optimizer_state
 from hpctrain.grid import Grid
 
 
 def check_grid(grid: Grid, what: str) -> None:
-    """Raise ValueError for a grid with replicas or stages, of which the library knows nothing."""
-    if grid.size != grid.tensor.size:
+    """Raise ValueError for a grid with stages, or whose ranks share sequences, of which the library knows nothing."""
+    if grid.pipeline.size > 1:
         raise ValueError(
-            f"{what} gives every rank the same batches, got data={grid.data.size}, pipeline={grid.pipeline.size}; use "
-            "a grid of tensor axes alone, as ht.Grid(tensor=4), or a loop of your own with zero=0 of ht.parallelize"
+            f"{what} calls the whole model, got pipeline={grid.pipeline.size}; use replicas and tensor axes alone, as "
+            "ht.Grid(data=2, tensor=4), or ht.Trainer"
+        )
+    grid.check_whole_sequences(what)
+
+
+def check_averaged(groups: list[dict], grid: Grid) -> None:
+    """Raise ValueError where replicas would not step alike, or could not save or load, by optimizers of these groups
+    of weights."""
+    if grid.replica.size == 1:
+        return
+    weights = [weight for group in groups for weight in group["params"] if weight.requires_grad]
+    replicas = dict.fromkeys(vars(weight).get("replicas") for weight in weights)
+    if None in replicas:
+        raise ValueError(
+            f"an optimizer has weights whose gradients nobody averages over the {grid.replica.size} replicas; make it "
+            "of the parameters of ht.parallelize(model, grid, zero=0), or zero=1 or 2"
+        )
+    spread = [each for each in replicas if each.divided]
+    if any(each.level == 3 for each in spread):
+        raise ValueError("zero=3 cannot load weights once they are spread over the replicas; use zero=2")
+    if spread and len(replicas) > 1:
+        raise ValueError(
+            f"an optimizer has weights of {len(replicas)} models whose replicas share its state by zero=1 or 2; use "
+            "zero=0, or with accelerate one optimizer for each"
         )
 
 
@@ -36,20 +59,23 @@ def local_rank(grid: Grid) -> int:
 def saves_whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, grid: Grid) -> Iterator[None]:
     """Within the block `optimizer.state_dict()` is the whole one, on rank 0. Collective at its start."""
     state = gather_optimizer_state(model, optimizer, grid)
-    hook = optimizer.register_state_dict_post_hook(lambda optimizer, own: state)
+    vars(optimizer)["state_dict"] = lambda: state
     try:
         yield
     finally:
-        hook.remove()
+        del vars(optimizer)["state_dict"]
 
 
 @contextlib.contextmanager
 def loads_whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, grid: Grid) -> Iterator[None]:
-    """Within the block `optimizer.load_state_dict` takes a whole one, on every rank."""
-    hook = optimizer.register_load_state_dict_pre_hook(
-        lambda optimizer, state: parts_of_state(model, optimizer, state, grid)
-    )
+    """Within the block `optimizer.load_state_dict` takes a whole one, on every rank, once."""
+
+    def load(state):
+        del vars(optimizer)["load_state_dict"]
+        load_optimizer_state(model, optimizer, state, grid)
+
+    vars(optimizer)["load_state_dict"] = load
     try:
         yield
     finally:
-        hook.remove()
+        vars(optimizer).pop("load_state_dict", None)

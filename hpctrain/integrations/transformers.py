@@ -1,11 +1,13 @@
-"""Hugging Face's Trainer on a tensor grid.
+"""Hugging Face's Trainer on a grid of replicas and tensor axes.
 
-trainer = GridTrainer(ht.parallelize(model, grid), TrainingArguments("out"), grid=grid, train_dataset=data)
+model = ht.parallelize(model, grid, zero=0)
+trainer = GridTrainer(model, TrainingArguments("out"), grid=grid, train_dataset=data)
 trainer.train()
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,27 +17,30 @@ from hpctrain import comm
 from hpctrain.convert import gather_state_dict
 from hpctrain.convert.pretrained import computed_prompts
 from hpctrain.grid import Grid
-from hpctrain.integrations.accelerate import join_grid
+from hpctrain.integrations.accelerate import as_replica, join_grid, on_grid
 from hpctrain.integrations.states import check_one_writer, loads_whole, saves_whole
 from hpctrain.shard import check_shards
 
 
 class GridTrainer(transformers.Trainer):
-    """A Trainer for a model that `ht.parallelize` divided over a tensor grid.
+    """A Trainer for a model that `ht.parallelize` divided over a grid of replicas and tensor axes.
 
-    Every rank is given the same batches, clips by the norm of the whole gradient, and logs the same loss. The first
-    rank writes files: whole weights, which `from_pretrained` loads, and the whole state of the optimizer, with which a
-    run is resumed on any grid, or by Hugging Face's own Trainer. On GPUs each rank is to see one.
+    A replica is what is a process elsewhere: batches and metrics are shared out among replicas. Every rank clips by the
+    norm of the whole gradient, and logs the same loss. The first rank writes files: whole weights, which
+    `from_pretrained` loads, and the whole state of the optimizer, with which a run is resumed on any grid, or by
+    Hugging Face's own Trainer. On GPUs each rank is to see one.
 
     Args:
-        grid: of tensor axes.
+        grid: of replicas and tensor axes.
         arguments, options: of transformers.Trainer.
 
     Raises:
-        ValueError: on every rank, for a grid with replicas or stages, a model to save with weights that parallelize has
-            not seen, where the arguments start torch.distributed (`use_cpu=True` under mpirun) or use several GPUs, and
-            for `save_on_each_node` and `enable_jit_checkpoint`.
+        ValueError: on every rank, for a grid with stages, with replicas for a model without zero=0, 1 or 2, for a model
+            to save with weights that parallelize has not seen, where the arguments start torch.distributed
+            (`use_cpu=True` under mpirun) or use several GPUs, and for `save_on_each_node` and `enable_jit_checkpoint`.
     """
+
+    current_flos: float
 
     def __init__(self, *arguments: Any, grid: Grid, **options: Any):
         self.grid = grid
@@ -55,17 +60,24 @@ class GridTrainer(transformers.Trainer):
                     "other; leave it out, and save by save_steps"
                 )
         super().create_accelerator_and_postprocess()
-        # else the first rank alone would read an iterable dataset
-        self.accelerator.dataloader_config.dispatch_batches = False
+        on_grid(self.accelerator, self.grid)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
 
     def _get_dataloader(self, *arguments, **options):
-        """Its workers draw the same numbers on every rank."""
-        state = self.args.distributed_state
-        own, state.process_index = state.process_index, 0
-        try:
+        """Its workers draw the same numbers on every rank of a replica."""
+        with as_replica(self.grid):
             return super()._get_dataloader(*arguments, **options)
-        finally:
-            state.process_index = own
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *arguments, **options) -> None:
+        if self.control.should_log:
+            tr_loss.copy_(self.accelerator.gather(tr_loss).mean())
+        super()._maybe_log_save_evaluate(tr_loss, *arguments, **options)
+
+    def store_flos(self) -> None:
+        self.current_flos = sum(comm.all_gather_object(self.current_flos, self.grid.replica))
+        super().store_flos()
 
     def _save_checkpoint(self, *arguments, **options):
         super()._save_checkpoint(*arguments, **options)
@@ -86,5 +98,10 @@ class GridTrainer(transformers.Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save:  # all ranks have the same
-            super()._save_rng_state(output_dir)
+        if self.grid.tensor.rank == 0:  # all ranks of a replica have the same
+            with as_replica(self.grid):
+                super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with as_replica(self.grid):
+            super()._load_rng_state(checkpoint)
