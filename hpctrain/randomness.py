@@ -86,6 +86,13 @@ class RngKey:
         return torch.from_numpy(out >= drop_threshold(drop))
 
 
+def check_key(key: RngKey) -> RngKey:
+    """The key itself; ValueError for what is none, such as a seed."""
+    if not isinstance(key, RngKey):
+        raise ValueError(f"key must be an RngKey, such as ht.RngKey(0), got {key!r}")
+    return key
+
+
 def drop_threshold(drop: float) -> int:
     return round(drop * 2**16)
 

@@ -248,6 +248,10 @@ def test_refusals(world):
     ready, module = Edge(0, 1, (4, 2)), nn.Linear(2, 2)
     with pytest.raises(ValueError, match="one function for each of 2 stages, got 1"):
         network(ready, [nn.Identity])
+    with pytest.raises(ValueError, match="must be functions that make modules, got a Linear; put lambda: before"):
+        network(ready, [nn.Identity, module])
+    with pytest.raises(ValueError, match="key must be an RngKey, such as .* got 0"):
+        network(ready, [nn.Identity] * 2, key=0)
     with pytest.raises(ValueError, match="needs a shape such as"):
         network((0, 1), [nn.Identity] * 2)
     with pytest.raises(ValueError, match="must be of floating point numbers"):
@@ -278,6 +282,10 @@ def test_refusals(world):
             trainer.step([pair] * number)
         with pytest.raises(ValueError, match=f"is made for 1 microbatches on each replica, got {number}"):
             trainer.evaluate([[pair] * number])
+    for batch, got in ((pair[0], "a Tensor"), ((*pair, 1), "a tuple of 3")):
+        for use in (trainer.step, lambda batches: trainer.evaluate([batches])):
+            with pytest.raises(ValueError, match=rf"of a Network is a pair \(input, target\), got {got}"):
+                use([batch])
     if grid.rank == 0:
         batch = torch.ones(3, 2), None
         with pytest.raises(ValueError, match=r"stage 0 gave \(3, 5\) of torch.float32 for .* where \(3, 2\)"):

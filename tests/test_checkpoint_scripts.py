@@ -76,6 +76,17 @@ def test_saved_and_loaded_on_another_grid(world, tmp_path):
         ht.checkpoint.save(root, 2, one.model, one.strategy, {"best": torch.tensor(1.0)})
     with pytest.raises(ValueError, match="about must be a dict of what JSON holds, got 3"):
         ht.checkpoint.save(root, 2, one.model, one.strategy, 3)
+    for given, message in (
+        ((one.model, one.optimizer), r"strategy must be a strategy of ht\.data_parallel, .*, got AdamW"),
+        ((one.model, one), r"strategy must be a strategy of ht\.data_parallel, .*, got Trainer"),
+        ((one, one.strategy), r"model must be a torch\.nn\.Module, got Trainer"),
+    ):
+        for use in (
+            lambda *given: ht.checkpoint.save(root, 2, *given),
+            lambda *given: ht.checkpoint.load(root, *given),
+        ):
+            with pytest.raises(ValueError, match=message):
+                use(*given)
     with pytest.raises(ValueError, match="step-1 is one checkpoint; give the folder of checkpoints that it is in"):
         ht.checkpoint.load(root / "step-1", one.model, one.strategy)
     for step, keep, message in [

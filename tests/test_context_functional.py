@@ -1,5 +1,6 @@
 """`ht.layers.context_attention` as a stand-in for torch's scaled_dot_product_attention."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ def test_documents_windows_and_cuts(world):
         ways = [({}, {}), ({"balance": "work", "masks": [Mask(documents=documents)] * 2}, {"balance": "work"})]
         for how, said in ways:
             mine, spans = cut(grid, whole, **how)
-            for given in (documents, [documents] * 2):
+            for given in (documents, [documents] * 2, torch.tensor(documents), [np.array(documents)] * 2):
                 out = context_attention(*mine, grid, is_causal=True, documents=given, **said)
                 torch.testing.assert_close(out, local(expected, spans), rtol=1e-12, atol=1e-12)
         spans = [(range(40),) if rank == 0 else () for rank in range(world.size)]
@@ -68,6 +69,9 @@ BAD = {
     "dropout_p needs dropout_key": {"dropout_p": 0.1},
     "dropout must be at least 0": {"dropout_p": 1.0},
     "window must be a number of tokens": {"window": -1},
+    "or 0 for all, got 2.5": {"window": 2.5},
+    "key must be an RngKey, such as": {"dropout_p": 0.1, "dropout_key": 3},
+    "documents must be lengths, or": {"documents": 16},
     "whose sum is 16, got": {"documents": (4, 4)},
     "lengths for each of 2 sequences": {"documents": [(8, 8)]},
     "sequence.balance must be one of": {"balance": "striped"},

@@ -1,5 +1,7 @@
 """What layers refuse: on all ranks alike, before a collective, and rather than computing something else."""
 
+import math
+
 import pytest
 import torch
 from layer_checks import DOUBLE, KEY, Layout, tensor_grids, whole
@@ -13,14 +15,18 @@ from hpctrain.layers import (
     CrossEntropy,
     Dropout,
     Embedding,
+    Experts,
     LayerNorm,
     Linear,
     Mixture,
     RMSNorm,
+    Router,
     Tokens,
+    algorithm_of,
 )  # fmt: skip
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+DTYPE = "dtype must be one of real floating point numbers, such as torch.float32"
 DROPOUT = "dropout must be at least 0 and below 1, in steps of 2^-16"
 
 
@@ -70,11 +76,20 @@ def test_autocast(world):
         (lambda g: Embedding(g, 8, -1), "width must be an integer of at least 1, got -1"),
         (lambda g: CrossEntropy(g, 0), "vocabulary must be an integer of at least 1, got 0"),
         (lambda g: Attention(g, 8, 0), "heads must be an integer of at least 1, got 0"),
+        (lambda g: Attention(g, 8, 2, window=1.5), "window must be a number of positions, or 0 for all, got 1.5"),
         (lambda g: MLP(g, 8, 0), "hidden must be an integer of at least 1, got 0"),
         (lambda g: Mixture(g, 8, 0, 4, 2), "ffn must be an integer of at least 1, got 0"),
+        (lambda g: Router(g, 0, 4, 2), "features must be an integer of at least 1, got 0"),
+        (lambda g: Experts(g, 8, 4, 2.0), "experts must be an integer of at least 1, got 2.0"),
+        (lambda g: Experts(g, 8, 4, 2, capacity=math.nan), "capacity must be positive, or 0 for no limit, got nan"),
         (lambda g: BatchNorm2d(g, -1), "features must be an integer of at least 1, got -1"),
         (lambda g: Conv2d(g, 0, 3, 3), "in_channels must be an integer of at least 1, got 0"),
         (lambda g: Tokens.of(g, -1, 3), "sequences and length must be from 0 on, got -1 and 3"),
+        (lambda g: Linear(g, 4, 4, to="inner", key=0), "key must be an RngKey, such as ht.RngKey(0), got 0"),
+        (lambda g: Dropout(g, 0.5, 4, key=0), "key must be an RngKey, such as ht.RngKey(0), got 0"),
+        # their gradients would lack the conjugate
+        (lambda g: Linear(g, 4, 4, to="inner", dtype=torch.cdouble), f"{DTYPE}, got torch.complex128"),
+        (lambda g: Embedding(g, 4, 4, dtype=torch.int64), f"{DTYPE}, got torch.int64"),
         *((lambda g, p=p: Dropout(g, p, 4, key=KEY), f"{DROPOUT}, got {p}") for p in (-0.5, 1.0, 1 - 2**-18)),
     ],
 )
@@ -123,9 +138,34 @@ def test_logits_of_another_vocabulary_or_other_targets(world, rows, more):
 
 
 @pytest.mark.ranks(2, 4)
-def test_tokens_of_another_grid(world):
-    """Of as many rows, with which the product would be that of a part of the weight."""
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda grid: Linear(grid, 8, 8, to="inner"),
+        lambda grid: LayerNorm(grid, 8),
+        lambda grid: RMSNorm(grid, 8),
+        lambda grid: Dropout(grid, 0.5, 8, key=KEY),
+        lambda grid: Mixture(grid, 8, 4, 2, 1),
+    ],
+)
+def test_tokens_of_another_grid(world, make):
+    """Of as many rows, with which the product would be that of a part of the weight, and the masks those of others."""
     grid, other = Grid(tensor=(world.size, 1, 1)), Grid(tensor=(1, 1, world.size))
-    layer, tokens = Linear(grid, 8, 8, to="inner"), Tokens.of(other, 4, 2)
+    layer, tokens = make(grid), Tokens.of(other, 4, 2)
     with pytest.raises(ValueError, match=r"is of a grid of .*'x': \d, .* got tokens of one of .*; make them by"):
         layer(torch.ones(tokens.local_rows, 8), tokens)
+
+
+@pytest.mark.ranks(2, 4)
+def test_ids_with_tokens_of_another_grid(world):
+    """The rows of other ranks would be zeros, as nobody sums over x."""
+    grid, other = Grid(tensor=(world.size, 1, 1)), Grid(tensor=(1, world.size, 1))
+    with pytest.raises(ValueError, match=r"Embedding\(\) is of a grid of .* got tokens of one of .*; make them by"):
+        Embedding(grid, 8, 4)(torch.arange(8), Tokens.of(other, 4, 2))
+
+
+@pytest.mark.ranks(2, 4)
+def test_an_algorithm_of_another_grid(world):
+    grid, other = Grid(tensor=(world.size, 1, 1)), Grid(tensor=(1, 1, world.size))
+    with pytest.raises(ValueError, match=r"algorithm was made for a grid of .*, and the layer is of .*; make it by"):
+        Linear(grid, 8, 8, to="inner", algorithm=algorithm_of(other, "agarwal"))

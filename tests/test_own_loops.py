@@ -97,6 +97,14 @@ def test_gradients_of_a_strategy(world, make):
             torch.nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
 
 
+@pytest.mark.parametrize("use", [ht.sync_gradients, ht.gather_gradients, lambda m, g: ht.clip_grad_norm_(m, 1.0, g)])
+def test_weights_in_place_of_their_model(world, use):
+    """As torch.nn.utils.clip_grad_norm_ takes them."""
+    grid = ht.Grid(data=world.size)
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got a generator; give the model"):
+        use(ht.layers.RMSNorm(grid, 4).parameters(), grid)
+
+
 def test_a_backward_of_one_replica_that_is_given_up(world):
     """Its sums were begun, and would be paired with those of the next step."""
     *_, strategy, backward = own_loop(Zero2)

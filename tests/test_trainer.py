@@ -160,6 +160,9 @@ def test_what_a_trainer_cannot_take(world):
     for loss, got in ((lambda model, x: model(x), r"shape \(4, 1\)"), (lambda model, x: 0.5, "0.5")):
         with pytest.raises(ValueError, match=f"a scalar tensor that depends on the weights, got {got}"):
             trainer(loss=loss).step([X])
+    for use in (trainer().step, lambda batch: trainer().evaluate([batch])):  # every row would be a batch
+        with pytest.raises(ValueError, match=r"batches must be a list, such as \[batch\], got a Tensor"):
+            use(X)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
     with pytest.raises(ValueError, match="Linear is not cut into pipeline stages: give the Trainer loss="):

@@ -39,6 +39,7 @@ def save(
     """
     root = Path(root)
     about = {} if about is None else about
+    _check(model, strategy)
     with comm.together(strategy.grid.world):
         if not isinstance(about, dict):
             raise ValueError(f"about must be a dict of what JSON holds, got {about!r:.100}")
@@ -71,8 +72,18 @@ def load(root: str | os.PathLike, model: torch.nn.Module, strategy: DataParallel
             not are renamed step-N.bad. For a `root` that is itself a checkpoint.
         OSError: on a rank that cannot read a file.
     """
+    _check(model, strategy)
     root, world = Path(root), strategy.grid.world
     with comm.together(world):
         if world.rank == 0 and files.status(root / NAME):
             raise ValueError(f"{root} is one checkpoint; give the folder of checkpoints that it is in")
     return Checkpointer(root, strategy.grid.comm).resume(TrainingState(model, strategy))
+
+
+def _check(model, strategy) -> None:
+    for name, given, kind, such in (
+        ("model", model, torch.nn.Module, "torch.nn.Module"),
+        ("strategy", strategy, DataParallelStrategy, "strategy of ht.data_parallel, such as trainer.strategy"),
+    ):
+        if not isinstance(given, kind):
+            raise ValueError(f"{name} must be a {such}, got {type(given).__name__}")

@@ -10,7 +10,7 @@ from hpctrain import comm
 from hpctrain.convert.arriving_gradients import check_summed
 from hpctrain.convert.steps import check_strategy, divided_replicas, grid_of, replicas_of
 from hpctrain.grid import Grid
-from hpctrain.layers.whole_parameters import counted, whole_parameters, whole_tensors
+from hpctrain.layers.whole_parameters import counted, whole_parameters, whole_state, whole_tensors
 from hpctrain.parameter import shard_of
 from hpctrain.rank_gradient import as_tensors
 from hpctrain.shard_entries import Entry
@@ -43,7 +43,8 @@ def gather_state_dict(model: torch.nn.Module, grid: Grid | None = None) -> dict[
         for other in comm.all_gather_object(shapes, grid.pipeline):
             shapes |= other
     gathered = {}
-    for name, whole in whole_parameters(model, grid):
+    # ranks may hold parts of buffers too, as ht.layers.BatchNorm2d does; those of stages are whole, and come below
+    for name, whole in whole_parameters(model, grid) if stages else whole_state(model, grid):
         if grid.rank == 0:
             gathered[names[name]] = whole.view(shapes.get(names[name], whole.shape))
     others = {name: x for name, x in tensors.items() if not isinstance(x, torch.nn.Parameter)}
@@ -52,7 +53,8 @@ def gather_state_dict(model: torch.nn.Module, grid: Grid | None = None) -> dict[
     if grid.rank:
         return {}
     for name, x in others.items():
-        gathered[name] = x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor) else x
+        if names.get(name) not in gathered:
+            gathered[name] = x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor) else x
     return {name: gathered[names[name]] for name in (stages.saved if stages else tensors)}
 
 

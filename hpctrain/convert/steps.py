@@ -103,6 +103,10 @@ def divided_replicas(model: torch.nn.Module):
 
 def grid_of(model: torch.nn.Module, grid: Grid | None) -> Grid:
     """The grid of a model; `grid` itself where it is given."""
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(
+            f"model must be a torch.nn.Module, got a {type(model).__name__}; give the model, not its weights"
+        )
     grid = grid or getattr(model, "hpctrain_grid", None)
     if grid is None:
         raise ValueError("the model was not made by parallelize: pass its grid, as in ht.sync_gradients(model, grid)")

@@ -30,9 +30,14 @@ def algorithm_of(grid: Grid, name: str | Algorithm, overlap: Sequence[str] = DEF
     "two_half_d": the 2.5-D product on (q, q, c).
 
     Raises:
-        ValueError: on every rank, for other names or a grid that the algorithm does not work on.
+        ValueError: on every rank, for other names, a grid that the algorithm does not work on, or one of another grid.
     """
     if isinstance(name, Algorithm):
+        if name.grid.shape != grid.shape:
+            raise ValueError(
+                f"algorithm was made for a grid of {name.grid.shape}, and the layer is of {grid.shape}; make it by "
+                "layers.algorithm_of with the layer's grid"
+            )
         return name
     tensor = grid.tensor
     check_overlap(overlap)

@@ -78,7 +78,7 @@ class Attention(torch.nn.Module):
             raise ValueError(f"rotary needs heads of an even width, got head_width {self.head_width}")
         if rotary is None and rope_scaling is not None:
             raise ValueError("rope_scaling needs rotary, the base of the frequencies that it scales")
-        if window < 0:
+        if not isinstance(window, int) or window < 0:
             raise ValueError(f"window must be a number of positions, or 0 for all, got {window}")
         self.heads, self.queries = heads, heads // groups  # all heads; query heads of a group
         self.causal, self.window, self.rotary, self.rope_scaling = causal, window, rotary, rope_scaling

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hpctrain.grid import Grid
-from hpctrain.layers.parameter import check_shape
+from hpctrain.layers.parameter import check_shape, check_tokens
 from hpctrain.layers.tokens import Tokens
-from hpctrain.randomness import RngKey, drop_threshold
+from hpctrain.randomness import RngKey, check_key, drop_threshold
 from hpctrain.shard import split
 
 
@@ -23,12 +23,13 @@ class Dropout(torch.nn.Module):
 
     def __init__(self, grid: Grid, p: float, width: int, *, key: RngKey):
         super().__init__()
-        self.p, self.width, self.key = check_probability(p), width, key
+        self.grid, self.p, self.width, self.key = grid, check_probability(p), width, check_key(key)
         self.columns = split(width, grid.tensor.y.size, grid.tensor.y.rank)
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         if not self.training or self.p == 0:
             return x
+        check_tokens(self, self.grid, tokens)
         check_shape(self, x, (tokens.local_rows, self.columns.stop - self.columns.start))
         masks = [
             self.key.mask(rows.start * self.width, len(rows) * self.width, self.p, tokens.step)

@@ -10,7 +10,7 @@ import torch
 from hpctrain import comm
 from hpctrain.comm import functional
 from hpctrain.grad_sync import grad_sync_of_backward
-from hpctrain.layers.parameter import Layer, check_sizes, drawn_key, parameter
+from hpctrain.layers.parameter import Layer, check_sizes, check_tokens, drawn_key, parameter
 from hpctrain.layers.rules import BOX, shard
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
@@ -36,7 +36,7 @@ class Embedding(Layer):
     ):  # fmt: skip
         super().__init__()
         check_sizes(vocabulary=vocabulary, width=width)
-        self.tensor = grid.tensor
+        self.grid, self.tensor = grid, grid.tensor
         x, z = grid.tensor.x, grid.tensor.z
         self.vocabulary = vocabulary
         self.range = split(vocabulary, x.size, x.rank)
@@ -45,6 +45,7 @@ class Embedding(Layer):
         self.weight = parameter(grid, as_weight, drawn_key(grid, key) / "weight", std, dtype=dtype, device=device)
 
     def forward(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        check_tokens(self, self.grid, tokens)
         if ids.shape != (tokens.sequences * tokens.length,):
             raise ValueError(
                 f"Embedding takes the ids of all {tokens.sequences * tokens.length} tokens of the z block as a vector, "

@@ -12,6 +12,7 @@ from hpctrain.layers.parameter import (
     Layer,
     check_shape,
     check_sizes,
+    check_tokens,
     drawn_key,
     parameter,
     refuse_autocast,
@@ -76,11 +77,7 @@ class Linear(Layer):
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         refuse_autocast(x)
-        if tokens.grid.shape != self.grid.shape:
-            raise ValueError(
-                f"Linear({self.extra_repr()}) is of a grid of {self.grid.shape}, got tokens of one of "
-                f"{tokens.grid.shape}; make them by Tokens.of with the layer's grid"
-            )
+        check_tokens(self, self.grid, tokens)
         check_shape(self, x, self.product.shape_of_input(tokens), "residual" if self.to_inner else "inner")
         return self.product(x, self.weight, self.bias, tokens)
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from hpctrain import comm
 from hpctrain.grid import Axis, Grid
-from hpctrain.layers.parameter import Layer, check_shape, check_sizes, drawn_key, parameter
+from hpctrain.layers.parameter import Layer, check_shape, check_sizes, check_tokens, drawn_key, parameter
 from hpctrain.layers.rules import BOX, WHOLE, shard
 from hpctrain.layers.tokens import Tokens
 from hpctrain.once_differentiable import once_differentiable
@@ -21,12 +21,13 @@ class LayerNorm(Layer):
     def __init__(self, grid: Grid, width: int, eps: float = 1e-5, *, bias: bool = True, key: RngKey | None = None,
                  dtype: torch.dtype | None = None, device: torch.device | str | None = None):  # fmt: skip
         super().__init__()
-        self.y, self.width, self.eps = grid.tensor.y, width, eps
+        self.grid, self.y, self.width, self.eps = grid, grid.tensor.y, width, eps
         over_y, key = _features(grid, width), drawn_key(grid, key)
         self.weight = parameter(grid, over_y, key / "weight", None, 1.0, dtype=dtype, device=device)
         self.bias = parameter(grid, over_y, key / "bias", None, 0.0, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        check_tokens(self, self.grid, tokens)
         check_shape(self, x, (tokens.local_rows, len(self.weight)))
         if self.y.size == 1:
             return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
@@ -45,7 +46,7 @@ class _RMSWeight(Layer):
     def __init__(self, grid: Grid, width: int, eps: float | None = None, *, key: RngKey | None = None,
                  dtype: torch.dtype | None = None, device: torch.device | str | None = None):  # fmt: skip
         super().__init__()
-        self.y, self.width, self.eps = grid.tensor.y, width, eps
+        self.grid, self.y, self.width, self.eps = grid, grid.tensor.y, width, eps
         key = drawn_key(grid, key)
         self.weight = parameter(grid, self._shard(grid, width), key / "weight", None, 1.0, dtype=dtype, device=device)
 
@@ -68,6 +69,7 @@ class RMSNorm(_RMSWeight):
         return _features(grid, width)
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        check_tokens(self, self.grid, tokens)
         check_shape(self, x, (tokens.local_rows, len(self.weight)))
         if self.y.size == 1 and x.is_cuda:
             # One kernel there; torch's on the CPU is composed of many, and takes twice the time of ours.

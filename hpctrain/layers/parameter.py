@@ -7,16 +7,19 @@ import copy
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import torch
 
 from hpctrain import gemm
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate, on_arrival
-from hpctrain.randomness import RngKey, fill_slice
+from hpctrain.randomness import RngKey, check_key, fill_slice
 from hpctrain.rank_gradient import mark_gradient
 from hpctrain.shard import Shard
+
+if TYPE_CHECKING:
+    from hpctrain.layers.tokens import Tokens
 
 
 class Factory(TypedDict):
@@ -44,6 +47,8 @@ def parameter(
 ) -> torch.nn.Parameter:
     """A parameter holding a slice: normal with standard deviation `std`, or constant `value` where std is None."""
     data = torch.empty(shard.shape, dtype=dtype)
+    if not data.is_floating_point():
+        raise ValueError(f"dtype must be one of real floating point numbers, such as torch.float32, got {dtype}")
     if std is None:
         data.fill_(value)
     else:
@@ -62,6 +67,8 @@ def _mark(parameter, marks):
 class Layer(torch.nn.Module):
     """A layer of such parameters. In a deep copy, such as an average of weights, they are slices as well, of no
     strategy. A deep copy gathers weights that ZeRO-3 has spread, so it is collective.
+
+    `load_state_dict` takes slices, and also whole tensors, as of `ht.gather_state_dict`, of which it loads the slices.
 
     Raises:
         ValueError: from a deep copy, for a weight that somebody else than ZeRO-3 has freed.
@@ -88,6 +95,15 @@ class Layer(torch.nn.Module):
             if "unmanaged" in known:
                 _mark(own, known["unmanaged"])
         return copied
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        shards = {name: vars(p).get("shard") for name, p in self._parameters.items() if p is not None}
+        shards |= dict.fromkeys(self._buffers, vars(self).get("shard"))  # of a layer that divides its own
+        for name, shard in shards.items():
+            given = state_dict.get(prefix + name)
+            if shard is not None and isinstance(given, torch.Tensor) and given.shape == shard.global_shape:
+                state_dict[prefix + name] = given[shard.slices]
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 def _has_no_memory(parameter: torch.nn.Parameter) -> bool:
@@ -130,6 +146,15 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
 
 
+def check_tokens(layer: torch.nn.Module, grid: Grid, tokens: Tokens) -> None:
+    """Raise ValueError unless the tokens were made for the layer's grid; what they say of rows is of its axes."""
+    if tokens.grid is not grid and tokens.grid.shape != grid.shape:
+        raise ValueError(
+            f"{type(layer).__name__}({layer.extra_repr()}) is of a grid of {grid.shape}, got tokens of one of "
+            f"{tokens.grid.shape}; make them by Tokens.of with the layer's grid"
+        )
+
+
 def check_shape(layer: torch.nn.Module, x: torch.Tensor, expected: tuple[int, int], layout: str = "residual") -> None:
     """Raise ValueError unless x is of this shape, that of this rank's part of it in this layout."""
     if x.shape != expected:
@@ -146,6 +171,6 @@ def drawn_key(grid: Grid, key: RngKey | None) -> RngKey:
     So `torch.manual_seed` decides the weights, as it does for torch's own layers.
     """
     if key is not None:
-        return key
+        return check_key(key)
     seed = int(torch.randint(2**62, ()))
     return RngKey(grid.data.comm.bcast(grid.tensor.comm.bcast(seed)))

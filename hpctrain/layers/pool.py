@@ -24,7 +24,7 @@ class MaxPool2d(torch.nn.Module):
     heights. Nothing where the windows of a rank's results lie on its own rows.
 
     Raises:
-        ValueError: as `Conv2d`, and when the padding is more than half of the kernel.
+        ValueError: as `Conv2d`, and when the padding is more than half of the kernel, or a window holds nothing else.
     """
 
     def __init__(
@@ -40,7 +40,15 @@ class MaxPool2d(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         s = self.stencil
-        rows = functional.halo(x, s.halo(x, fill=-math.inf))
+        halo = s.halo(x, fill=-math.inf)
+        for dim, length in enumerate((halo.local[-1].stop, x.shape[3])):
+            if s.padding[dim] and length < s.dilation[dim]:  # where torch's backward writes beside the images
+                raise ValueError(
+                    f"kernel_size {s.kernel} with dilation {s.dilation} and padding {s.padding} has a window of "
+                    f"padding alone in images whose {('height', 'width')[dim]} is {length}; use larger images or less "
+                    "dilation"
+                )
+        rows = functional.halo(x, halo)
         if rows.numel() == 0:
             return _nothing(rows, s)
         return F.max_pool2d(rows, s.kernel, s.stride, s.beside, s.dilation)

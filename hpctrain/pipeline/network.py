@@ -14,7 +14,7 @@ from hpctrain.pipeline.actions import Action
 from hpctrain.pipeline.draws import DrawCheck, refuse_dropout
 from hpctrain.pipeline.executor import StageWork
 from hpctrain.pipeline.schedules import Schedule
-from hpctrain.randomness import RngKey, seeded
+from hpctrain.randomness import RngKey, check_key, seeded
 from hpctrain.shard import Shard
 
 if TYPE_CHECKING:
@@ -60,10 +60,11 @@ class Network(torch.nn.Module):
         stages: the numbers of this rank's stages; `stage[str(number)]` is the module.
 
     Raises:
-        ValueError: on every rank, for a schedule with token slices or versions of weights, and when stages are missing,
-            an edge has no shape or is not of floating point numbers, two stages share a parameter, a stage of plain
-            torch meets a tensor axis, or one has torch's dropout or, with replicas, batch norm; and whatever a function
-            of `stages` raises on any rank. In the trainer's first step, when a stage draws random numbers in training.
+        ValueError: on every rank, for a schedule with token slices or versions of weights, and when stages are missing
+            or modules, an edge has no shape or is not of floating point numbers, two stages share a parameter, a stage
+            of plain torch meets a tensor axis, or one has torch's dropout or, with replicas, batch norm; and whatever a
+            function of `stages` raises on any rank. In the trainer's first step, when a stage draws random numbers in
+            training, or a microbatch is no pair.
     """
 
     def __init__(
@@ -82,12 +83,16 @@ class Network(torch.nn.Module):
             )
         if len(stages) != self.graph.stages:
             raise ValueError(f"stages must have one function for each of {self.graph.stages} stages, got {len(stages)}")
+        if modules := [stage for stage in stages if isinstance(stage, torch.nn.Module)]:
+            raise ValueError(
+                f"stages must be functions that make modules, got a {type(modules[0]).__name__}; put lambda: before"
+            )
         for edge in self.graph.edges:
             if edge.shape == (0,) and shape is None:
                 raise ValueError(f"{edge} needs a shape such as (8, 16) for 8 samples of 16, or give Network shape=")
             if not getattr(torch, edge.dtype).is_floating_point:
                 raise ValueError(f"{edge} must be of floating point numbers, which have gradients")
-        key = key or RngKey(grid.comm.bcast(int(torch.randint(2**62, ()))))
+        key = RngKey(grid.comm.bcast(int(torch.randint(2**62, ())))) if key is None else check_key(key)
         ranks: dict[int, set[int]] = {}
         for (_, stage), rank in self.placement.items():
             ranks.setdefault(stage, set()).add(rank)
@@ -140,6 +145,12 @@ class Network(torch.nn.Module):
         edge = self.graph.edges[number]
         shape = self._shape(edge, microbatch) if self._shape else (len(microbatch[0]), *edge.shape[1:])
         return tuple(shape), getattr(torch, edge.dtype), self.device
+
+    def check_pairs(self, microbatches: list) -> None:
+        """Raise ValueError for a microbatch that is no pair (input, target), before the stages that use it alone do."""
+        for microbatch in microbatches:
+            if not (isinstance(microbatch, (list, tuple)) and len(microbatch) == 2):
+                raise ValueError(f"a microbatch of a Network is a pair (input, target), got {_kind(microbatch)}")
 
     def forward(self, stage: int, inputs: list[torch.Tensor], microbatch: Any):
         """One stage of this rank on a microbatch, a pair (input, target)."""
@@ -197,6 +208,11 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
 
 def _said(y) -> str:
     return f"one of shape {tuple(y.shape)}" if isinstance(y, torch.Tensor) else f"{y!r:.60}"
+
+
+def _kind(microbatch) -> str:
+    several = f" of {len(microbatch)}" if isinstance(microbatch, (list, tuple)) else ""
+    return f"a {type(microbatch).__name__}{several}"
 
 
 class _Work(StageWork):

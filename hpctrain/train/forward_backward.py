@@ -16,12 +16,12 @@ from hpctrain.parameter import shard_of
 from hpctrain.pipeline import Schedule, forward_only
 from hpctrain.pipeline.actions import Action
 from hpctrain.pipeline.executor import Executor, StageWork
+from hpctrain.pipeline.network import Network
 from hpctrain.train.stages import Stages
 from hpctrain.train.versions import Versions
 
 if TYPE_CHECKING:
     from hpctrain.convert.pipeline import PipelineStages
-    from hpctrain.pipeline.network import Network
 
 
 class WholeModel:
@@ -124,12 +124,14 @@ class PipelinedModel:
         return {}
 
     def check(self, microbatches: list) -> None:
-        """Raise ValueError for another number of microbatches than the schedule's."""
+        """Raise ValueError for another number of microbatches than the schedule's, and what a Network cannot take."""
         if len(microbatches) != self.schedule.microbatches:
             raise ValueError(
                 f"{self.schedule.name} is made for {self.schedule.microbatches} microbatches on each replica, got "
                 f"{len(microbatches)}; some may be empty"
             )
+        if isinstance(self.model, Network):
+            self.model.check_pairs(microbatches)
 
     def _work(self, microbatches: list, slices: Sequence[int] = (), scale: float = 1.0) -> StageWork:
         if isinstance(self.model, StagedModel):

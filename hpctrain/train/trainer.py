@@ -155,7 +155,7 @@ class Trainer:
     def forward_backward(self, batches: list) -> tuple[float, float, bool]:
         """`step` without the update, for whoever decides in between: `update(norm)` makes it. Returns loss, norm, and
         whether the gradient overflowed in float16, so that the step is to be left out."""
-        self._passes.check(batches)
+        self._check(batches)
         self._check_frozen()
         self.model.train()
         self.strategy.zero_grad()
@@ -187,7 +187,7 @@ class Trainer:
             ValueError: as `step`, for any of the lists, before the first is evaluated.
         """
         for part in batches:
-            self._passes.check(part)
+            self._check(part)
         self.model.eval()
         losses = []
         average = self.strategy.averaged_weights() if averaged else contextlib.nullcontext()
@@ -207,6 +207,11 @@ class Trainer:
     def report(self) -> dict:
         """Members for the step's line of metrics; collective."""
         return self.strategy.report() | self._passes.report() | expert_load.metrics(self._loads)
+
+    def _check(self, batches: list) -> None:
+        if not isinstance(batches, (list, tuple)):  # of a tensor, every row would be taken for a batch
+            raise ValueError(f"batches must be a list, such as [batch], got a {type(batches).__name__}")
+        self._passes.check(batches)
 
     def _check_frozen(self) -> None:
         with as_tensors():  # a parallelized weight takes long to be asked

@@ -13,7 +13,7 @@ from hpctrain.layers.context.dropout import AttentionDropout
 from hpctrain.layers.context.mask import Mask
 from hpctrain.layers.context.spans import Spans, sequence_spans, span_length
 from hpctrain.layers.dropout import check_probability
-from hpctrain.randomness import RngKey
+from hpctrain.randomness import RngKey, check_key
 
 
 def context_attention(
@@ -57,9 +57,10 @@ def context_attention(
     Raises:
         ValueError: on every rank alike, for what does not fit together.
     """
+    documents = _tuples(documents)
     options = (
         attn_mask is None, dropout_p, is_causal, scale, enable_gqa, length, balance, _tuples(spans), window,
-        _tuples(documents), repr(dropout_key), step,
+        documents, repr(dropout_key), step,
     )  # fmt: skip
     sequence = grid.sequence
     mine = tuple(query.shape), tuple(key.shape), tuple(value.shape), {query.dtype, key.dtype, value.dtype}, options
@@ -76,23 +77,27 @@ def context_attention(
     dropout = None
     if dropout_p:
         assert dropout_key is not None  # checked
-        dropout = AttentionDropout(dropout_key, dropout_p, step, length, query.shape[1], range(len(query)))
+        dropout = AttentionDropout(check_key(dropout_key), dropout_p, step, length, query.shape[1], range(len(query)))
     scale = query.shape[3] ** -0.5 if scale is None else scale
     return attend(query, key, value, Context(grid.ring, grid.ulysses, tuple(spans), masks, scale, dropout))
 
 
 def _tuples(nested):
+    """Lists, tensors and arrays as tuples of numbers."""
+    if hasattr(nested, "tolist"):
+        nested = nested.tolist()
     return tuple(map(_tuples, nested)) if isinstance(nested, (list, tuple)) else nested
 
 
 def _masks(documents, sequences, causal, window):
     """One for each sequence."""
-    documents = documents or ()
-    if not documents or isinstance(documents[0], int):
-        return (Mask(causal, window, tuple(documents)),) * sequences
-    if len(documents) != sequences:
+    documents = () if documents is None else documents
+    is_tuple = isinstance(documents, tuple)
+    if is_tuple and all(isinstance(length, int) for length in documents):
+        return (Mask(causal, window, documents),) * sequences
+    if not is_tuple or len(documents) != sequences or not all(isinstance(lengths, tuple) for lengths in documents):
         raise ValueError(f"documents must be lengths, or lengths for each of {sequences} sequences, got {documents}")
-    return tuple(Mask(causal, window, tuple(lengths)) for lengths in documents)
+    return tuple(Mask(causal, window, lengths) for lengths in documents)
 
 
 def _check(everyone):
@@ -120,7 +125,7 @@ def _check(everyone):
     check_probability(dropout_p)
     if dropout_p and dropout_key == "None":
         raise ValueError("dropout_p needs dropout_key=ht.RngKey(...), which names the masks on all ranks alike")
-    if window < 0:
+    if not isinstance(window, int) or window < 0:
         raise ValueError(f"window must be a number of tokens, or 0 for all, got {window}")
 
 

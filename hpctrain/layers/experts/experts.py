@@ -19,7 +19,16 @@ from hpctrain.layers.experts.dispatch_choice import choose
 from hpctrain.layers.experts.grouped import products, weight_gradients
 from hpctrain.layers.experts.replicas import Replicas, chosen_replicas
 from hpctrain.layers.experts.routing import Routing
-from hpctrain.layers.parameter import Factory, Layer, ProductQueue, drawn_key, parameter, put_off, refuse_autocast
+from hpctrain.layers.parameter import (
+    Factory,
+    Layer,
+    ProductQueue,
+    check_sizes,
+    drawn_key,
+    parameter,
+    put_off,
+    refuse_autocast,
+)  # fmt: skip
 from hpctrain.once_differentiable import once_differentiable
 from hpctrain.randomness import RngKey
 from hpctrain.shard import expert_shard, split_sizes
@@ -67,6 +76,7 @@ class Experts(Layer):
         dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
+        check_sizes(features=features, ffn=ffn, experts=experts)
         for name, value, known in (
             ("activation", activation, ACTIVATIONS),
             ("dispatch", dispatch, DISPATCHES),
@@ -74,7 +84,7 @@ class Experts(Layer):
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        if capacity < 0:
+        if not capacity >= 0:
             raise ValueError(f"capacity must be positive, or 0 for no limit, got {capacity}")
         self.axis, self.experts, self.features, self.ffn = grid.expert, experts, features, ffn
         self.parts = grid.expert_tensor

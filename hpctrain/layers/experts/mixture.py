@@ -10,7 +10,7 @@ from hpctrain.layers.experts.experts import Experts
 from hpctrain.layers.experts.router import Router
 from hpctrain.layers.experts.whole_rows import WholeRows
 from hpctrain.layers.mlp import MLP
-from hpctrain.layers.parameter import Factory, check_shape, check_sizes, drawn_key
+from hpctrain.layers.parameter import Factory, check_shape, check_sizes, check_tokens, drawn_key
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
 from hpctrain.shard import split_sizes
@@ -62,6 +62,7 @@ class Mixture(torch.nn.Module):
             )  # fmt: skip
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        check_tokens(self, self.grid, tokens)
         check_shape(self, x, (tokens.local_rows, self.columns))
         rows = WholeRows(self.grid, tokens)
         whole = rows.enter(x, self.features)

@@ -13,7 +13,7 @@ from hpctrain.layers.experts.record import Record
 from hpctrain.layers.experts.routing import Routing
 from hpctrain.layers.experts.scores import SCORES, Chosen, weigh
 from hpctrain.layers.experts.whole_rows import WholeRows
-from hpctrain.layers.parameter import Layer, drawn_key, parameter
+from hpctrain.layers.parameter import Layer, check_sizes, drawn_key, parameter
 from hpctrain.layers.tokens import Tokens
 from hpctrain.randomness import RngKey
 from hpctrain.shard import Shard
@@ -66,6 +66,7 @@ class Router(Layer):
         dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
+        check_sizes(features=features, experts=experts)
         _check(experts, top_k, scores, groups, groups_kept, jitter)
         if aux_scope not in AUX_SCOPES:
             raise ValueError(f"aux_scope must be one of {', '.join(AUX_SCOPES)}, got {aux_scope!r}")
@@ -179,7 +180,7 @@ def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
 def _check(experts, top_k, scores, groups, groups_kept, jitter):
     if scores not in ROUTERS:
         raise ValueError(f"scores must be one of {', '.join(ROUTERS)}, got {scores!r}")
-    if experts < 1 or groups < 1 or experts % groups or not 1 <= groups_kept <= groups:
+    if groups < 1 or experts % groups or not 1 <= groups_kept <= groups:
         raise ValueError(
             f"groups must divide the experts, and groups_kept be some of them, got {experts} experts in {groups} "
             f"groups of which {groups_kept} are kept"

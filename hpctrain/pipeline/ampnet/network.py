@@ -12,7 +12,7 @@ from hpctrain.parameter import annotate
 from hpctrain.pipeline.ampnet.message_graph import MessageGraph
 from hpctrain.pipeline.ampnet.transform import Transform
 from hpctrain.pipeline.draws import refuse_dropout
-from hpctrain.randomness import RngKey, seeded
+from hpctrain.randomness import RngKey, check_key, seeded
 from hpctrain.shard import Shard
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class MessageNetwork(torch.nn.Module):
                 raise ValueError(
                     f"placement must give node {name!r} one of {grid.pipeline.size} ranks, got {placement.get(name)}"
                 )
-        key = key or RngKey(grid.comm.bcast(int(torch.randint(2**62, ()))))
+        key = RngKey(grid.comm.bcast(int(torch.randint(2**62, ())))) if key is None else check_key(key)
         self.graph, self.placement, self.device = graph, placement, device
         self.node = torch.nn.ModuleDict()
         comm.start_watchdog(grid)  # as of `pipeline.Network`
