@@ -16,7 +16,8 @@ class Base(nn.Module):
         found = state_dict if state_dict is not None else self.state_dict()
         found = {name: tensor for name, tensor in found.items() if name.startswith("adapter.")}
         if self.peft_config["default"].is_prompt_learning:
-            found = {"prompts": self.get_prompt_embedding_to_save("default")}
+            prompts = self.get_prompt_embedding_to_save("default")
+            found = {"prompts": prompts, "weight": self.prompt_encoder["default"].weight.detach()}
         torch.save(found, folder / f"{selected}.pt")
 
     def get_prompt_embedding_to_save(self, name):
@@ -24,7 +25,7 @@ class Base(nn.Module):
 
 
 class Adapted(Base):
-    """As peft's PeftModel: it computes the prompts that it saves, and takes other weights from its state dict."""
+    """As peft's PeftModel: it saves prompts that it computes, weights of their encoder and others of its state dict."""
 
     def __init__(self, learns_prompts):
         super().__init__()
@@ -41,10 +42,13 @@ def test_saved_whole(world, tmp_path, learns_prompts):
     model = Adapted(learns_prompts)
     expected = {f"adapter.{name}": tensor for name, tensor in model.adapter.state_dict().items()}
     if learns_prompts:
-        expected = {"prompts": model.get_prompt_embedding_to_save("default")}
+        weight = model.prompt_encoder["default"].weight.detach()
+        expected = {"prompts": model.get_prompt_embedding_to_save("default"), "weight": weight}
     expected = {name: tensor.clone() for name, tensor in expected.items()}
     ht.parallelize(model, grid)
+    weights = list(model.parameters())
     model.save_pretrained(folder, "all", is_main_process=grid.rank == 0)
+    assert all(mine is before for mine, before in zip(model.parameters(), weights, strict=True))
     state = ht.gather_state_dict(model)
     if grid.rank == 0:
         torch.testing.assert_close(torch.load(folder / "all.pt"), expected, rtol=0, atol=0)

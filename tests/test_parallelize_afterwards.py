@@ -1,5 +1,6 @@
 """What is done to a model after the line: the right thing, or an error that names module, line and remedy."""
 
+import contextlib
 import copy
 import io
 import os
@@ -48,6 +49,14 @@ def test_changes_of_a_weight(world, case):
     with pytest.raises(ValueError, match=text + " before parallelize, and list its module in replicate") as error:
         CHANGES[case](model)
     assert len(set(world.allgather(str(error.value)))) == 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_pruned_over_layers(world, whole):
+    model = ht.parallelize(network(), ht.Grid(tensor=world.size), replicate=["*"] if whole else [])
+    text = r"would be that of the part .* replicate=|would compute from 'weight_orig' the weight '0.weight'"
+    with contextlib.nullcontext() if whole else pytest.raises(ValueError, match=text):
+        prune.global_unstructured([(model[0], "weight"), (model[2], "weight")], prune.L1Unstructured, amount=0.5)
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -124,6 +133,23 @@ def test_parts_to_files(world, how, of):
     with pytest.raises(ValueError, match=r"'0.weight' is divided over ranks .*: save ht\.gather_state_dict\(model\)"):
         FILES[how](parts)
     FILES[how]({name: part.as_subclass(torch.Tensor) for name, part in parts.items()})
+
+
+@pytest.mark.parametrize(
+    ("of", "whole"),
+    [(lambda p: p, "gather_state_dict"), (lambda p: p.grad, "gather_gradients")],
+    ids=["weights", "gradients"],
+)
+def test_files_by_address(world, of, whole):
+    """safetensors reads as many elements as the whole has, which are not all there."""
+    model = ht.parallelize(network(), ht.Grid(tensor=world.size))
+    model(*SOME).sum().backward()
+    tensors = {name: of(parameter) for name, parameter in model.named_parameters()}
+    if world.size == 1:
+        safetensors.torch.save(tensors)
+        return
+    with pytest.raises(ValueError, match=rf"'0.weight' is divided over ranks .*: save ht\.{whole}\(model\)"):
+        safetensors.torch.save(tensors)
 
 
 def test_pickled(world):

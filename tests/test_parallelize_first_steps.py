@@ -1,5 +1,6 @@
 """The first steps of a parallelized model: where ranks of the tensor axis do different things, all of them say so."""
 
+import math
 import random
 
 import numpy
@@ -120,6 +121,17 @@ def test_ranks_that_differ(world, case):
         assert len(set(world.allgather(str(refused.value)))) == 1
         model.order, model.draw = "first second", None
         step(model.train(), numbers(2, 4))  # and go on, alike
+
+
+@pytest.mark.parametrize("value", [torch.finfo(torch.float64).min, -math.inf, math.nan])
+def test_numbers_that_have_no_sum(world, value):
+    """As masks of Hugging Face are made of: alike where they are in the same places, and not in others."""
+    model, places = made(world), torch.tensor([True, True, False, True])
+    mask = torch.ones(4, dtype=torch.float64).masked_fill(places, value)
+    model(numbers(2, 4), {"value": mask})
+    if world.size > 1:
+        with pytest.raises(ValueError, match=r"calls the model with argument 1\.value = \(4,\) float64, checksum "):
+            model(numbers(2, 4), {"value": mask.flip(0) if world.rank else mask})
 
 
 def test_what_may_differ(world):

@@ -147,6 +147,39 @@ def test_a_copy_that_is_trained(world):
     assert original.head.weight.grad is None
 
 
+class Passing(nn.Module):
+    """As wrappers of peft's, it passes on what it has not itself."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+    def forward(self, x):
+        return 2 * self.model(x)
+
+
+def test_a_copy_of_what_passes_attributes_on(world):
+    grid, x = ht.Grid(tensor=2), torch.ones(2, 4, dtype=torch.float64)
+    for make in (
+        lambda layer: ht.parallelize(Passing(layer), grid),
+        lambda layer: Passing(ht.parallelize(layer, grid)),
+    ):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 6).double()
+        expected = 2 * layer(x)
+        model = make(layer)
+        copied = copy.deepcopy(model)
+        assert type(copied) is type(model)
+        torch.testing.assert_close(copied(x), expected, **CLOSE)
+        assert not {*copied.parameters()} & {*model.parameters()}
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("zero", [0, None])
 def test_updates_by_hand(world, zero):

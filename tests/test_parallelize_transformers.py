@@ -199,6 +199,22 @@ def test_generation_with_a_cache(world, case):
 
 
 @pytest.mark.ranks(1, 2)
+def test_continuous_batching(world):
+    """Of all heads on one rank; else refused, as errors within it are logged alone."""
+    model = ht.parallelize(seeded(llama).eval(), tensor_grids(world)[-1])
+    sizes = transformers.ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=16, page_size=16)
+    how = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    if world.size == 1:
+        expected = model.generate(IDS[:1, :5], max_new_tokens=2, do_sample=False, pad_token_id=0)
+        (got,) = model.generate_batch([IDS[0, :5].tolist()], how, sizes).values()
+        assert got.generated_tokens == expected[0, 5:].tolist()
+        return
+    text = r"line \d+ of .*transformers.py: continuous batching of a LlamaForCausalLM keeps .* call generate"
+    with pytest.raises(ValueError, match=text):
+        model.generate_batch([IDS[0, :5].tolist()], how, sizes)
+
+
+@pytest.mark.ranks(1, 2)
 def test_saved_for_hugging_face(world, tmp_path):
     grid = tensor_grids(world)[-1]
     serial = seeded(gpt2)

@@ -278,6 +278,26 @@ def test_a_layer_added_afterwards(world, zero):
         optimizer.step()
 
 
+@pytest.mark.parametrize("zero", [None, *LEVELS])
+def test_a_weight_beside_the_model(world, zero):
+    """Nobody averages its gradient; on a tensor axis it is the whole one on every rank, as is that of a frozen one."""
+    beside = nn.Linear(4, 1)
+    for sizes in ({"tensor": world.size}, *GRIDS[world.size]):
+        model = ht.parallelize(nn.Sequential(nn.Linear(4, 4)), ht.Grid(**sizes), zero=zero)
+        for frozen in (True, False):
+            beside.requires_grad_(not frozen)
+            optimizer = torch.optim.SGD([*model.parameters(), *beside.parameters()], 0.1)
+            beside(model(torch.ones(1, 4))).sum().backward()
+            if zero is None:
+                ht.sync_gradients(model)
+            if frozen or "data" not in sizes:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                with pytest.raises(ValueError, match=r"of shape \(1, 4\) that is of no .* before ht\.parallelize"):
+                    optimizer.step()
+
+
 @pytest.mark.ranks(1, 2)
 def test_other_values(world):
     for zero in (4, -1, True, "2"):

@@ -20,6 +20,7 @@ from hpctrain.randomness import generator_states
 
 NAMED = 8  # ranks in an error
 SAMPLED = 1 << 22  # elements of a large tensor of floats that are looked at
+LARGEST = 1e100  # of which the square has a sum still; masks have the lowest number of their type
 
 
 class FirstSteps:
@@ -150,9 +151,8 @@ def _fingerprint(x):
         return kind
     if not x.dtype.is_floating_point:
         return kind, int(digest(x))
-    flat = (
-        x.detach().reshape(-1)[:: -(-x.numel() // SAMPLED)].double().nan_to_num(nan=1e300, posinf=1e301, neginf=-1e301)
-    )
+    sampled = x.detach().reshape(-1)[:: -(-x.numel() // SAMPLED)].double()
+    flat = sampled.clamp(-LARGEST, LARGEST).nan_to_num_(nan=LARGEST / 10)
     weights = torch.arange(len(flat), dtype=torch.float64, device=flat.device).add_(1).mul_(2.399963).cos_()
     return kind, float(flat @ weights), torch.finfo(x.dtype).eps ** 0.5 * float(flat.norm())
 

@@ -24,9 +24,9 @@ MIXING = {
     "dot", "vdot", "inner", "mv", "mm", "bmm", "matmul", "__matmul__", "__rmatmul__", "addmm", "addmm_", "addmv",
     "addbmm", "baddbmm", "einsum", "tensordot", "chain_matmul", "linalg_multi_dot", "linalg_matmul",
     "cosine_similarity", "svd", "linalg_svd", "qr", "linalg_qr", "lu", "linalg_lu_factor", "linalg_matrix_norm",
-    "linalg_eigh", "numpy", "__array__", "tolist", "item", "__bool__", "__float__", "__int__", "__contains__",
-    "__iter__", "__getitem__", "unbind", "split", "chunk", "tensor_split", "split_with_sizes", "bernoulli", "dropout",
-    "multinomial",
+    "linalg_eigh", "numpy", "__array__", "__dlpack__", "tolist", "item", "__bool__", "__float__", "__int__",
+    "__contains__", "__iter__", "__getitem__", "unbind", "split", "chunk", "tensor_split", "split_with_sizes",
+    "bernoulli", "dropout", "multinomial",
 }  # fmt: skip
 COMPARED = {"equal", "allclose"}
 # Of the sum of the replicas' gradients they give something else than the sum of what they give of each.

@@ -146,14 +146,13 @@ class PartialGradient(RankGradient):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):
-        if self.part is not None and self.part.divided and self.part.of_weight:
-            instead = "save ht.gather_state_dict(model), or .as_subclass(torch.Tensor), which is the part"
-            raise ValueError(unpicklable(name_of(self.part), instead))
+        if self.part is not None and self.part.of_weight:
+            _check_filed(self)
         return super().__reduce_ex__(protocol)
 
     def data_ptr(self):
-        if caller(sys._getframe(1)) == "safetensors":
-            self.__reduce_ex__(2)
+        if caller(sys._getframe(1)) == "safetensors":  # which reads as many elements as the whole has
+            _check_filed(self)
         with as_tensors():
             return super().data_ptr()
 
@@ -254,6 +253,14 @@ def _check_whole(name, gradient) -> None:
             "replicate=[...] of ht.parallelize leaves a module whole, and .as_subclass(torch.Tensor) is the part"
         )
     _check_completed(name, gradient)
+
+
+def _check_filed(tensor) -> None:
+    """Raises ValueError where this rank has a part alone, which a file would hold."""
+    if tensor.part is None or tensor.part.divided:
+        whole = "gather_state_dict" if tensor.part and tensor.part.of_weight else "gather_gradients"
+        instead = f"save ht.{whole}(model), or .as_subclass(torch.Tensor), which is the part"
+        raise ValueError(unpicklable(name_of(tensor.part), instead))
 
 
 def unsummed(arguments: Iterable) -> list[PartialGradient]:

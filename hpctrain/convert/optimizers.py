@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hpctrain.choices import check_by_elements
-from hpctrain.convert.arriving_gradients import check_summed
+from hpctrain.convert.arriving_gradients import Marker, check_summed
 from hpctrain.convert.saved_state import mark_saved
 from hpctrain.convert.weight_piece import mark_states
 from hpctrain.rank_gradient import as_tensors
@@ -45,6 +45,18 @@ def _check_loaded(optimizer, parameters):
     vars(optimizer)["_checked_state"] = optimizer.state
 
 
+def _check_averaged(parameters):
+    """Raise ValueError for a weight of no parallelized model beside those of replicas: nobody averages its gradient."""
+    alone = [p for p in parameters if p.requires_grad and "shard" not in vars(p)]
+    markers = (vars(p).get("unmanaged") for p in parameters)
+    if alone and any(isinstance(marker, Marker) and not marker.summed for marker in markers):
+        raise ValueError(
+            f"the optimizer has a weight of shape {tuple(alone[0].shape)} that is of no parallelized model, so that "
+            "its gradient is of one replica's batch; let the model have it before ht.parallelize, or, where you "
+            "average its gradient over the replicas, give it to an optimizer of its own"
+        )
+
+
 def _before_step(optimizer, arguments, options):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     check_elementwise(optimizer, parameters)
@@ -54,6 +66,7 @@ def _before_step(optimizer, arguments, options):
     if not replicas:
         by_hand = [p for p in parameters if "strategy" not in vars(p)]  # a strategy's hook looks at the others
         check_summed(by_hand, "optimizer.step()")
+        _check_averaged(by_hand)
         mark_states(optimizer)
         return None
 
@@ -64,6 +77,7 @@ def _before_step(optimizer, arguments, options):
         for each in replicas:
             each.complete(step=True)
         check_summed(parameters, "optimizer.step()")
+        _check_averaged(parameters)
         for each in spread:
             stepping.groups = each.in_pieces(optimizer, stepping.groups)
         mark_states(stepping)

@@ -51,6 +51,16 @@ class DividedPretrained(PreTrainedModel):
             " call it before parallelize"
         )
 
+    def init_continuous_batching(self, *arguments: Any, **options: Any):
+        """`generate_batch` calls this. Errors of its forwards are logged, and no tokens returned, so that it is refused
+        here where it would fail."""
+        if self.hpctrain_grid.tensor.size * self.hpctrain_grid.sequence.size > 1:
+            raise ValueError(
+                f"{place()}: continuous batching of a {type(self).__name__} keeps all keys and values, which are "
+                "divided over ranks; call generate with padded sequences"
+            )
+        return super().init_continuous_batching(*arguments, **options)
+
 
 class DividedAdapters(torch.nn.Module):
     """Mixin for a PeftModel with divided weights in it.
@@ -83,30 +93,38 @@ class DividedAdapters(torch.nn.Module):
                 )
             save(save_directory, *arguments, state_dict=state_dict, **options)
             return
-        with computed_prompts(self):
-            _save_whole(self, lambda weights: save(save_directory, *arguments, state_dict=weights, **options))
+        _save_whole(self, lambda weights: save(save_directory, *arguments, state_dict=weights, **options))
 
 
 def _save_whole(model: DividedPretrained | DividedAdapters, save: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """`save` the whole weights, on the first rank. Collective over the grid."""
     weights = gather_state_dict(model)
-    with comm.together(model.hpctrain_grid.world):
+    with whole_prompts(model, weights), comm.together(model.hpctrain_grid.world):
         if model.hpctrain_grid.rank == 0:
             save(weights)
 
 
 @contextlib.contextmanager
-def computed_prompts(model: Any) -> Iterator[None]:
-    """Within the block the first rank alone may ask for the prompts that peft saves. Collective at its start."""
+def whole_prompts(model: Any, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Within the block the first rank alone may save the prompts of a model of peft's: what is computed from the
+    weights of their encoders, and these weights, which are among the whole ones that it has. Collective at its start.
+    """
     if not has_prompts(model):
         yield
         return
-    prompts = {name: model.get_prompt_embedding_to_save(name) for name in getattr(model, "prompt_encoder", ())}
+    encoders = getattr(model, "prompt_encoder", torch.nn.ModuleDict())
+    prompts = {name: model.get_prompt_embedding_to_save(name) for name in encoders}
     model.get_prompt_embedding_to_save = prompts.__getitem__
+    kept = [(module, dict(module._parameters)) for module in encoders.modules()]
+    for path, module in encoders.named_modules(prefix="prompt_encoder"):
+        for name in module._parameters:
+            module._parameters[name] = weights.get(f"{path}.{name}")
     try:
         yield
     finally:
         del model.get_prompt_embedding_to_save
+        for module, parameters in kept:
+            module._parameters.update(parameters)
 
 
 def has_prompts(module: torch.nn.Module) -> bool:

@@ -10,7 +10,11 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 _APPLY = torch.autograd.Function.apply.__code__
-_LIBRARIES = ("torch", "tensorboard", "hpctrain", "transformers", "typing_extensions", "contextlib", "functools")
+_LIBRARIES = (
+    "torch", "tensorboard", "prune", "hpctrain", "transformers", "typing_extensions", "contextlib", "functools",
+)  # fmt: skip
+# Parts of torch that count as user code: one writes numbers to a file, the other compares elements of whole weights.
+_AS_USERS = {"torch.utils.tensorboard": "tensorboard", "torch.nn.utils.prune": "prune"}
 
 
 def refused(what: str, path: str) -> str:
@@ -126,5 +130,4 @@ def _calling(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 def _library(frame) -> str:
     name = frame.f_globals.get("__name__", "") if frame is not None else ""
-    # TensorBoard writes numbers to a file, so that it counts as user code.
-    return "tensorboard" if name.startswith("torch.utils.tensorboard") else name.partition(".")[0]
+    return next((its for module, its in _AS_USERS.items() if name.startswith(module)), name.partition(".")[0])

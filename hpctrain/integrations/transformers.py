@@ -15,7 +15,7 @@ import transformers
 
 from hpctrain import comm
 from hpctrain.convert import gather_state_dict
-from hpctrain.convert.pretrained import computed_prompts
+from hpctrain.convert.pretrained import whole_prompts
 from hpctrain.grid import Grid
 from hpctrain.integrations.accelerate import as_replica, join_grid, on_grid
 from hpctrain.integrations.states import check_one_writer, loads_whole, saves_whole
@@ -86,7 +86,7 @@ class GridTrainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict is None:
             state_dict = gather_state_dict(self.model, self.grid)
-        with computed_prompts(self.model), comm.together(self.grid.world):
+        with whole_prompts(self.model, state_dict), comm.together(self.grid.world):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
