@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import stat
 import sys
+import termios
+import time
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,6 +18,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 USAGE_ERROR = 2
+READ_WITHIN = 5.0  # seconds that a launcher may take to read what a rank said
+MOMENT = 0.2  # seconds that it is given where nobody can tell
 
 
 def check_launcher(size: int) -> None:
@@ -44,9 +51,49 @@ def complain(error: Exception, rank: int = 0, status: int = USAGE_ERROR) -> int:
     return status
 
 
-def abort(world: MPI.Comm) -> NoReturn:
-    """End all ranks, after this one's traceback. Waiting would hang: the others are in a collective without it."""
-    print(f"hpctrain: rank {world.rank} of {world.size} failed:", file=sys.stderr)
-    traceback.print_exc()
-    sys.stderr.flush()
-    world.Abort(1)
+def end(world: MPI.Comm, status: int) -> int:
+    """Return the exit status, one other than 0 on no rank before the launcher has read what every rank said: at the
+    first rank that ends so it ends the job, and what it has not read by then may be lost. Collective then; a rank that
+    is alone with its error waits no longer than READ_WITHIN for the others."""
+    if status:
+        wait_until_read()
+        everyone, limit = world.Ibarrier(), time.monotonic() + READ_WITHIN
+        while not everyone.Test() and time.monotonic() < limit:
+            time.sleep(0.001)
+    return status
+
+
+def wait_until_read() -> None:
+    """Until the launcher has read what this rank has written, or READ_WITHIN is over.
+
+    A pipe tells what is left in it; the terminal that Open MPI puts in the place of standard output does not, and is
+    given a MOMENT.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it
+            stream.flush()
+    pipes = [file for file in (1, 2) if stat.S_ISFIFO(os.fstat(file).st_mode)]
+    limit = time.monotonic() + READ_WITHIN
+    while any(map(_unread, pipes)) and time.monotonic() < limit:
+        time.sleep(0.001)
+    if os.isatty(1) or os.isatty(2):
+        time.sleep(MOMENT)
+
+
+def _unread(pipe: int) -> int:
+    """Bytes, by its writing end."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def abort(world: MPI.Comm, error: Exception | None = None) -> NoReturn:
+    """End all ranks, after this one's traceback, or an error that says all. Waiting would hang: the others are in a
+    collective without it."""
+    if error:
+        complain(error)
+    else:
+        print(f"hpctrain: rank {world.rank} of {world.size} failed:", file=sys.stderr)
+        traceback.print_exc()
+    try:
+        wait_until_read()
+    finally:
+        world.Abort(1)

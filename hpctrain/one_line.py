@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hpctrain.convert import divide
+from hpctrain.given import check_types
 from hpctrain.grid import Grid
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def parallelize(
             that cannot be divided, the ranks' weights differ, an entry of `replicate` matches nothing, the model has no
             trunk for a pipeline axis, or ranks share sequences that the model cannot cut; and as `ht.plan.for_model`.
     """
+    check_types(model=(model, nn.Module), grid=(grid, Grid))
     if plan is None:
         if example is not None or machine is not None:
             raise ValueError('example and machine are for plan="auto", got plan=None')

@@ -70,7 +70,7 @@ class RngKey:
         [True, True, True]
         """
         if not rows or not count:
-            return torch.empty(rows, count, dtype=torch.bool)
+            return torch.empty(rows, count, dtype=torch.bool, device="cpu")
         if 2 * count > stride:
             whole = self.mask(start, (rows - 1) * stride + count, drop, step)
             return whole.as_strided((rows, count), (stride, 1))
@@ -190,8 +190,16 @@ def generator_states() -> dict[str, int]:
 
 
 @contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """torch's generators, also that of a GPU in use, are afterwards as they were."""
+    in_use = torch.cuda.is_initialized() or torch.get_default_device().type == "cuda"
+    with torch.random.fork_rng([torch.cuda.current_device()] if in_use else []):
+        yield
+
+
+@contextlib.contextmanager
 def seeded(key: RngKey) -> Iterator[None]:
-    """torch's generator is seeded by a key, and afterwards as it was."""
-    with torch.random.fork_rng(devices=[]):
+    """torch's generators are seeded by a key, and afterwards as they were."""
+    with restored():
         torch.manual_seed(int(key.words(0, 1)[0]) >> 1)
         yield

@@ -77,9 +77,9 @@ def test_saved_and_loaded_on_another_grid(world, tmp_path):
     with pytest.raises(ValueError, match="about must be a dict of what JSON holds, got 3"):
         ht.checkpoint.save(root, 2, one.model, one.strategy, 3)
     for given, message in (
-        ((one.model, one.optimizer), r"strategy must be a strategy of ht\.data_parallel, .*, got AdamW"),
-        ((one.model, one), r"strategy must be a strategy of ht\.data_parallel, .*, got Trainer"),
-        ((one, one.strategy), r"model must be a torch\.nn\.Module, got Trainer"),
+        ((one.model, one.optimizer), r"strategy must be of type DataParallelStrategy, got AdamW"),
+        ((one.model, one), r"strategy must be of type DataParallelStrategy, got Trainer"),
+        ((one, one.strategy), r"model must be of type Module, got Trainer"),
     ):
         for use in (
             lambda *given: ht.checkpoint.save(root, 2, *given),

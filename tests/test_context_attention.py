@@ -82,6 +82,8 @@ def test_dropout_has_the_masks_that_one_rank_draws(world, mask):
     keep = dropout.factors(slice(0, 2), slice(0, heads), (whole,), (whole,), torch.empty(0, dtype=torch.float64))
     drawn = (KEY / "dropout").mask(0, 10 * (heads + 2) * length**2, 0.3, 7).view(10, heads + 2, length, length)
     assert torch.equal(keep > 0, drawn[[4, 9], 1:-1])
+    with torch.device("meta"):  # another default device
+        assert torch.equal(dropout.factors(slice(0, 2), slice(0, heads), (whole,), (whole,), keep), keep)
     for grid in grids(world):
         check(grid, tensors(heads, 2, length), [mask] * 2, 1e-12, dropout=dropout, keep=keep)
 

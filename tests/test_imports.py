@@ -34,7 +34,7 @@ LAYERS = [
     ("grad_sync",),
     (
         "grid_shape", "gemm", "shard", "shard_entries", "trace", "traffic", "randomness", "files", "home", "page",
-        "cores", "digest", "choices", "reclaim", "resident", "rank_job", "once_differentiable",
+        "cores", "digest", "choices", "given", "reclaim", "resident", "rank_job", "once_differentiable",
     ),
 ]  # fmt: skip
 ONE_CONCEPT = [{"cli", "__main__"}, {"shard", "shard_entries"}]  # of several files

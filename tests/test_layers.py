@@ -274,6 +274,18 @@ def test_dropout_masks_do_not_depend_on_the_grid(world):
         assert layer(ones, tokens) is ones
 
 
+def test_dropout_masks_beside_another_default_device(world):
+    """Of sequences in slices, whose masks are several, or none."""
+    grid = Grid(tensor=(1, 1, world.size))
+    layer = Dropout(grid, 0.4, 6, key=KEY)
+    for sequences in (4, 1):
+        tokens = Tokens.of(grid, sequences, 5, part=slice(1, 3))
+        x = torch.ones(tokens.local_rows, 6)
+        expected = layer(x, tokens)
+        with torch.device("meta"):
+            assert torch.equal(layer(x, tokens), expected)
+
+
 def test_every_element_of_a_weight_lives_on_one_rank(world):
     """No rank holds a whole weight, and together they hold each element once."""
     for grid in tensor_grids(world):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.randomness import Permutation, RngKey, fill_slice
+from hpctrain.randomness import Permutation, RngKey, fill_slice, seeded
 from hpctrain.shard import Shard
 
 KEY = RngKey(5, "test")
@@ -82,3 +82,24 @@ def test_permutation_of_more_than_memory_holds():
     shuffled = Permutation(10**13, KEY)(places)
     assert len(set(shuffled.tolist())) == 1000
     assert shuffled.max() < 10**13
+
+
+def test_generators_are_as_before(monkeypatch):
+    """Also that of a GPU in use, which torch.manual_seed seeds as well."""
+    gpu = {0: torch.tensor([7], dtype=torch.uint8)}
+    for name, stands_in in {
+        "is_initialized": lambda: True,
+        "current_device": lambda: 0,
+        "get_rng_state": lambda device: gpu[device].clone(),
+        "set_rng_state": lambda state, device: gpu.update({device: state}),
+        "manual_seed_all": lambda seed: gpu.update({0: torch.tensor([seed % 256], dtype=torch.uint8)}),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stands_in)
+    before = torch.get_rng_state()
+    with seeded(KEY):
+        drawn = torch.rand(3)
+        assert gpu[0] == torch.initial_seed() % 256 != 7
+    with seeded(KEY):
+        assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert gpu[0] == 7

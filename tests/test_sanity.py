@@ -68,6 +68,8 @@ def test_divergence_says_what_led_to_it_and_what_would_do():
         "before: 1, 2, 40, 800, 1.6e+04. Use a smaller train.lr, a longer train.warmup, a train.clip such as 1, or "
         "sanity.nonfinite=skip or =rollback"
     )
+    alone = sanity.diverged(sanity.bad(2, math.nan, 1.0), 1, 1.0, 1.0, alone=True)
+    assert str(alone).endswith("Use a smaller train.lr, a longer train.warmup, or a train.clip below 1")
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 7])

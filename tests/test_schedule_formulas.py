@@ -6,7 +6,17 @@ import time
 
 import pytest
 
-from hpctrain.pipeline import Costs, Edge, Schedule, StageGraph, list_schedule, schedule, token_slices
+from hpctrain.pipeline import (
+    Costs,
+    Edge,
+    Schedule,
+    StageGraph,
+    balanced_slices,
+    forward_only,
+    list_schedule,
+    schedule,
+    token_slices,
+)
 from hpctrain.pipeline.actions import Action
 
 COSTS = [(1, 1, 1), (2, 3, 1), (1.5, 2, 0.5)]
@@ -209,6 +219,29 @@ def test_list_scheduler():
             list_schedule(diamond, placement, 1)
     with pytest.raises(ValueError, match="in_flight=0"):
         list_schedule(diamond, places, 2, in_flight=0)
+    with pytest.raises(ValueError, match=r"stages × microbatches must be at most 1048576, .* got 4000000"):
+        list_schedule(diamond, places, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"placement": {(0, 0): 0, (0, 1): 3}}, "stage 1 of replica 0 is placed on no rank, which are 0 … 1"),
+        ({"placement": {(0, 0): 0, (0, 1): -1}}, "stage 1 of replica 0 is placed on no rank"),
+        ({"placement": {}}, "stage 0 of replica 0 is placed on no rank"),
+        ({"replica_of": [0, 1, 0]}, "stage 0 of replica 1 is placed on no rank"),
+        ({"replica_of": [0]}, r"replica_of must name a replica for each of 3 microbatches, got \[0\]"),
+    ],
+)
+def test_forwards_alone_that_nobody_does(options, said):
+    with pytest.raises(ValueError, match=said):
+        forward_only(2, 3, **options)
+
+
+@pytest.mark.parametrize(("per_token", "per_pair"), [(0, 0), (-1, 1), (1, math.nan), (math.inf, 0)])
+def test_slices_of_no_cost(per_token, per_pair):
+    with pytest.raises(ValueError, match="per_token and per_pair must be costs from 0 on, of which one is above"):
+        balanced_slices(8, 2, per_token, per_pair)
 
 
 def test_list_scheduler_with_latencies_of_each_edge():

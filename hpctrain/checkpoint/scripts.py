@@ -15,6 +15,7 @@ from hpctrain.checkpoint.manifests import NAME, Manifest
 from hpctrain.checkpoint.training_state import TrainingState
 from hpctrain.data_parallel import DataParallelStrategy
 from hpctrain.data_parallel.optimizer_state import counted_in_groups
+from hpctrain.given import check_types
 
 
 def save(
@@ -39,7 +40,7 @@ def save(
     """
     root = Path(root)
     about = {} if about is None else about
-    _check(model, strategy)
+    check_types(model=(model, torch.nn.Module), strategy=(strategy, DataParallelStrategy))
     with comm.together(strategy.grid.world):
         if not isinstance(about, dict):
             raise ValueError(f"about must be a dict of what JSON holds, got {about!r:.100}")
@@ -72,18 +73,9 @@ def load(root: str | os.PathLike, model: torch.nn.Module, strategy: DataParallel
             not are renamed step-N.bad. For a `root` that is itself a checkpoint.
         OSError: on a rank that cannot read a file.
     """
-    _check(model, strategy)
+    check_types(model=(model, torch.nn.Module), strategy=(strategy, DataParallelStrategy))
     root, world = Path(root), strategy.grid.world
     with comm.together(world):
         if world.rank == 0 and files.status(root / NAME):
             raise ValueError(f"{root} is one checkpoint; give the folder of checkpoints that it is in")
     return Checkpointer(root, strategy.grid.comm).resume(TrainingState(model, strategy))
-
-
-def _check(model, strategy) -> None:
-    for name, given, kind, such in (
-        ("model", model, torch.nn.Module, "torch.nn.Module"),
-        ("strategy", strategy, DataParallelStrategy, "strategy of ht.data_parallel, such as trainer.strategy"),
-    ):
-        if not isinstance(given, kind):
-            raise ValueError(f"{name} must be a {such}, got {type(given).__name__}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hpctrain.cli.arguments import add_config, add_resume
-from hpctrain.launch import abort, check_launcher, complain, limit_threads
+from hpctrain.launch import abort, check_launcher, complain, end, limit_threads
 
 SUMMARY = "train; start it on every rank: mpirun -n 8 hpctrain train CONFIG.toml"
 EPILOG = "`hpctrain config` prints every setting with its default, its bounds or choices, and what it means."
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
         from hpctrain.comm import check_started_alike, together
         from hpctrain.config import load_config
         from hpctrain.train.loop import train
-        from hpctrain.train.sanity import BadStep, Stopped
+        from hpctrain.train.sanity import BadStep, Stopped, StoppedAlone
         from hpctrain.train.session import build
 
         try:
@@ -42,10 +42,12 @@ def run(options: argparse.Namespace) -> int:
             interrupts.max_seconds = config.run.max_seconds
             session = build(config, world, options.resume, interrupts)
         except (ValueError, OSError) as error:
-            return complain(error, world.rank)
+            return end(world, complain(error, world.rank))
         try:
-            return STOPPED if train(session) else 0
+            return end(world, STOPPED if train(session) else 0)
         except (BadStep, Stopped) as error:  # raised on every rank
-            return complain(error, world.rank, status=1)
+            return end(world, complain(error, world.rank, status=1))
+        except StoppedAlone as error:
+            abort(world, error)
     except BaseException:
         abort(world)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.launch import abort, check_launcher, complain, limit_threads
+from hpctrain.launch import abort, check_launcher, complain, end, limit_threads
 
 
 def add_source(command: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def on_all_ranks(options: argparse.Namespace, work: Callable) -> int:
             check_started_alike(world, {"command": options.command} | given)
             work(options, open_trained(Path(options.source), options.overrides, world), world)
         except (ValueError, OSError) as error:  # raised on every rank
-            return complain(error, world.rank)
+            return end(world, complain(error, world.rank))
         return 0
     except BaseException:
         abort(world)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from hpctrain.comm import collectives, point_to_point, rooted
 from hpctrain.comm.halo import Halo
@@ -23,8 +24,27 @@ from hpctrain.layout import Layout
 
 
 def with_adjoint(x: torch.Tensor, forward: Callable, adjoint: Callable, *arguments: Any) -> torch.Tensor:
-    """`forward(x, *arguments)`, whose gradient g is `adjoint(g, *arguments)`."""
+    """`forward(x, *arguments)`, whose gradient g is `adjoint(g, *arguments)`.
+
+    Raises:
+        ValueError: as `check_followed`.
+    """
+    check_followed(x)
     return _WithAdjoint.apply(x, forward, adjoint, *arguments)
+
+
+def check_followed(x: torch.Tensor) -> None:
+    """Raise ValueError where torch would follow x by other means than a backward."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        way = "torch.func, as vmap, grad and jacrev do"
+    elif forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        way = "forward-mode differentiation, as torch.autograd.forward_ad does"
+    else:
+        return
+    raise ValueError(
+        f"a tensor goes to other ranks within {way}, which cannot follow it there; use torch.autograd.grad, or the "
+        "functions of torch.autograd.functional"
+    )
 
 
 class _WithAdjoint(torch.autograd.Function):

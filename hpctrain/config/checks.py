@@ -12,7 +12,7 @@ from hpctrain.config.sections import Config
 from hpctrain.grid_shape import TENSOR, check_expert, check_ranks, check_same_boxes, size_of, stage_holders
 from hpctrain.pipeline import Schedule, balanced_slices, schedule
 from hpctrain.pipeline.partitioners import check_counts
-from hpctrain.pipeline.registry import LARGEST
+from hpctrain.pipeline.synchronous import LARGEST
 
 FLOAT16_ZERO = 2.0**-25  # the largest number that float16 rounds to zero
 

@@ -15,6 +15,7 @@ from hpctrain import files
 from hpctrain.config.checks import check
 from hpctrain.config.option import Option, options
 from hpctrain.config.sections import Config, DataConfig
+from hpctrain.given import check_types
 
 LARGEST = 1 << 20  # bytes of a file
 # Sections and keys that had other names.
@@ -38,6 +39,8 @@ def load_config(path: str | os.PathLike | None = None, overrides: Sequence[str] 
     ValueError: unknown key run.stesp; did you mean run.steps?
     """
     config = Config()
+    if not isinstance(path, (str, os.PathLike, type(None))):
+        raise ValueError(f'path must be a file\'s, got {path!r}; settings are overrides=["section.key=value"]')
     if path is not None:
         tables = _read(path)
         with _in(path):
@@ -47,6 +50,7 @@ def load_config(path: str | os.PathLike | None = None, overrides: Sequence[str] 
                 for key, value in table.items():
                     _set(config, section, key, value)
     for override in overrides:
+        check_types(override=(override, str))
         name, equals, text = override.partition("=")
         section, dot, key = name.strip().partition(".")
         if not (equals and dot and key):

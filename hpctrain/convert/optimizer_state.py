@@ -10,6 +10,7 @@ import torch
 from hpctrain import comm
 from hpctrain.convert.saved_state import mark_saved
 from hpctrain.convert.steps import divided_replicas, grid_of
+from hpctrain.given import check_types
 from hpctrain.grid import Grid
 from hpctrain.layers.whole_parameters import counted, whole_tensors
 from hpctrain.parameter import shard_of
@@ -34,6 +35,7 @@ def gather_optimizer_state(
             a tensor of another shape, which cannot be put together.
     """
     grid = grid_of(model, grid)
+    check_types(optimizer=(optimizer, torch.optim.Optimizer))
     with as_tensors():
         with comm.together(grid.world):
             places = _places(model, optimizer)
@@ -91,7 +93,9 @@ def load_optimizer_state(
     Raises:
         ValueError: on every rank, when the state is of other weights.
     """
-    parts = parts_of_state(model, optimizer, state, grid_of(model, grid))
+    grid = grid_of(model, grid)
+    check_types(optimizer=(optimizer, torch.optim.Optimizer), state=(state, dict))
+    parts = parts_of_state(model, optimizer, state, grid)
     replicas = divided_replicas(model)
     load = optimizer.load_state_dict if replicas is None else functools.partial(replicas.load_state, optimizer)
     load(parts)

@@ -270,7 +270,10 @@ class Plan:
     def _cut(parameter, sharding):
         """The parameter stays the same object, so that lists of weights, optimizers and attributes keep their sense."""
         gradient, parameter.grad = parameter.grad, None
-        parameter.data = sharding.take(parameter.data)
+        part = sharding.take(parameter.data)
+        # Of other bits first: else a graph that is still there would give the weight gradients of the old shape alone.
+        parameter.data = part.new_empty(0, dtype=torch.float16 if part.dtype != torch.float16 else torch.float32)
+        parameter.data = part
         if gradient is not None:
             parameter.grad = sharding.take(gradient)
         for number, hook in (parameter._backward_hooks or {}).items():

@@ -107,6 +107,11 @@ def by_package(frame: types.FrameType | None) -> bool:
     return caller(frame) == "hpctrain"
 
 
+def offloaded(frame: types.FrameType | None) -> bool:
+    """Whether torch.autograd.graph.save_on_cpu gives backward what a forward saved, under `local()`."""
+    return frame is not None and frame.f_code.co_name == "unpack_from_cpu"
+
+
 def compared(frame: types.FrameType | None) -> bool:
     """Whether torch.utils.checkpoint asks, of what the first forward saved (under `local()`) and the second one."""
     return frame is not None and frame.f_code.co_name == "_default_meta_extractor"

@@ -11,6 +11,7 @@ from torch import nn
 from hpctrain.convert.dropout import SplitDropout
 from hpctrain.convert.plain import is_plain
 from hpctrain.convert.products import split_linear
+from hpctrain.given import check_types
 
 if TYPE_CHECKING:
     from hpctrain.convert.plan import Plan
@@ -45,10 +46,11 @@ def register_rule(kind: type[nn.Module], rule: Callable[[nn.Module], Split]) -> 
     that. What else the module has weights for is refused.
 
     Raises:
-        ValueError: for what is no type of modules, or has a rule already.
+        ValueError: for what is no type of modules, or has a rule already, and a rule that cannot be called.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ValueError(f"register_rule: kind must be a type of modules, got {kind!r}")
+    check_types(rule=(rule, Callable))
     if kind in _RULES:
         raise ValueError(f"register_rule: {kind.__name__} has a rule already")
     _RULES[kind] = rule

@@ -36,6 +36,7 @@ from hpctrain.convert.refusals import (
     caller,
     check_function,
     compared,
+    offloaded,
     place,
     refused,
     unpicklable,
@@ -82,7 +83,7 @@ class Sharded(torch.Tensor):
                 made = func(*args, **kwargs)
                 return part_of_weight(made, args[0].sharding) if made.shape == args[0].shape else made
             else:
-                of_part = name in METADATA or name in _OF_THE_PART
+                of_part = name in METADATA or name in _OF_THE_PART or offloaded(sys._getframe(1))
                 if name in _OF_THE_PART:
                     gather_part(args[0])
                 if by_user(sys._getframe(1)):

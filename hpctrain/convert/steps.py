@@ -6,7 +6,8 @@ import torch
 
 from hpctrain.convert.arriving_gradients import check_summed
 from hpctrain.convert.averaging import sum_over_replicas
-from hpctrain.data_parallel.clipping import clip, local_squares, replica_totals
+from hpctrain.data_parallel.clipping import check_max_norm, clip, local_squares, replica_totals
+from hpctrain.given import check_types
 from hpctrain.grid import Grid
 from hpctrain.parameter import Strategy
 from hpctrain.rank_gradient import as_tensors
@@ -57,9 +58,11 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, grid: Grid | None =
         grid: of a model that `parallelize` did not make.
 
     Raises:
-        ValueError: when the gradients of a model's replicas are not summed, or a strategy spreads the sums over them.
+        ValueError: when the gradients of a model's replicas are not summed, or a strategy spreads the sums over them;
+            for a `max_norm` below 0.
     """
     grid = grid_of(model, grid)
+    check_max_norm(max_norm)
     parameters = list(model.parameters())
     if (replicas := replicas_of(model)) is not None:
         replicas.complete(step=True)
@@ -103,13 +106,11 @@ def divided_replicas(model: torch.nn.Module):
 
 def grid_of(model: torch.nn.Module, grid: Grid | None) -> Grid:
     """The grid of a model; `grid` itself where it is given."""
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(
-            f"model must be a torch.nn.Module, got a {type(model).__name__}; give the model, not its weights"
-        )
-    grid = grid or getattr(model, "hpctrain_grid", None)
+    grid = getattr(model, "hpctrain_grid", None) if grid is None else grid
+    check_types(model=(model, torch.nn.Module))
     if grid is None:
         raise ValueError("the model was not made by parallelize: pass its grid, as in ht.sync_gradients(model, grid)")
+    check_types(grid=(grid, Grid))
     if grid.pipeline.size > 1:
         raise ValueError(
             f"got pipeline={grid.pipeline.size}: models cut into stages are trained by ht.Trainer or `hpctrain train`"

@@ -17,6 +17,17 @@ from hpctrain.grid import Axis, Grid
 _CLOCK, _GRADIENT, _WEIGHTS, _STALENESS = range(4)  # tags
 
 
+class WorkerNotFinite(FloatingPointError):
+    """Raised on one worker, whose `loss` or `norm` is not finite; the others go on."""
+
+    def __init__(self, worker: int, loss: float, norm: float):
+        super().__init__(
+            f"loss {loss} and gradient norm {norm} of worker {worker} are not both finite; use a smaller learning "
+            "rate, or clip gradients"
+        )
+        self.worker, self.loss, self.norm = worker, loss, norm
+
+
 class AsyncParameterServer(ParameterServer):
     """As `ParameterServer`, but a server updates its part of the weights at every push, with the gradient of the one
     worker's part of the batch, and gives that worker the weights at once. With SGD, as many pushes as there are workers
@@ -27,7 +38,8 @@ class AsyncParameterServer(ParameterServer):
 
     On a worker the trainer's loss and norm are estimates from its own part of the batch, multiplied by the number of
     workers; servers return zeros. What a run gives depends on the speed of its ranks. With one worker it is the serial
-    run exactly. A loss or gradient that is not finite is never pushed: it ends the job.
+    run exactly. A loss or gradient that is not finite is never pushed: it raises WorkerNotFinite on its worker alone,
+    which is to end the job.
 
     Source: bounded staleness of Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
     Server" (2013).
@@ -76,10 +88,7 @@ class AsyncParameterServer(ParameterServer):
         totals = torch.stack([loss, local_squares(self.parameters, self.grid.coords).sum().sqrt()])
         total, norm = (self.workers * totals).tolist()
         if not (math.isfinite(total) and math.isfinite(norm)):
-            raise RuntimeError(
-                f"loss {total} and gradient norm {norm} of worker {self.grid.data.rank} are not finite; use a smaller "
-                "learning rate, or clip gradients"
-            )
+            raise WorkerNotFinite(self.grid.data.rank, total, norm)
         return total, norm
 
     def step(self, norm: float, max_norm: float) -> None:

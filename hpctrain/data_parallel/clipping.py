@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable
 
 import torch
@@ -50,6 +51,13 @@ def clip(parameters: Iterable[torch.nn.Parameter], norm: float, limit: float) ->
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients and not factor >= 1:
         torch._foreach_mul_(gradients, factor)
+
+
+def check_max_norm(max_norm: float) -> None:
+    """Raise ValueError for what no norm can be."""
+    number = isinstance(max_norm, (numbers.Real, torch.Tensor)) and not isinstance(max_norm, bool)
+    if not (number and max_norm >= 0):
+        raise ValueError(f"max_norm must be a number from 0 on, got {max_norm!r}")
 
 
 def clipping_factor(norm: float, limit: float) -> float:

@@ -13,6 +13,7 @@ from hpctrain.choices import check_by_elements
 from hpctrain.data_parallel import optimizer_state
 from hpctrain.data_parallel.alike import differing
 from hpctrain.data_parallel.clipping import clip, local_squares, replica_totals
+from hpctrain.given import check_types
 from hpctrain.grid import Grid
 from hpctrain.parameter import annotate, forget_strategy, on_arrival, shard_of
 from hpctrain.rank_gradient import as_tensors
@@ -64,6 +65,7 @@ class DataParallelStrategy:
             raise ValueError(f"{type(self).__name__} takes weights, model.parameters(), got a {others[0]}")
         self.parameters = [parameter for parameter in given if parameter.requires_grad]
         self._frozen = [parameter for parameter in given if not parameter.requires_grad]
+        check_types(grid=(grid, Grid))
         self.grid, self._optimizer = grid, optimizer
         with comm.together(grid.world):  # ranks differ in what they hold
             self._check_parallelized(self.parameters)

@@ -51,7 +51,7 @@ def join_grid(grid: Grid) -> None:
             raise ValueError(
                 f"accelerate has started torch.distributed for {state.num_processes} processes, which would take the "
                 "ranks of a tensor axis for replicas; leave out cpu=True, use_cpu=True, ACCELERATE_USE_CPU and "
-                "LOCAL_RANK, so that each rank is one process to it"
+                "LOCAL_RANK, so that each rank is one process to it; CUDA_VISIBLE_DEVICES= keeps to the processor"
             )
     state.num_processes = grid.replica.size
     state.process_index, state.local_process_index = grid.rank, local_rank(grid)

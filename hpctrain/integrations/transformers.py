@@ -28,7 +28,8 @@ class GridTrainer(transformers.Trainer):
     A replica is what is a process elsewhere: batches and metrics are shared out among replicas. Every rank clips by the
     norm of the whole gradient, and logs the same loss. The first rank writes files: whole weights, which
     `from_pretrained` loads, and the whole state of the optimizer, with which a run is resumed on any grid, or by
-    Hugging Face's own Trainer. On GPUs each rank is to see one.
+    Hugging Face's own Trainer. On GPUs each rank is to see one; CUDA_VISIBLE_DEVICES= keeps to the processor, for which
+    `use_cpu=True` would start torch.distributed when the arguments are made.
 
     Args:
         grid: of replicas and tensor axes.

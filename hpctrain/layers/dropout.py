@@ -35,7 +35,7 @@ class Dropout(torch.nn.Module):
             self.key.mask(rows.start * self.width, len(rows) * self.width, self.p, tokens.step)
             for rows in tokens.residual_rows()
         ]
-        mask = masks[0] if len(masks) == 1 else torch.cat([torch.empty(0, dtype=torch.bool), *masks])
+        mask = masks[0] if len(masks) == 1 else torch.cat([torch.empty(0, dtype=torch.bool, device="cpu"), *masks])
         return drop(x, mask.view(len(x), self.width)[:, self.columns], self.p)
 
     def extra_repr(self) -> str:

@@ -74,6 +74,8 @@ def look_up(
         padding: an id that gives its row no gradient.
         vocabulary: rows of the whole table, where ids outside of it are not refused before: their rows are NaN.
     """
+    if not whole:
+        functional.check_followed(ids)
     return _Lookup.apply(weight, ids, rows, whole, over, padding, vocabulary)
 
 

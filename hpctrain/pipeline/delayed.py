@@ -13,7 +13,7 @@ from hpctrain.pipeline.graph import StageGraph
 from hpctrain.pipeline.list_scheduler import list_schedule
 from hpctrain.pipeline.message_driven import AMPNet
 from hpctrain.pipeline.schedules import Schedule
-from hpctrain.pipeline.synchronous import chain_placement, check, one_forward_one_backward
+from hpctrain.pipeline.synchronous import at_least_one, chain_placement, check, one_forward_one_backward
 
 
 def pipedream(ranks: int, microbatches: int) -> Schedule:
@@ -50,7 +50,8 @@ def ampnet(
     Source: Gaunt et al., "AMPNet: Asynchronous Model-Parallel Training for Dynamic Neural Networks" (2017).
     """
     keys = ranks if max_active_keys is None else max_active_keys
-    check(ranks=ranks, microbatches=microbatches, max_active_keys=keys, min_update_frequency=min_update_frequency)
+    check(ranks=ranks, microbatches=microbatches)
+    at_least_one(max_active_keys=keys, min_update_frequency=min_update_frequency)
     options = AMPNet(keys, min_update_frequency, staleness_correction)
     graph, placement = StageGraph.chain(ranks), chain_placement(ranks)
     order = list_schedule(graph, placement, microbatches, in_flight=min(keys, microbatches)).order

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Mapping
 
 from hpctrain.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from hpctrain.pipeline.graph import StageGraph
 from hpctrain.pipeline.schedules import COSTS, Schedule
 from hpctrain.pipeline.simulate import Costs, delays
-from hpctrain.pipeline.synchronous import check, with_flush
+from hpctrain.pipeline.synchronous import at_least_one, check, check_placed, with_flush
 from hpctrain.pipeline.tasks import needs
 
 
@@ -39,15 +38,14 @@ def list_schedule(
 
 class _Greedy:
     def __init__(self, graph, placement, microbatches, costs, split, in_flight):
-        check(microbatches=microbatches, in_flight=microbatches if in_flight is None else in_flight)
+        check(stages=graph.stages, microbatches=microbatches)
+        at_least_one(in_flight=microbatches if in_flight is None else in_flight)
         self.graph, self.placement, self.microbatches = graph, placement, microbatches
         self.times, _ = costs.tables(graph.stages, 1)
         self.delay = delays(graph, costs)
         self.kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (FORWARD, BACKWARD)
-        replicas = 1 + max((replica for replica, _ in placement), default=0)
-        for replica, stage in itertools.product(range(replicas), range(graph.stages)):
-            if placement.get((replica, stage), -1) < 0:
-                raise ValueError(f"stage {stage} of replica {replica} is placed on no rank, which are 0 and more")
+        replicas = 1 + max((replica for replica, _ in placement if replica >= 0), default=0)
+        check_placed(graph, placement, range(replicas))
         self.ranks = 1 + max(placement.values())
         self.admitted = min(microbatches, in_flight or microbatches)
         self.left = [graph.stages * len(self.kinds)] * microbatches  # actions of each microbatch to be done

@@ -33,7 +33,6 @@ its units do not close up (a unit's last backwards take two slots, the next unit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from hpctrain.pipeline.bidirectional import chimera, dualpipe, dualpipev
@@ -59,7 +58,6 @@ _MAKERS: dict[str, Callable[..., Schedule]] = {
 }
 NAMES = tuple(_MAKERS)
 _TWO_STAGES = ("zb-v", "dualpipev")
-LARGEST = 2**20  # microbatches of all stages; a pipeline of 64 ranks with 1,024 has 2^16
 
 
 def schedule(
@@ -70,8 +68,8 @@ def schedule(
 
     Args:
         name: one of `NAMES`.
-        ranks, microbatches: any number, in all `LARGEST`; where a schedule cannot use one, the error says what would
-            do.
+        ranks, microbatches: any number, in all `synchronous.LARGEST`; where a schedule cannot use one, the error says
+            what would do.
         virtual_stages: stages a rank, for interleaved (2 if not given); zb-v and dualpipev have 2, the others one.
         slices: of a microbatch's tokens, for terapipe (as many as ranks if not given).
         asynchronous: `max_active_keys`, `min_update_frequency` and `staleness_correction`, for ampnet alone; see
@@ -101,10 +99,4 @@ def schedule(
         options |= asynchronous
     elif asynchronous:
         raise ValueError(f"{', '.join(asynchronous)} is for ampnet; leave it out for {name}")
-    size = math.prod([ranks, microbatches, *(options.get(key) or 1 for key in ("virtual_stages", "slices"))])
-    if size > LARGEST:
-        raise ValueError(
-            f"ranks × virtual_stages × microbatches × slices must be at most {LARGEST}, as a schedule lists them all, "
-            f"got {size}; use fewer ranks or microbatches"
-        )
     return _MAKERS[name](ranks, microbatches, **options)

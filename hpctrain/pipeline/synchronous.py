@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 
+from hpctrain.given import check_types
 from hpctrain.pipeline.actions import BACKWARD, FORWARD, REDUCE, UPDATE, Action, Fused
 from hpctrain.pipeline.graph import StageGraph
 from hpctrain.pipeline.schedules import Schedule
+
+LARGEST = 2**20  # forwards, whose messages are found in a minute; 64 ranks with 1,024 microbatches have 2^16
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -83,16 +89,22 @@ def forward_only(
     through replica_of[m], or 0.
 
     A rank takes `ranks` microbatches through its first stage, then through its next, as interleaved schedules do.
+
+    Raises:
+        ValueError: for a stage that is placed on none of the ranks, and a microbatch without a replica.
     """
     check(ranks=ranks, microbatches=microbatches)
     placement = chain_placement(ranks) if placement is None else placement
-    graph = graph or StageGraph.chain(1 + max(stage for _, stage in placement))
+    graph = graph or StageGraph.chain(1 + max((stage for _, stage in placement), default=0))
+    replica_of = [0] * microbatches if replica_of is None else replica_of
+    if len(replica_of) != microbatches:
+        raise ValueError(f"replica_of must name a replica for each of {microbatches} microbatches, got {replica_of}")
+    check_placed(graph, placement, set(replica_of), ranks)
     order: list[list[Action]] = [[] for _ in range(ranks)]
     for start in range(0, microbatches, ranks):
         for stage in graph.sorted:
             for m in range(start, min(start + ranks, microbatches)):
-                replica = replica_of[m] if replica_of else 0
-                order[placement[replica, stage]].append(Action(FORWARD, replica, stage, m))
+                order[placement[replica_of[m], stage]].append(Action(FORWARD, replica_of[m], stage, m))
     return Schedule("forward_only", graph, placement, order, microbatches, training=False)
 
 
@@ -131,13 +143,35 @@ def present(entries: Iterable[Action | Fused], microbatches: int) -> Iterable[Ac
             yield entry
 
 
+def check_placed(
+    graph: StageGraph, placement: Mapping[tuple[int, int], int], replicas: Iterable[int], ranks: int | None = None
+) -> None:
+    """Raise ValueError for a stage of these replicas that is placed on none of the ranks; None: of any number."""
+    for replica, stage in itertools.product(replicas, range(graph.stages)):
+        place = placement.get((replica, stage), -1)
+        if place < 0 or (ranks is not None and place >= ranks):
+            known = "0 and more" if ranks is None else f"0 … {ranks - 1}"
+            raise ValueError(f"stage {stage} of replica {replica} is placed on no rank, which are {known}")
+
+
 def chain_placement(ranks: int) -> dict[tuple[int, int], int]:
     """Stage s on rank s."""
     return {(0, stage): stage for stage in range(ranks)}
 
 
 def check(**sizes: int) -> None:
-    """Raise ValueError for a size below 1."""
+    """Raise ValueError for a size below 1, and for too large a product, as a schedule lists that many."""
+    at_least_one(**sizes)
+    if (product := math.prod(sizes.values())) > LARGEST:
+        raise ValueError(
+            f"{' × '.join(sizes)} must be at most {LARGEST}, as a schedule lists them all, got {product}; use fewer of "
+            "them"
+        )
+
+
+def at_least_one(**sizes: int) -> None:
+    """Raise ValueError for a size that is not whole, or below 1."""
     for name, size in sizes.items():
+        check_types(**{name: (size, numbers.Integral)})
         if size < 1:
             raise ValueError(f"{name}={size}: a schedule needs at least one; use {name}=1 or more")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hpctrain.pipeline.actions import BACKWARD, FORWARD, Action
 from hpctrain.pipeline.schedules import Schedule
-from hpctrain.pipeline.synchronous import chain_placement, check, with_flush
+from hpctrain.pipeline.synchronous import at_least_one, chain_placement, check, with_flush
 
 
 def terapipe(ranks: int, microbatches: int, slices: int) -> Schedule:
@@ -54,7 +54,7 @@ def token_slices(
     >>> token_slices(12, lambda length, before: 9 + length * (2 + before + length / 2), ranks=4)  # attention
     [5, 3, 2, 2]
     """
-    check(tokens=tokens, ranks=ranks, microbatches=microbatches, step=step)
+    at_least_one(tokens=tokens, ranks=ranks, microbatches=microbatches, step=step)
     if tokens % step:
         raise ValueError(f"step={step} does not divide tokens={tokens}; use a divisor")
     count = tokens // step
@@ -82,14 +82,18 @@ def balanced_slices(tokens: int, slices: int, per_token: float, per_pair: float)
     before it that it attends to. Those that come later are shorter.
 
     Raises:
-        ValueError: for more slices than tokens.
+        ValueError: for more slices than tokens, and costs below 0 or all 0.
 
     >>> balanced_slices(64, 4, per_token=1, per_pair=0), balanced_slices(64, 4, per_token=1, per_pair=1)
     ([16, 16, 16, 16], [32, 13, 10, 9])
     """
-    check(tokens=tokens, slices=slices)
+    at_least_one(tokens=tokens, slices=slices)
     if slices > tokens:
         raise ValueError(f"slices={slices}: {tokens} tokens cannot be cut into more slices than tokens")
+    if not (per_token >= 0 and per_pair >= 0 and 0 < per_token + per_pair < math.inf):
+        raise ValueError(
+            f"per_token and per_pair must be costs from 0 on, of which one is above, got {per_token} and {per_pair}"
+        )
     total = per_token * tokens + per_pair * tokens**2 / 2
     ends = [0]
     for number in range(1, slices + 1):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.config import load_config
+from hpctrain.given import check_types
 from hpctrain.plan import job as jobs
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.memory import allocatable
@@ -96,6 +97,7 @@ def _best(model, grid, example, machine, replicate) -> ModelPlan:
     from hpctrain.convert.units import divided_and_whole  # brings torch
 
     machine = Machine.load(machine) if isinstance(machine, (str, Path)) else machine
+    check_types(machine=(machine, Machine))
     if not grid.world.one_node:
         machine.check_nodes(grid.size, len({*grid.world.nodes}))
     machine = machine.crowded(grid.size)

@@ -12,7 +12,7 @@ from hpctrain.grid_shape import all_grids
 from hpctrain.models import TransformerCosts
 from hpctrain.pipeline import Schedule
 from hpctrain.pipeline import schedule as schedule_of
-from hpctrain.pipeline.registry import LARGEST
+from hpctrain.pipeline.synchronous import LARGEST
 from hpctrain.plan.job import Choice, Job
 from hpctrain.shard import split_sizes
 

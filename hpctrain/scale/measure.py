@@ -19,7 +19,7 @@ import torch
 from hpctrain import cores, gemm
 from hpctrain.comm import together
 from hpctrain.config import load_config
-from hpctrain.launch import abort, check_launcher, complain
+from hpctrain.launch import abort, check_launcher, complain, end
 from hpctrain.resident import most_resident
 from hpctrain.scale import work
 from hpctrain.scale.busy import Stopwatch, lacking
@@ -46,7 +46,7 @@ def main() -> int:
                 config = load_config(path, overrides)
             session = build(config, world)
         except (ValueError, OSError) as error:
-            return complain(error, world.rank)
+            return end(world, complain(error, world.rank))
         result = measure(session, world, int(steps))
         with together(world):
             if world.rank == 0:

@@ -8,11 +8,12 @@ import time
 from typing import Any
 
 from hpctrain.data_parallel.alike import differing
+from hpctrain.data_parallel.asynchronous import WorkerNotFinite
 from hpctrain.train.announce import introduce, job_facts, warn
 from hpctrain.train.finishing import finish
 from hpctrain.train.learning_rate import learning_rate
 from hpctrain.train.progress import Progress
-from hpctrain.train.sanity import BadStep, Stopped
+from hpctrain.train.sanity import BadStep, Stopped, StoppedAlone
 from hpctrain.train.saving import check_save, save_when_due
 from hpctrain.train.session import Session, restore
 from hpctrain.train.signals import REASONS
@@ -25,6 +26,7 @@ def train(session: Session) -> str:
 
     Raises:
         BadStep, Stopped: on every rank, where the job must not go on.
+        StoppedAlone: on one rank, likewise; the others wait for it.
     """
     folder = session.folder
     if folder:
@@ -101,7 +103,12 @@ def train_step(session: Session) -> dict[str, Any] | None:
     reading = time.perf_counter() - began
 
     session.order.before(position.batches)
-    loss, norm, overflow = trainer.forward_backward(batch)
+    try:
+        loss, norm, overflow = trainer.forward_backward(batch)
+    except WorkerNotFinite as error:
+        here = session.sanity.bad(2, error.loss, error.norm)
+        said = session.sanity.diverged(here, position.step + 1, rate, options.clip, alone=True)
+        raise StoppedAlone(f"worker {error.worker}, {said}") from error
     session.order.after(position.batches)
     bad = agreement.judge(loss, 0.0 if overflow else norm, began)  # an overflow is left out, but a stop is heeded
     if bad is None:

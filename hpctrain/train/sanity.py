@@ -26,6 +26,10 @@ class Stopped(RuntimeError):
     """Raised on every rank: the job must not go on."""
 
 
+class StoppedAlone(RuntimeError):
+    """Raised on one rank: the job must not go on, and the others, which go at their own pace, do not know."""
+
+
 class Sanity:
     """Judges the loss and the norm of the gradient of each step.
 
@@ -64,12 +68,16 @@ class Sanity:
             text = f"loss {loss:.4g} is over {self.factor} times the median of the last {WINDOW} steps"
         return BadStep(KINDS[code], loss, norm, text)
 
-    def diverged(self, bad: BadStep, step: int, rate: float, clip: float) -> BadStep:
-        """The same where it ends the training, with what led to it and what would do."""
+    def diverged(self, bad: BadStep, step: int, rate: float, clip: float, alone: bool = False) -> BadStep:
+        """The same where it ends the training, with what led to it and what would do. A rank that finds it `alone` can
+        neither skip the step nor go back."""
         before = ", ".join(f"{norm:.3g}" for norm in self.norms) or "none"
         clipping = f"below {clip:g}" if clip else "such as 1"
+        ways = ["a smaller train.lr", "a longer train.warmup", f"a train.clip {clipping}"]
+        if not alone:
+            ways.append(f"sanity.{bad.kind}=skip or =rollback")
         return BadStep(
             bad.kind, bad.loss, bad.norm,
-            f"step {step}: {bad}; learning rate {rate:.3g}, gradient norms of the steps before: {before}. Use a "
-            f"smaller train.lr, a longer train.warmup, a train.clip {clipping}, or sanity.{bad.kind}=skip or =rollback",
+            f"step {step}: {bad}; learning rate {rate:.3g}, gradient norms of the steps before: {before}. Use "
+            f"{', '.join(ways[:-1])}, or {ways[-1]}",
         )  # fmt: skip

@@ -13,6 +13,8 @@ import torch
 from hpctrain import comm
 from hpctrain.choices import check_by_elements
 from hpctrain.data_parallel import DataParallel, DataParallelStrategy, Zero3
+from hpctrain.data_parallel.clipping import check_max_norm
+from hpctrain.given import check_types
 from hpctrain.grid import Grid
 from hpctrain.grid_shape import describe_shape
 from hpctrain.layers.experts.balance import Load, LoadBalance
@@ -78,9 +80,11 @@ class Trainer:
         schedule: Schedule | AMPNet | int | None = None, *, loss: Callable | None = None, max_norm: float = 0.0,
         strategy: DataParallelStrategy | None = None, slices: Sequence[int] = (),
     ):  # fmt: skip
+        check_types(model=(model, torch.nn.Module), grid=(grid, Grid), optimizer=(optimizer, torch.optim.Optimizer))
+        if loss is not None:
+            check_types(loss=(loss, Callable))
         check_by_elements(optimizer)
-        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
-            raise ValueError(f"max_norm must be a number from 0 on, got {max_norm!r}")
+        check_max_norm(max_norm)
         plain = _is_plain(model)
         if not plain:
             check_shards(model)
@@ -143,7 +147,7 @@ class Trainer:
             ValueError: for another number of microbatches than the schedule's, and when a weight is trained that was
                 frozen when the trainer was made.
             FloatingPointError: on every rank, when either is not finite; nothing is updated (but by schedules that
-                update on the way).
+                update on the way). Of an `AsyncParameterServer`, on the worker alone whose they are.
         """
         loss, norm, overflow = self.forward_backward(batches)
         if not overflow:
@@ -201,7 +205,8 @@ class Trainer:
     @property
     def message_driven(self) -> MessageDriven:
         """How an `AMPNet` goes: its record, replay and metrics."""
-        assert isinstance(self._passes, MessageDriven), "the trainer was made with another schedule"
+        if not isinstance(self._passes, MessageDriven):
+            raise ValueError("message_driven is of a Trainer whose schedule is an AMPNet, got another schedule")
         return self._passes
 
     def report(self) -> dict:
@@ -256,6 +261,7 @@ def _divided(model, grid, optimizer) -> torch.nn.Module:
 
 
 def _check_strategy(strategy, grid, optimizer) -> None:
+    check_types(strategy=(strategy, DataParallelStrategy))
     kind = type(strategy).__name__
     same = {"optimizer": strategy.optimizer is optimizer, "grid": strategy.grid.shape == grid.shape}
     if other := [name for name, is_same in same.items() if not is_same]:

@@ -147,6 +147,18 @@ def test_a_loss_that_is_not_finite(train):
     )
 
 
+def test_a_loss_of_an_asynchronous_worker_that_is_not_finite(train):
+    """Nobody waits for it, and all end with its line."""
+    server = ["data_parallel.method=parameter_server", "data_parallel.staleness=1"]
+    fails(
+        train(2, "grid.data=2", *server, "train.lr=1e30", "train.warmup=0", "train.clip=0.0", "run.steps=50"),
+        "hpctrain: error: worker 0, step ",
+        "are not both finite; learning rate 9.99e+29, gradient norms of the steps before: ",
+        "Use a smaller train.lr, a longer train.warmup, or a train.clip such as 1\n",
+        status=1,
+    )
+
+
 def test_launcher_and_library_of_different_makes(python, tmp_path):
     """Each process would train alone and believe itself rank 0."""
     import subprocess

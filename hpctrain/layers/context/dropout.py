@@ -46,7 +46,7 @@ class AttentionDropout:
         dtype that `like` is."""
         count = len(self.sequences[sequences]), heads.stop - heads.start, span_length(queries), span_length(keys)
         rows = [self._rows(first, number, keys) for first, number in self._runs(sequences, heads, queries)]
-        keep = torch.cat([torch.empty(0, count[-1], dtype=torch.bool), *rows]).view(count)
+        keep = torch.cat([torch.empty(0, count[-1], dtype=torch.bool, device="cpu"), *rows]).view(count)
         return keep.to(like.device, like.dtype) / (1 - drop_threshold(self.p) / 2**16)
 
     def _runs(self, sequences, heads, queries):

@@ -20,7 +20,7 @@ from hpctrain.models.staged import set_holders, stage_blocks
 from hpctrain.models.staged_model import StagedModel
 from hpctrain.parameter import annotate
 from hpctrain.pipeline.draws import DrawCheck, refuse_dropout
-from hpctrain.randomness import RngKey, seeded
+from hpctrain.randomness import RngKey, restored, seeded
 from hpctrain.shard import Shard
 
 
@@ -178,7 +178,7 @@ class PlainModel(StagedModel[WholeSequences]):
                 continue
             ids = torch.zeros(shape[:2], dtype=torch.int64, device=device)
             x = ids if stage == 0 else torch.zeros(shape, dtype=dtype, device=device)
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad(), restored():
                 y = self._run(stage, x)
             if not isinstance(y, torch.Tensor) or (tuple(y.shape), y.dtype) != (shape, dtype):
                 got = f"{tuple(y.shape)} of {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from hpctrain.given import check_types
 from hpctrain.pipeline.partitioners.costs import LayerCosts
 from hpctrain.pipeline.partitioners.dynamic import dynamic, leanest
 from hpctrain.pipeline.partitioners.problem import Problem
 from hpctrain.pipeline.partitioners.search import improved
 from hpctrain.pipeline.registry import schedule as schedule_of
-from hpctrain.pipeline.synchronous import check
+from hpctrain.pipeline.synchronous import at_least_one
 from hpctrain.shard import split_sizes
 
 METHODS = ("even", "dp", "lp", "rl")
@@ -106,7 +107,8 @@ def check_counts(counts: Sequence[int], layers: int, stages: int) -> list[int]:
 
 
 def _problem(costs, ranks, microbatches, stages, schedule, latency, bandwidth, memory) -> Problem:
-    check(ranks=ranks)
+    check_types(costs=(costs, LayerCosts))
+    at_least_one(ranks=ranks)
     if stages is not None and stages % ranks:
         raise ValueError(f"stages={stages} is not a multiple of ranks={ranks}; use {max(1, stages // ranks) * ranks}")
     chosen = schedule_of(schedule, ranks, microbatches, None if stages is None else stages // ranks)
