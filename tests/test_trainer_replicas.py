@@ -88,3 +88,16 @@ def test_what_a_trainer_has_of_each_replica(world, folder):
     torch.manual_seed(7 + grid.rank)
     trainer._load_rng_state(folder)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_library_that_saves_on_one_rank(world, folder, monkeypatch):
+    """As transformers before 5.23."""
+    grid = replicas(world)
+    arguments = transformers.TrainingArguments(folder, report_to=[])
+    trainer = GridTrainer(model_on(grid), arguments, train_dataset=UNEVEN, grid=grid)
+    here = lambda trainer, to, _: trainer._save(to) if trainer.args.should_save else None  # noqa: E731
+    monkeypatch.setattr(transformers.Trainer, "save_model", here)
+    trainer.save_model(folder)
+    if grid.rank == 0:
+        saved = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64)
+        torch.testing.assert_close(dict(saved.state_dict()), dict(plain().state_dict()), rtol=0, atol=0)

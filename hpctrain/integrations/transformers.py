@@ -42,6 +42,7 @@ class GridTrainer(transformers.Trainer):
     """
 
     current_flos: float
+    _whole: dict[str, torch.Tensor] | None = None  # while the model is saved: its weights, on the first rank
 
     def __init__(self, *arguments: Any, grid: Grid, **options: Any):
         self.grid = grid
@@ -84,11 +85,16 @@ class GridTrainer(transformers.Trainer):
         super()._save_checkpoint(*arguments, **options)
         self.grid.comm.Barrier()  # nobody reads it before it is there
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self._whole = gather_state_dict(self.model, self.grid)  # here, as some versions call _save on one rank alone
+        try:
+            with whole_prompts(self.model, self._whole), comm.together(self.grid.world):
+                super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = None
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        if state_dict is None:
-            state_dict = gather_state_dict(self.model, self.grid)
-        with whole_prompts(self.model, state_dict), comm.together(self.grid.world):
-            super()._save(output_dir, state_dict)
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with saves_whole(self.model, self.optimizer.optimizer, self.grid), comm.together(self.grid.world):
