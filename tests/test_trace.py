@@ -1,5 +1,6 @@
 """run.profile: one time line of all ranks, in the trace event format, that holds what was done."""
 
+import itertools
 import json
 import math
 import time
@@ -8,7 +9,7 @@ from collections import Counter, defaultdict
 import pytest
 from trained_here import losses, trainer_in
 
-from hpctrain.train.tracing import TRACKS, clock_shift
+from hpctrain.train.tracing import TRACKS, ahead, clock_shift
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
 
@@ -211,3 +212,15 @@ def test_clocks_of_other_hosts(world, monkeypatch):
     assert abs(shift + wrong) < 50_000_000
     monkeypatch.undo()
     assert clock_shift(world, lambda: time.time_ns() + wrong) == 0
+
+
+def test_a_process_that_is_interrupted_between_two_clocks():
+    """In all rounds but the sixth."""
+    now, rounds = 0, itertools.count()
+
+    def ask():
+        nonlocal now
+        now += 10 if next(rounds) == 5 else 40_000
+        return now + 7
+
+    assert abs(ahead(lambda: now, ask) - 7) <= 5

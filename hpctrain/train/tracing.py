@@ -26,7 +26,7 @@ FILE = "trace.json"
 TRACKS = {"steps": 1, "pipeline": 2, "MPI": 3}  # in this order on the screen, above those of torch
 KERNELS = ("cpu_op", "kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver")  # categories of torch's
 TAG = 1301  # of messages with a rank's part
-ROUNDS = 8  # of messages that compare two clocks
+ROUNDS = 8  # in which two clocks are compared
 
 log = logging.getLogger("hpctrain")
 
@@ -124,18 +124,27 @@ def clock_shift(world: Any, clock: Callable[[], int] = time.time_ns) -> int:
         return 0
     if world.rank not in far:
         return 0
+
+    def ask():
+        world.send(None, 0, TAG)
+        return world.recv(source=0, tag=TAG)
+
+    return ahead(clock, ask)
+
+
+def ahead(clock: Callable[[], int], ask: Callable[[], int]) -> int:
+    """By how much another clock, which is asked, is ahead of this one. Of several times the fastest counts, as a
+    process may be interrupted in between."""
     found = []
     for _ in range(ROUNDS):
         asked = clock()
-        world.send(None, 0, TAG)
-        theirs, answered = world.recv(source=0, tag=TAG), clock()
+        theirs, answered = ask(), clock()
         found.append((answered - asked, theirs - (asked + answered) // 2))
     return min(found)[1]
 
 
 def _of_spans(spans: list[Span], rank: int, shift: int, began: int) -> Iterator[dict]:
-    # perf_counter has no date: how far it is from the clock that has one is looked at once
-    offset = time.time_ns() - time.perf_counter_ns() + shift - began
+    offset = ahead(time.perf_counter_ns, time.time_ns) + shift - began  # perf_counter has no date
     for span in spans:
         yield {
             "ph": "X", "cat": span.track, "name": span.name, "pid": rank, "tid": TRACKS[span.track],
