@@ -69,7 +69,7 @@ def as_replica(grid: Grid) -> Iterator[None]:
 
 
 def on_grid(accelerator: accelerate.Accelerator, grid: Grid) -> GridAccelerator:
-    """The GridAccelerator that an Accelerator becomes, which was made after `join_grid`."""
+    """Make an Accelerator a GridAccelerator; it was made after `join_grid`."""
     accelerator.__class__ = GridAccelerator
     accelerator._join(grid)
     return accelerator
