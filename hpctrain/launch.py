@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain import cores
@@ -57,9 +58,7 @@ def end(world: MPI.Comm, status: int) -> int:
     is alone with its error waits no longer than READ_WITHIN for the others."""
     if status:
         wait_until_read()
-        everyone, limit = world.Ibarrier(), time.monotonic() + READ_WITHIN
-        while not everyone.Test() and time.monotonic() < limit:
-            time.sleep(0.001)
+        _wait_for(world.Ibarrier().Test)
     return status
 
 
@@ -73,11 +72,15 @@ def wait_until_read() -> None:
         with contextlib.suppress(OSError):  # nobody reads it
             stream.flush()
     pipes = [file for file in (1, 2) if stat.S_ISFIFO(os.fstat(file).st_mode)]
-    limit = time.monotonic() + READ_WITHIN
-    while any(map(_unread, pipes)) and time.monotonic() < limit:
-        time.sleep(0.001)
+    _wait_for(lambda: not any(map(_unread, pipes)))
     if os.isatty(1) or os.isatty(2):
         time.sleep(MOMENT)
+
+
+def _wait_for(done: Callable[[], bool]) -> None:
+    limit = time.monotonic() + READ_WITHIN
+    while not done() and time.monotonic() < limit:
+        time.sleep(0.001)
 
 
 def _unread(pipe: int) -> int:

@@ -76,6 +76,32 @@ def model_on(grid, zero=0):
     return ht.parallelize(plain(), grid, zero=zero)
 
 
+def steps(accelerator, model, optimizer, loader, scheduler, first):
+    """Two batches a step, from step `first` on: the number of each, its loss, and the norm of a step's gradient."""
+    for number, batch in enumerate(accelerator.skip_first_batches(loader, 2 * first), 2 * first):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            found = [accelerator.reduce(loss, "mean").item()]
+            if accelerator.sync_gradients:
+                found.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        yield number, found
+
+
+def generators_go_on(grid, save, load):
+    """Those of each replica, as they were saved."""
+    torch.manual_seed(grid.replica.rank)
+    save()
+    grid.comm.Barrier()
+    expected = torch.rand(3)
+    torch.manual_seed(7 + grid.rank)
+    load()
+    assert torch.equal(torch.rand(3), expected)
+
+
 @contextlib.contextmanager
 def ddp(world, folder, monkeypatch):
     """torch.distributed, as accelerate starts it for processes under mpirun."""

@@ -9,6 +9,7 @@ from integration_checks import (
     UNEVEN,
     Stream,
     ddp,
+    generators_go_on,
     gpt2,
     model_on,
     plain,
@@ -16,6 +17,7 @@ from integration_checks import (
     same_names,
     same_weights,
     shared,
+    steps,
 )
 from parallelize_checks import CLOSE
 
@@ -49,16 +51,8 @@ def accelerated(make, model, folder, data=UNEVEN, batch=2, split=False, first=0,
     if first:
         accelerator.load_state(folder)
     results = []
-    for number, batch in enumerate(accelerator.skip_first_batches(loader, 2 * first), 2 * first):
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            results.append(accelerator.reduce(loss, "mean").item())
-            if accelerator.sync_gradients:
-                results.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+    for number, found in steps(accelerator, model, optimizer, loader, scheduler, first):
+        results += found
         if number == 3 and save:
             accelerator.save_state(folder)
             accelerator.wait_for_everyone()
@@ -110,13 +104,7 @@ def test_random_numbers_of_replicas(world, folder):
     """Each goes on with its own, which are those of its first rank."""
     grid = replicas(world)
     accelerator = GridAccelerator(grid)
-    torch.manual_seed(grid.replica.rank)
-    accelerator.save_state(folder)
-    accelerator.wait_for_everyone()
-    expected = torch.rand(3)
-    torch.manual_seed(7 + grid.rank)
-    accelerator.load_state(folder)
-    assert torch.equal(torch.rand(3), expected)
+    generators_go_on(grid, lambda: accelerator.save_state(folder), lambda: accelerator.load_state(folder))
     assert sorted(path.name for path in folder.glob("random*")) == ["random_states_0.pkl", "random_states_1.pkl"]
 
 

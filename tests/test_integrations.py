@@ -11,7 +11,7 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from integration_checks import DATA, TOKENS, Stream, gpt2, same_weights, shared, without_dropout
+from integration_checks import DATA, TOKENS, Stream, gpt2, same_weights, shared, steps, without_dropout
 from parallelize_checks import CLOSE
 from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
@@ -51,16 +51,8 @@ def accelerated(make, model, folder, first=0, last=4, save=None):
     if first:
         accelerator.load_state(folder)
     results = []
-    for number, batch in enumerate(accelerator.skip_first_batches(loader, 2 * first), 2 * first):
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            results.append(loss.item())
-            if accelerator.sync_gradients:
-                results.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+    for number, found in steps(accelerator, model, optimizer, loader, scheduler, first):
+        results += found
         if number == 3 and save:
             accelerator.save_state(folder, safe_serialization=save == "safetensors")
             accelerator.save_model(model, folder / "model")

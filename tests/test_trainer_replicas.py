@@ -4,7 +4,17 @@ import accelerate
 import pytest
 import torch
 import transformers
-from integration_checks import UNEVEN, ddp, model_on, plain, replicas, same_names, same_weights, shared
+from integration_checks import (
+    UNEVEN,
+    ddp,
+    generators_go_on,
+    model_on,
+    plain,
+    replicas,
+    same_names,
+    same_weights,
+    shared,
+)
 from parallelize_checks import CLOSE
 
 import hpctrain as ht
@@ -81,13 +91,7 @@ def test_what_a_trainer_has_of_each_replica(world, folder):
     arguments = transformers.TrainingArguments(folder, eval_use_gather_object=True, report_to=[])
     trainer = GridTrainer(model_on(grid), arguments, train_dataset=UNEVEN, grid=grid)
     assert trainer.gather_function([grid.replica.rank]) == [0, 1]
-    torch.manual_seed(grid.replica.rank)
-    trainer._save_rng_state(folder)
-    world.Barrier()
-    expected = torch.rand(3)
-    torch.manual_seed(7 + grid.rank)
-    trainer._load_rng_state(folder)
-    assert torch.equal(torch.rand(3), expected)
+    generators_go_on(grid, lambda: trainer._save_rng_state(folder), lambda: trainer._load_rng_state(folder))
 
 
 def test_a_library_that_saves_on_one_rank(world, folder, monkeypatch):

@@ -28,7 +28,7 @@ from hpctrain.layers.parameter import (
     parameter,
     put_off,
     refuse_autocast,
-)  # fmt: skip
+)
 from hpctrain.once_differentiable import once_differentiable
 from hpctrain.randomness import RngKey
 from hpctrain.shard import expert_shard, split_sizes
